@@ -148,11 +148,6 @@ class Batch:
         self.advantages = torch.where(self.present, advantages, 0.0)
         return metrics
 
-    def have_advantage(self) -> list[bool]:
-        """Tells of each sample whether one of its tokens has an advantage and is in the loss."""
-        assert self.advantages is not None, "set_advantages comes first"
-        return ((self.advantages != 0).any(1) & self.in_loss).tolist()
-
     def split(self) -> list[list[int]]:
         """Splits the samples into ``num_minibatches`` parts.
 

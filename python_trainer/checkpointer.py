@@ -28,15 +28,9 @@ from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
 from python_trainer.run_state import Clock, RunState, best_evaluated
+from python_trainer.settings import copy_nested
 
 MODEL_ASIDE = ".model.tmp"  # a model, while it is being written
-
-
-def copy_containers(state: Any) -> Any:
-    """Copies nested dictionaries and lists, but not the tensors in them."""
-    if isinstance(state, dict):
-        return {key: copy_containers(value) for key, value in state.items()}
-    return [copy_containers(value) for value in state] if isinstance(state, list) else state
 
 
 class Checkpointer:
@@ -161,7 +155,8 @@ class Checkpointer:
 
     def after_step(self, signal: str | None, *, done: bool) -> None:
         """Saves the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
-        step, every, signal = self.state.step, self.config.save.save_steps, self.ranks.any(signal)
+        step, every = self.state.step, self.config.save.save_steps
+        signal = next(filter(None, self.ranks.gather(signal)), None)
         if done or signal or (every and step % every == 0):
             with self.clock.measure("checkpoint"):
                 self._save(self._contents())
@@ -184,7 +179,7 @@ class Checkpointer:
 
     def _contents(self) -> dict[str, Any]:
         """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
-        progress, state = copy_containers(self.progress()), self.state
+        progress, state = copy_nested(self.progress()), self.state
         state.wall_s, state.seconds = self.clock.wall_seconds, dict(self.clock.seconds)
         return {"state": asdict(state), "dtype": dtype_name(self.policy.inference_model.dtype), **progress}
 

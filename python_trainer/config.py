@@ -18,7 +18,7 @@ from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Row, Section, as_yaml, describe_section, did_you_mean, section_in
+from python_trainer.settings import Row, Section, as_yaml, copy_nested, describe_section, did_you_mean, section_in
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -196,11 +196,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
     return values or {}
-
-
-def copy_nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies nested settings, but not the objects in them."""
-    return {key: copy_nested(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

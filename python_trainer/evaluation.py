@@ -132,11 +132,6 @@ class Evaluator:
         self.state, self.clock, self.logger, self.folder = state, clock, logger, folder
         self._partial_noted = False
 
-    def due(self) -> bool:
-        """Tells whether ``evaluation.eval_steps`` wants an evaluation after this step."""
-        every = self.config.evaluation.eval_steps
-        return every > 0 and self.state.step % every == 0
-
     def evaluate(self, name: str | None = None) -> dict[str, float]:
         """Evaluates on all test sets -> metrics; empty without test prompts.
 

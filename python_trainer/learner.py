@@ -110,24 +110,21 @@ class Learner:
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
         if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
             return [True] * len(batch.rollouts)
-        return batch.have_advantage()
+        assert batch.advantages is not None
+        return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
     def _pass(self, minibatch: Minibatch, metrics: MetricSums) -> tuple[torch.Tensor, int]:
         """Runs forward and backward passes over a minibatch -> this rank's share of its loss, and its tokens."""
         total, tokens = torch.zeros((), device=self.policy.device), 0
         for packed in self._packs(minibatch.batch, minibatch.samples):
-            loss, counted = self._loss(packed, minibatch)
+            logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
+            values = self.critic(packed, states) if self.critic else None
+            loss, counted = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
             total += loss.detach()
             metrics.add(counted)
             tokens += packed.input_ids.numel()
         return total, tokens
-
-    def _loss(self, packed: Packed, minibatch: Minibatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns loss and metrics of a micro-batch, from one forward pass."""
-        logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
-        values = self.critic(packed, states) if self.critic else None
-        return minibatch.loss(packed, logprobs, entropy, values)
 
     def _step(self, lr: float, loss: float, minibatch: Minibatch) -> float:
         """Takes one optimizer step, if everything is finite -> norm of the policy's gradient."""

@@ -28,6 +28,13 @@ def load(place: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def copy_nested(value: Any) -> Any:
+    """Copies nested dictionaries, lists, tuples and sets, but not the objects in them."""
+    if isinstance(value, Mapping):
+        return {key: copy_nested(inner) for key, inner in value.items()}
+    return type(value)(map(copy_nested, value)) if type(value) in (list, tuple, set) else value
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggests the known names that are nearest to a misspelt one; empty where none is near."""
     close = difflib.get_close_matches(name, known, n=2)

@@ -140,7 +140,9 @@ class Trainer:
             self.clock.start(state.wall_s, state.seconds)
             with closing(self.engine):
                 if state.step == 0:
-                    self.begin()
+                    for accelerator in self.accelerators:
+                        with self.timed(accelerator):
+                            accelerator.begin(self.run_context)
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
@@ -169,7 +171,8 @@ class Trainer:
             Interrupted: a signal came, and the step is saved.
         """
         with self.checkpointer.keeping_last_step():
-            context, meter = self.context(number), StepMeter(self.clock, self.state)
+            context = StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
+            meter = StepMeter(self.clock, self.state)
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
@@ -268,7 +271,8 @@ class Trainer:
         """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
         row: dict[str, float] = {}
         self.done = self.finished()
-        if not self.done and (self.evaluator.due() or (self.rehearsed and self.config.evaluation.eval_steps)):
+        every = self.config.evaluation.eval_steps
+        if not self.done and every and (self.state.step % every == 0 or self.rehearsed):
             row |= self.evaluate_all()
             self.done = self.finished()
         if self.done:
@@ -287,12 +291,6 @@ class Trainer:
             self.notify("on_evaluate", self.state.step, row)
         return row
 
-    def begin(self) -> None:
-        """Lets the accelerators prepare before the first step, on the run's clock and token counts."""
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                accelerator.begin(self.run_context)
-
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
         """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
         groups = self.prompts.groups(prompt_keys)
@@ -301,10 +299,6 @@ class Trainer:
         rollouts = self.generate(groups, keyed_seed(self.config.seed, "answer once", attempt))
         self.scorer.score(groups, rollouts)
         return rollouts
-
-    def context(self, number: int) -> StepContext:
-        """Returns what accelerators may see in a step."""
-        return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
         """Tells whether steps or time are used up; the same on all ranks."""

@@ -49,6 +49,16 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def series(n: int, steps: int, features: int | None = None, *, least: int = 0, whole: bool = False
+           ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """n random trajectories with random lengths, poisoned with NaN beyond them; ``whole`` numbers add up exactly."""
+    shape = (n, steps) if features is None else (n, steps, features)
+    values = torch.randint(-3, 4, shape).float() if whole else torch.randn(shape)
+    lengths = torch.randint(least, steps + 1, (n,))
+    values[torch.arange(steps) >= lengths[:, None]] = torch.nan
+    return values, lengths
+
+
 def lacks(what: str) -> None:
     """Skips the running test because this machine lacks ``what``; the summary names it."""
     pytest.skip(f"this machine lacks {what}")

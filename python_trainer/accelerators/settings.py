@@ -153,7 +153,7 @@ class DraftsSettings(AcceleratorSettings):
                 "leave it out, and let the server draft by itself as docs/integrations.md says"
             )
         asked, most = self.max_draft_tokens, LONGEST_VLLM_DRAFT
-        if config.rollout.by_vllm and asked > most:
+        if config.rollout.engine == "vllm" and asked > most:
             return f"accelerators.drafts.max_draft_tokens must be at most {most} with rollout.engine vllm, got {asked}"
         return None
 

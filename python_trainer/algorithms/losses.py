@@ -53,24 +53,6 @@ def constant(mask: torch.Tensor, *, num_sequences: int, max_length: int, **_: ob
     return mask.float() / (max(num_sequences, 1) * max_length)
 
 
-class TokenLoss(Protocol):
-    """Computes the policy loss of every token before it is averaged.
-
-    Args:
-        logprobs: [B, T], differentiable.
-        ratio: [B, T] pi / pi_old at the level of ``importance_sampling_level``, differentiable.
-        advantages: [B, T].
-        settings: the whole section ``algorithm``.
-
-    Returns:
-        [B, T]. Log-probabilities and advantages are 0, and ratios 1, where masked; the result there is ignored.
-    """
-
-    def __call__(
-        self, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
-    ) -> torch.Tensor: ...
-
-
 def clip(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
 ) -> torch.Tensor:

@@ -51,7 +51,8 @@ LOSS_TYPES: Registry[Callable[..., Any]] = Registry(
         "seq-mean-token-mean": f"{HOME}.losses:sequence_token_mean",
     },
 )
-# each a losses.TokenLoss
+# f(logprobs, ratio, advantages, settings) -> loss of every token before it is averaged, all [B, T]. Log-probabilities and
+# ratios (of importance_sampling_level) are differentiable. Where masked, the result is ignored: 0, 1 and 0 come in there.
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss", {kind: f"{HOME}.losses:{kind}" for kind in ("clip", "cispo")}
 )

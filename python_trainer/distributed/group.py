@@ -106,11 +106,6 @@ class RankGroup:
                 found = function()
         return self.first(found)
 
-    def any(self, value: T) -> T:
-        """Returns the value of the first rank where it is true (or not empty); else that of rank 0."""
-        values = self.gather(value)
-        return next((x for x in values if x), values[0])
-
     def folder(self, output_dir: Path) -> Path:
         """Returns where this rank writes: rank 0 into the run directory, others into a folder that goes in the end."""
         if self.rank == 0:

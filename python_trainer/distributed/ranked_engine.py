@@ -40,7 +40,7 @@ class RankedEngine(WrappedEngine):
 
     def policy_updated(self) -> None:
         self.policy.sync_inference_model()
-        super().policy_updated()
+        self.inner.policy_updated()  # which counts
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         if self.ranks is None:

@@ -133,26 +133,12 @@ class WrappedEngine(Engine):
 
     max_positions, limited_by, on_first_rank = map(_of_inner, ("max_positions", "limited_by", "on_first_rank"))
     policy_version, drafter, lengths = map(_of_inner, ("policy_version", "drafter", "lengths"))
-    stats = _of_inner("stats")
+    stats, pass_seconds = map(_of_inner, ("stats", "pass_seconds"))
+    policy_updated, load_weights, sleep, close = map(_of_inner, ("policy_updated", "load_weights", "sleep", "close"))
 
     def __init__(self, inner: Engine):
         super().__init__()
         self.inner = inner
-
-    def policy_updated(self) -> None:
-        self.inner.policy_updated()  # which counts
-
-    def load_weights(self) -> None:
-        self.inner.load_weights()
-
-    def sleep(self) -> None:
-        self.inner.sleep()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def pass_seconds(self, sequences: int, tokens: int) -> float | None:
-        return self.inner.pass_seconds(sequences, tokens)
 
 
 class StopStrings:

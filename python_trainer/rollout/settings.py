@@ -59,8 +59,3 @@ class RolloutConfig(Section):
         if self.vllm_server is None:
             return []
         return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
-
-    @property
-    def by_vllm(self) -> bool:
-        """Tells whether vLLM generates, as far as the settings alone say."""
-        return self.engine == "vllm" or bool(self.servers)

@@ -15,7 +15,7 @@ from typing import Any
 
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
-from python_trainer.settings import Registry
+from python_trainer.settings import Registry, copy_nested
 from python_trainer.tasks.base import OF_THE_TRAINER, RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
@@ -66,15 +66,6 @@ def _value(value: Any, name: str, row: int) -> float | None:
     return number
 
 
-def own_copy(value: Any) -> Any:
-    """Copies the lists, dicts, sets and tuples of a value, so that no function changes what others see."""
-    if isinstance(value, dict):
-        return {key: own_copy(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(map(own_copy, value))
-    return value
-
-
 @lru_cache(maxsize=1)
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     """Starts the loop of all calls in a process: what functions keep, such as a client, belongs to its loop.
@@ -99,7 +90,7 @@ def _call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
     found: dict[str, Any] = {}
     for name, function in functions.items():
         try:
-            found[name] = _as_list(function(**own_copy(arguments)))
+            found[name] = _as_list(function(**copy_nested(arguments)))
         except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
             found[name] = error
     waiting = {name: value for name, value in found.items() if inspect.isawaitable(value)}
@@ -138,19 +129,14 @@ def _place(function: Any, error: BaseException) -> str:
     return f" ({shown}:{lines[-1] if lines else code.co_firstlineno})"
 
 
-def _given(error: BaseException, names: Iterable[str]) -> str:
-    """Lists what a reward function gets, if the error looks like a missing or an unexpected column."""
-    call = isinstance(error, TypeError) and re.search(r"unexpected keyword argument|missing \d+ required", str(error))
-    if not (call or isinstance(error, KeyError)):
-        return ""
-    return f"; it is given {', '.join(names)}"
-
-
 def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any) -> list[float | None]:
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
     if isinstance(found, Exception | SystemExit):
-        about = _place(function, found) + _given(found, arguments)
+        column = isinstance(found, KeyError) or (  # which may be missing or unexpected
+            isinstance(found, TypeError) and re.search("unexpected keyword argument|missing [0-9]+ required", str(found))
+        )
+        about = _place(function, found) + (f"; it is given {', '.join(arguments)}" if column else "")
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
     if not isinstance(found, list):
         raise UserError(f"reward function {name} returned {found!r:.60}; allowed: a list, a number for each completion")

@@ -7,8 +7,6 @@ from torch.autograd.function import once_differentiable
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """:func:`rlkernels.decoder.add_rms_norm` of compiled code."""
-
     @staticmethod
     def forward(ctx: Any, residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple:
         total, out, factor = torch.ops.rlkernels.add_rms_norm(residual, x, weight, eps)
@@ -30,8 +28,6 @@ class AddRmsNorm(torch.autograd.Function):
 
 
 class Rope(torch.autograd.Function):
-    """:func:`rlkernels.decoder.rope` of compiled code."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int,
                 heads: int, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
@@ -54,8 +50,6 @@ class Rope(torch.autograd.Function):
 
 
 class SiluMul(torch.autograd.Function):
-    """:func:`rlkernels.decoder.silu_mul` of compiled code."""
-
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)

@@ -17,10 +17,6 @@ def improvement_e_value(gained: int, lost: int) -> float:
     The likelihood ratio of "a changed prompt was gained with probability q", averaged over q from 1/2 to 1, against
     q = 1/2. If ``q <= 1/2``, it exceeds 1 / a with probability at most a (a test martingale; Ville's inequality).
 
-    Args:
-        gained: prompts answered right after and wrong before.
-        lost: prompts answered wrong after and right before.
-
     Returns:
         ``sum_{k <= gained} C(n + 1, k) / ((n + 1) C(n, gained))`` with ``n = gained + lost``; infinity beyond what a
         float holds.
@@ -86,11 +82,7 @@ class Gate:
         self.level, self.comparisons, self.position = level, comparisons, position
 
     def compare(self, after: Sequence[float], before: Sequence[float]) -> Comparison:
-        """Judge one candidate by all prompts at once; ``after`` and ``before`` hold a score for each.
-
-        Raises:
-            ValueError: numbers of prompts that differ, or none; a score that is not finite.
-        """
+        """Judge one candidate by all prompts at once, a score for each. Raises as :func:`count_changes`."""
         found = self._judge(after, before, self.comparisons + 1)
         self.comparisons += 1  # what is wrong uses up no evidence
         return found
@@ -110,14 +102,11 @@ class Gate:
     def compare_in_parts(
         self, after: Callable[[int], Sequence[float]], before: Callable[[int], Sequence[float]], prompts: int
     ) -> Comparison:
-        """Judge one candidate by as few prompts as it takes.
+        """Judge one candidate by as few prompts as it takes. Raises as :func:`count_changes`.
 
         Args:
             after, before: number of prompts -> a score for each of them, in an order that does not change.
             prompts: most prompts.
-
-        Raises:
-            ValueError: numbers of answers that differ, or none; a score that is not finite.
         """
         comparison = self.comparisons + 1
         for look in LOOKS:

@@ -96,7 +96,7 @@ class RolloutHistory:
 
     def extend(self, handle: int, ids: Ids) -> None:
         """Add generated tokens, accepted draft tokens included."""
-        self._core.extend(_handle(handle), _ids("ids", ids))
+        self._core.extend(_check.integer("handle", handle, *INT64), _ids("ids", ids))
 
     def extend_tracked(self, handles: Ids, ids: Ids, lengths: Ids) -> None:
         """Run :meth:`extend` for B sequences in one call.
@@ -161,7 +161,7 @@ class RolloutHistory:
 
     def release(self, handle: int) -> None:
         """Forget a tracked sequence."""
-        self._core.release(_handle(handle))
+        self._core.release(_check.integer("handle", handle, *INT64))
 
     def longest_prompt(self, ids: Ids) -> int:
         """Return the length of the longest prompt with answers that ``ids`` begin with; 0 without one."""
@@ -212,10 +212,6 @@ def _implementation(backend: str) -> Any:
 
 def _bound(max_tokens: int | None) -> int | None:
     return None if max_tokens is None else _check.integer("max_tokens", max_tokens, 1, INT64[1])
-
-
-def _handle(handle: int) -> int:
-    return _check.integer("handle", handle, *INT64)
 
 
 def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:

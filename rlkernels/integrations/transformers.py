@@ -447,12 +447,8 @@ def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], 
 def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple) -> None:
     """Checks a forward pass whose keys and values will be found by tokens, positions and adapters alone.
 
-    Args:
-        given: the arguments of the model's forward by name.
-        adapters: as :func:`adapter_state` found them when the tokens were looked up.
-
-    Raises:
-        ValueError: other tensors are given, or the adapters have changed, or something is dropped at random.
+    Raises ValueError if other tensors are given, the adapters are no longer those found when the tokens were looked
+    up, or something is dropped at random.
     """
     name = type(model).__name__
     for argument, value in given.items():

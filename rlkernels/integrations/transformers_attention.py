@@ -35,11 +35,7 @@ ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default
 def other_layers(config: PretrainedConfig) -> list[str]:
     """List the kinds of layers that are more than attention to all tokens before or to a sliding window of them.
 
-    Args:
-        config: of the decoder.
-
-    Returns:
-        Their names in ``layer_types``, sorted. Chunked attention is one, though it differs by its mask alone.
+    Chunked attention is one, though it differs by its mask alone. ``config`` is that of the decoder.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
 
@@ -47,10 +43,7 @@ def other_layers(config: PretrainedConfig) -> list[str]:
 def rotary_limit(config: PretrainedConfig) -> int | None:
     """Return the length up to which rotary factors do not depend on the length; None: they never do.
 
-    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more.
-
-    Args:
-        config: of the decoder.
+    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more. ``config`` is that of the decoder.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     limits = []

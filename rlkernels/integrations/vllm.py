@@ -9,8 +9,6 @@
         },
     )
 
-The proposer learns from what the engine generates. ``additional_config={"rlkernels_history": path}`` drafts from a file
-of ``RolloutHistory.save`` instead; with ``"rlkernels_record": True`` the engine's answers join that file.
 Needs vllm 0.32 or newer.
 """
 
@@ -162,7 +160,9 @@ class HistoryProposer:
         self._history = first
         self._own = first if record or (self._path is None and _shared is None) else None
         self._ends = _end_tokens(vllm_config.model_config)
-        self._epoch, self._answered = _next_epoch(first), set[bytes]()  # prompts that have answers of this epoch
+        newest = first.stats["newest_epoch"]
+        self._epoch = 0 if newest is None else newest + 1
+        self._answered = set[bytes]()  # prompts that have answers of this epoch
         self._unwritten: list[tuple[np.ndarray, np.ndarray, int]] = []  # prompt, answer, epoch
         # One of the workers that share the layers of a model records for all of them.
         parallel = vllm_config.parallel_config
@@ -368,12 +368,6 @@ def _end_tokens(model_config: Any) -> set[int]:
     """Return the tokens after which a sequence is finished."""
     found = getattr(getattr(model_config, "hf_config", None), "eos_token_id", None)
     return set(found) if isinstance(found, list | tuple) else set() if found is None else {found}
-
-
-def _next_epoch(history: RolloutHistory) -> int:
-    """Return the epoch after all of a history."""
-    newest = history.stats["newest_epoch"]
-    return 0 if newest is None else newest + 1
 
 
 def _close(reference: "weakref.ref[HistoryProposer]") -> None:

@@ -62,8 +62,7 @@ def linear_token_logprobs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`token_logprobs` of the logits ``hidden @ weight.T + bias``, never stored as a whole.
 
-    Both results are differentiable with respect to ``hidden``, ``weight`` and ``bias``. The gradient makes the logits
-    once more (twice in bfloat16 on a CPU), a third more arithmetic than with stored ones. After CCE (arXiv 2411.09009)
+    Both results are differentiable with respect to ``hidden``, ``weight`` and ``bias``. After CCE (arXiv 2411.09009)
     and Liger-Kernel (arXiv 2410.10989), with a matrix product of torch for each block of the vocabulary.
 
     Args:

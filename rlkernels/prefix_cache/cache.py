@@ -73,6 +73,8 @@ class PagedKVCache:
     The cache evicts the least recently used block first, the tail of a sequence before its head, and never a block in
     use. ``advance_version`` makes everything cached so far unreachable.
 
+    A method that finds too few blocks raises :class:`OutOfBlocks`, and has changed nothing.
+
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
         num_blocks, memory_bytes: number of blocks, or the size of all keys and values; exactly one of them.
@@ -120,9 +122,6 @@ class PagedKVCache:
         """Return a sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
 
         The last token is always left to compute, because only that gives its logits.
-
-        Raises:
-            OutOfBlocks: nothing has been changed.
         """
         return self.open_many([token_ids])[0]
 
@@ -131,20 +130,13 @@ class PagedKVCache:
 
         So compute the sequences in the order given, or in one forward pass whose every layer writes all keys and
         values before it attends.
-
-        Raises:
-            OutOfBlocks: nothing has been changed.
         """
         if not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts must be a list of token lists, got {prompts!r}")
         return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, prompts)]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
-        """Add tokens and return their slots, int64. Copies a last block that others use too.
-
-        Raises:
-            OutOfBlocks: nothing has been changed.
-        """
+        """Add tokens and return their slots, int64. Copies a last block that others use too."""
         return self.append_many([seq], [token_ids])
 
     def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
@@ -152,7 +144,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: a sequence is given twice, or the lists differ in length.
-            OutOfBlocks: nothing has been changed.
         """
         handles = self._handles(sequences)
         if not hasattr(token_ids, "__len__"):

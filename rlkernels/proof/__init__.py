@@ -88,7 +88,8 @@ class Prover:
             for label, times in slow.items():
                 entry["reason"] = entry["reason"] or f"{times['ratio']:.2f} times as long as plain torch in {label}"
             entry["wins"] = not entry["reason"] and bool(entry["cases"])
-        best = min((n for n in found if found[n]["wins"]), default="torch", key=lambda n: product(found[n]))
+        products = {n: math.prod(c["ratio"] for c in e["cases"].values()) for n, e in found.items() if e["wins"]}
+        best = min(products, default="torch", key=products.__getitem__)
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {"op": op, "backend": best, "workload": self.workload.digest(), "date": now, "candidates": found}
 
@@ -142,10 +143,6 @@ def objection(answer: Message) -> str:
         error = "other shapes, integers or NaN" if answer["error"] is None else f"an error of {answer['error']:.2g}"
         return f"wrong: {error}, allowed {answer['allowed']:.2g}"
     return "" if answer["repeats"] else "two runs on the same inputs give other bits"
-
-
-def product(entry: Message) -> float:
-    return math.prod(case["ratio"] for case in entry["cases"].values())
 
 
 def prove(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from rlkernels.proof.problem import Case, Problem, Tolerance, Verdict, check
+from rlkernels.proof.process import Message
 from rlkernels.proof.workload import Workload
 
-Message = dict[str, Any]
 Say = Callable[[Message], None]
 SAMPLE_S = 5e-4  # of a timed sample: shorter calls are repeated within it
 ROUNDS = 41  # samples of each backend at most
@@ -71,12 +71,6 @@ def race(problem: Problem, backends: Sequence[str], device: torch.device, second
     return found
 
 
-def run_check(case: Case, backend: str, device: torch.device) -> Message:
-    torch.manual_seed(0)
-    verdict, repeats = check(case.make(device), backend, device)
-    return {"ok": True, **finding(verdict), "repeats": repeats}
-
-
 def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Message:
     """Judge every backend on the timed inputs, then time those that are right beside plain torch."""
     torch.manual_seed(0)
@@ -99,7 +93,9 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
 def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Message:
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
     if job["kind"] == "check":
-        return run_check(case, job["backend"], device)
+        torch.manual_seed(0)
+        verdict, repeats = check(case.make(device), job["backend"], device)
+        return {"ok": True, **finding(verdict), "repeats": repeats}
     return run_timing(case, job["backends"], device, job["seconds"], say)
 
 

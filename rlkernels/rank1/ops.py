@@ -19,8 +19,6 @@ class _Settings(TypedDict):
 
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base)
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

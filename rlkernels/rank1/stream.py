@@ -137,9 +137,8 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
                 device: str | torch.device = "cpu", backend: str = "auto") -> Iterator[ModuleUpdate]:  # fmt: skip
     """Yield the leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
-    Of each folder it reads the safetensors files that ``from_pretrained`` of Transformers would read, sharded or not;
-    the two may be sharded differently and differ in dtype. One pair of tensors is in memory at a time. Tied weights,
-    stored under one name, are looked at once.
+    The two may be sharded differently and differ in dtype; :class:`Folder` says which files count. One pair of tensors
+    is in memory at a time. Tied weights, stored under one name, are looked at once.
 
     Args:
         base_dir, checkpoint_dir: folders.

@@ -31,8 +31,6 @@ EXP2_COEFFICIENTS = [float.fromhex(c) for c in (
 LOG2_E = float.fromhex("0x1.715476p+0")
 ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a float32 to an integer, ties to even
 WEIGHT_BITS = 42  # weight of the largest logit; up to 2**20 of them fit a signed 64-bit sum
-
-
 CANDIDATES = 1024  # largest logits among which a filter's tokens are looked for before a whole row is sorted
 
 

@@ -211,7 +211,7 @@ def test_sanitized_process_calls_the_kernels():
     assert done.returncode == 0 and done.stdout.splitlines() == [*called, "2 calls"], done
 
 
-SHARED = ("accuracy", "conftest", "paged_problems", "rank1_cases", "support")
+SHARED = ("accuracy", "conftest", "paged_problems", "rank1_cases", "sampling_cases", "support")
 
 
 def test_tests_of_the_gpu_need_few_packages():

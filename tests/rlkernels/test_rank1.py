@@ -230,22 +230,15 @@ def test_add_rank1_refuses_overlapping_entries_and_nothing_else(shape):
 def test_stochastic_rounding_is_unbiased(dtype):
     # one weight and an update of 0.3 of its spacing, many times over: the mean must move by exactly that
     start = torch.full((400, 501), 1.5, dtype=dtype)
-    weight = start.clone()
-    step = 0.3 * torch.finfo(dtype).eps
-    rlkernels.add_rank1_(weight, torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=1)
+    step = torch.ones(400), torch.ones(501), 0.3 * torch.finfo(dtype).eps
+    weight, again, other = (
+        rlkernels.add_rank1_(start.clone(), *step, stochastic_rounding=True, seed=seed) for seed in (1, 1, 2)
+    )
     up = weight.double() - start.double()
     assert set(up.unique().tolist()) == {0.0, torch.finfo(dtype).eps}
     assert stats.binomtest(int((up > 0).sum()), up.numel(), 0.3).pvalue > 1e-3
-    plain = rlkernels.add_rank1_(start.clone(), torch.ones(400), torch.ones(501), step)
-    assert torch.equal(plain, start)
-    again = rlkernels.add_rank1_(
-        start.clone(), torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=1
-    )
-    assert torch.equal(again, weight)
-    other = rlkernels.add_rank1_(
-        start.clone(), torch.ones(400), torch.ones(501), step, stochastic_rounding=True, seed=2
-    )
-    assert not torch.equal(other, weight)
+    assert torch.equal(rlkernels.add_rank1_(start.clone(), *step), start)
+    assert torch.equal(again, weight) and not torch.equal(other, weight)
 
 
 @given(st.floats(width=32, allow_nan=True), st.integers(0, 2**64 - 1), st.sampled_from([torch.bfloat16, torch.float16]))

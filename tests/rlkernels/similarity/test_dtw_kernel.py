@@ -8,19 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPUTensor, pretended
+from support import series
 
 import rlkernels
 from rlkernels.similarity import gpu, reference
-
-
-def series(n, steps, features=None, *, least=0, whole=False):
-    """n random trajectories with random lengths, poisoned with NaN beyond them."""
-    shape = (n, steps) if features is None else (n, steps, features)
-    values = torch.randint(-3, 4, shape).float() if whole else torch.randn(shape)
-    lengths = torch.randint(least, steps + 1, (n,))
-    beyond = torch.arange(steps) >= lengths[:, None]
-    values[beyond] = math.nan
-    return values, lengths
 
 
 @functools.cache

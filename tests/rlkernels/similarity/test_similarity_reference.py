@@ -44,10 +44,6 @@ def test_subsequence_equals_trying_every_stretch():
             assert (cost[i, j].item(), start[i, j].item(), end[i, j].item()) == expected, (i, j)
 
 
-def test_cost_is_squared_without_a_root():
-    assert dtw(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.0, 5.0]]), backend="torch").item() == 4.0
-
-
 def test_band_is_inclusive_and_widened():
     x, y = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 1.0]])
     assert dtw(x, y, band=0, backend="torch").item() == 1.0

@@ -2,22 +2,17 @@ import math
 
 import pytest
 import torch
+from support import series
 
 import rlkernels
 
 
-def series(n, steps, *features):
-    """Whole numbers, for which all orders of additions agree; NaN beyond the lengths."""
-    values, lengths = torch.randint(-3, 4, (n, steps, *features)).float(), torch.randint(0, steps + 1, (n,))
-    values[torch.arange(steps, device=values.device) >= lengths[:, None]] = math.nan
-    return values, lengths
-
-
 @pytest.mark.parametrize(("rows", "columns", "features", "band"), [
-    (1, 1, (), None), (5, 9, (), 0), (5, 9, (), None), (34, 6, (3,), 4), (34, 4, (2,), None)
+    (1, 1, None, None), (5, 9, None, 0), (5, 9, None, None), (34, 6, 3, 4), (34, 4, 2, None)
 ])  # fmt: skip
 def test_dtw(rows, columns, features, band):
-    (x, x_lengths), (y, y_lengths) = series(2 if rows < 20 else 1, rows, *features), series(3, columns, *features)
+    sizes = (2 if rows < 20 else 1, rows), (3, columns)
+    (x, x_lengths), (y, y_lengths) = (series(n, steps, features, whole=True) for n, steps in sizes)
     x_lengths[0], y_lengths[0], y_lengths[1] = rows, columns, 0
     x[0], y[0] = x[0].nan_to_num(1), y[0].nan_to_num(1)
     y[2, 0], y_lengths[2] = math.inf, columns
