@@ -3,6 +3,10 @@
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rlkernels.extrapolation import Limits
+
+LENIENT = Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-float("inf"), min_share=0)
+
 
 def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options):
     """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
@@ -24,6 +28,11 @@ def save_letters(folder, vocab=64):
         vocab=letters | {"<eos>": vocab - 1}, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
     )
     tokenizer.save_pretrained(folder)
+
+
+def weights(trainer):
+    """A copy of what a trainer of Transformers trains."""
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def digits(prompts, completions, completion_ids, **columns):

@@ -44,12 +44,8 @@ def extrapolate_folders(base: Path, checkpoints: Sequence[Path], output_dir: Pat
                         accuracy: Sequence[float] | None = None) -> str:  # fmt: skip
     """Writes extrapolated weights beside the other files of the last checkpoint.
 
-    Args:
-        base: the model that training began with.
-        checkpoints: oldest first. Their steps are the numbers that the folders' names end with, else 1, 2, ...
-        output_dir: written as a whole or not at all.
-        attempt: predictor, horizon and limits; its gate is not used.
-        accuracy: of each checkpoint; None takes it for rising.
+    The steps of ``checkpoints`` are the numbers that the folders' names end with, else 1, 2, ... ``output_dir`` is
+    written as a whole or not at all, ``accuracy`` None taken for rising, and the gate of ``attempt`` not used.
 
     Returns:
         What was done, in two lines.

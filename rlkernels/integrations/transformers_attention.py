@@ -43,7 +43,8 @@ def other_layers(config: PretrainedConfig) -> list[str]:
 def rotary_limit(config: PretrainedConfig) -> int | None:
     """Return the length up to which rotary factors do not depend on the length; None: they never do.
 
-    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more. ``config`` is that of the decoder.
+    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more.
+    ``config`` is that of the decoder.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     limits = []

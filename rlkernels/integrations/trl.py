@@ -249,9 +249,8 @@ class GatedExtrapolation(TrainerCallback):
     """Weights go on along the direction in which training moved them, if a paired test on held-out prompts says so.
 
     After AlphaRL (arXiv 2510.00553). Every ``track_steps`` steps the update is added to a
-    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.refusal` has nothing against it, predicted weights are
-    written, ``evaluate`` answers the held-out prompts, and they stay only if :class:`rlkernels.Gate` accepts them;
-    otherwise candidates nearer to the present weights are tried, and at last the present ones are put back bit for bit.
+    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.refusal` has nothing against it,
+    :meth:`rlkernels.extrapolation.Attempt.judge` tries predicted weights on the held-out prompts.
 
     For weights that each process holds and trains whole: no LoRA, no shards. Several processes share the held-out
     prompts. Set ``logging_steps=1``: accuracy comes from the logs, at least one for ``track_steps`` steps.

@@ -1,9 +1,5 @@
 """An update of TRL's ``GRPOTrainer`` in which every prompt is computed once per micro-batch, and nothing is padded.
 
-    from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
-
-    trainer = SharedPrefixGRPOTrainer(...)  # all arguments of trl.GRPOTrainer
-
 Loss and gradients stay those of TRL. The answers to one prompt are packed as [prompt but for its last token | last
 token, answer 1 | last token, answer 2 | ...], so that every packed position predicts one token.
 """

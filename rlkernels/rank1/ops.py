@@ -176,13 +176,9 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
     """Run :func:`top1_deltas`, and return the rank-k approximation of every delta from the same reads.
 
     Args:
-        pairs, starts, tol, max_passes, seed: as for :func:`top1_deltas`.
         rank: of the approximation; less if the delta has no more directions.
         min_passes: fewest reads: the first direction may be good enough before the others are. A read adds four
             columns to the basis, so the solver makes at least ``rank / 4``.
-
-    Returns:
-        name -> :class:`Leading`, in the order of ``pairs``.
 
     Raises:
         TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.

@@ -85,10 +85,8 @@ def _kept_weights(
 ) -> torch.Tensor:
     """Return the weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others.
 
-    What is left hardly ever has more than ``CANDIDATES`` tokens, which are found without sorting a vocabulary.
-
-    Args:
-        few: every row is known to have a top_k of 1 to ``CANDIDATES``; else the host asks which rows need more.
+    What is left hardly ever has more than ``CANDIDATES`` tokens, which are found without sorting a vocabulary. Unless
+    ``few`` (see :func:`sample_tokens`) the host asks which rows need more.
     """
     vocab, total = logits.shape[1], weights.sum(1)
     logits, limit = logits.nan_to_num(0.0), torch.where(top_k == 0, vocab, top_k)

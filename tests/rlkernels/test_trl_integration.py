@@ -1,14 +1,13 @@
 """Suffix rollouts and gated extrapolation inside TRL's own GRPOTrainer, on a tiny random model."""
 
 import importlib
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import digits, save_tiny_policy
+from tiny import LENIENT, digits, save_tiny_policy, weights
 
 from rlkernels import RolloutHistory
 
@@ -36,10 +35,6 @@ def make_trainer(trl_integration, policy, tmp_path, monkeypatch):
         return trl.GRPOTrainer(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
 
     return make
-
-
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, make_trainer, monkeypatch):
@@ -177,14 +172,7 @@ def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
         suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
 
 
-@pytest.fixture
-def lenient():
-    from rlkernels.extrapolation import Limits
-
-    return Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
-
-
-def test_an_accepted_jump_stays(trl_integration, make_trainer, lenient, monkeypatch):
+def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     seen = []
 
     def evaluate(model, rows):
@@ -192,7 +180,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, lenient, monkeypa
         seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return [float(len(seen) > 2)] * 10  # the first candidate is no better, the second is
 
-    settings = {"track_steps": 1, "first_step": 4, "every": 100, "predictor": "full", "limits": lenient}
+    settings = {"track_steps": 1, "first_step": 4, "every": 100, "predictor": "full", "limits": LENIENT}
     callback = trl_integration.GatedExtrapolation(evaluate, 80, **settings)
     trainer = make_trainer(callbacks=[callback], steps=4)
     base = weights(trainer)
@@ -211,7 +199,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, lenient, monkeypa
     assert len(callback.trajectory) == 0
 
 
-def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer, lenient):
+def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     """Neither in the weights nor in the random numbers of later steps."""
     plain = make_trainer(steps=5)
     plain.train()
@@ -222,7 +210,7 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer, lenient):
         return [1.0, 0.0] * (len(rows) // 2)
 
     callback = trl_integration.GatedExtrapolation(
-        evaluate, 80, track_steps=1, first_step=3, every=2, max_tries=2, limits=lenient
+        evaluate, 80, track_steps=1, first_step=3, every=2, max_tries=2, limits=LENIENT
     )
     watched = make_trainer(steps=5, callbacks=[callback])
     watched.train()
@@ -242,14 +230,14 @@ def test_refusals_are_noted(trl_integration, make_trainer):
 
 
 @pytest.mark.slow
-def test_the_example_runs(trl_integration, tmp_path, monkeypatch, lenient, capsys):
+def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     """With limits by which its extrapolation is tried."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(tmp_path)
     script = (Path(__file__).parents[2] / "examples/trl_sums.py").read_text()
     made = trl_integration.GatedExtrapolation
     monkeypatch.setattr(
-        trl_integration, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=lenient)
+        trl_integration, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=LENIENT)
     )
     names: dict = {"__name__": "__main__"}
     exec(compile(script, "trl_sums.py", "exec"), names)

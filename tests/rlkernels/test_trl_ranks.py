@@ -3,14 +3,13 @@
 import copy
 import importlib
 import json
-import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import digits, save_tiny_policy
+from tiny import LENIENT, digits, save_tiny_policy, weights
 
 pytestmark = pytest.mark.slow  # two processes train with TRL
 
@@ -38,10 +37,6 @@ def make_trainer(name, policy, folder, rollout, reward=digits, callbacks=(), **s
     )  # fmt: skip
     assert trainer.accelerator.num_processes == 2
     return trainer
-
-
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def from_all(value):
@@ -102,7 +97,6 @@ def shard(policy, folder):
 
 def extrapolate(policy, folder):
     from rlkernels import RolloutHistory
-    from rlkernels.extrapolation import Limits
     from rlkernels.integrations.trl import GatedExtrapolation, HistoryRecorder, SuffixRollouts
 
     seen = []
@@ -111,8 +105,7 @@ def extrapolate(policy, folder):
         seen.append(rows)
         return [float(len(seen) > 1)] * len(rows)  # the candidate is better
 
-    lenient = Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill=-math.inf, min_share=0)
-    gated = GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=lenient)
+    gated = GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=LENIENT)
     recorder, suffixes = HistoryRecorder(folder / "history.bin", every=2), SuffixRollouts(right=-1)
     reward = recorder.watch(suffixes.watch(digits))
     trainer = make_trainer(
