@@ -20,7 +20,7 @@ from python_trainer.checkpoint import (
 )
 from python_trainer.config import Config, dump_config
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import Interrupted, NotFinite, UserError
+from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.loading import base_name, dtype_name
@@ -204,7 +204,8 @@ class Checkpointer:
 
     def _keep(self, step: int, contents: dict[str, Any] | None, error: Exception) -> None:
         """Saves the last finished step if possible, after an error in the one that follows ``step``."""
-        if not self.ranks.all_know(error):  # several processes save together
+        known = isinstance(error, UserError) or is_shared(error)  # to all ranks
+        if self.ranks.size > 1 and not known:  # several processes save together
             return
         try:
             if self.state.step > step:  # its evaluation failed, or its row of metrics

@@ -51,7 +51,12 @@ def compare(
             folder = output_dir / variant / f"seed-{config.seed + seed}"
             plans.append((variant, folder, check_config(values, source=f"variant {variant}")))
     for _, folder, wanted in plans:
-        check_same(folder, wanted)
+        path = folder / "config.yaml"
+        if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
+            changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
+            raise UserError(
+                f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
+            )
     for number, (variant, folder, wanted) in enumerate(plans):
         if not finished(folder):
             from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
@@ -65,13 +70,3 @@ def finished(folder: Path) -> bool:
     """Tells whether a run came to its end."""
     path = folder / "summary.json"
     return path.exists() and "eval_accuracy_final" in json.loads(path.read_text(encoding="utf-8"))
-
-
-def check_same(folder: Path, wanted: Config) -> None:
-    """Raises when the folder holds a run with other settings."""
-    path = folder / "config.yaml"
-    if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
-        changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
-        raise UserError(
-            f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
-        )

@@ -82,7 +82,8 @@ class Trainer:
                 "started"
             )
         self.folder = ranks.folder(output_dir)
-        self.logger = Logger(self.folder, config.max_steps, label=label, console=ranks.console(console))
+        console = console if ranks.rank == 0 else Console(quiet=True)
+        self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
         self.clock, self.state = Clock(timer), RunState()
         self.stop, self.done, self.rehearsed = StopSignal(), False, False
         note = self.logger.note
@@ -140,9 +141,7 @@ class Trainer:
             self.clock.start(state.wall_s, state.seconds)
             with closing(self.engine):
                 if state.step == 0:
-                    for accelerator in self.accelerators:
-                        with self.timed(accelerator):
-                            accelerator.begin(self.run_context)
+                    self.begin()
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
@@ -171,8 +170,7 @@ class Trainer:
             Interrupted: a signal came, and the step is saved.
         """
         with self.checkpointer.keeping_last_step():
-            context = StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
-            meter = StepMeter(self.clock, self.state)
+            context, meter = self.context(number), StepMeter(self.clock, self.state)
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
@@ -291,6 +289,12 @@ class Trainer:
             self.notify("on_evaluate", self.state.step, row)
         return row
 
+    def begin(self) -> None:
+        """Lets the accelerators prepare before the first step, on the run's clock and token counts."""
+        for accelerator in self.accelerators:
+            with self.timed(accelerator):
+                accelerator.begin(self.run_context)
+
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
         """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
         groups = self.prompts.groups(prompt_keys)
@@ -299,6 +303,10 @@ class Trainer:
         rollouts = self.generate(groups, keyed_seed(self.config.seed, "answer once", attempt))
         self.scorer.score(groups, rollouts)
         return rollouts
+
+    def context(self, number: int) -> StepContext:
+        """Returns what accelerators may see in a step."""
+        return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
         """Tells whether steps or time are used up; the same on all ranks."""

@@ -51,8 +51,8 @@ LOSS_TYPES: Registry[Callable[..., Any]] = Registry(
         "seq-mean-token-mean": f"{HOME}.losses:sequence_token_mean",
     },
 )
-# f(logprobs, ratio, advantages, settings) -> loss of every token before it is averaged, all [B, T]. Log-probabilities and
-# ratios (of importance_sampling_level) are differentiable. Where masked, the result is ignored: 0, 1 and 0 come in there.
+# f(logprobs, ratio, advantages, settings) -> loss of every token, all [B, T]; logprobs and ratio (pi / pi_old, at the
+# level of importance_sampling_level) are differentiable. Where masked they are 0, 1 and 0, and the result is ignored.
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss", {kind: f"{HOME}.losses:{kind}" for kind in ("clip", "cispo")}
 )

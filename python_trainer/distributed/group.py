@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from python_trainer.data import Example, Messages, Rollout
-from python_trainer.errors import UserError, is_shared, kind_of, mark_shared
+from python_trainer.errors import UserError, kind_of, mark_shared
 from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy, load_policy
@@ -68,26 +67,22 @@ class RankGroup:
             yield
             return
         assert not self._apart, ALONE
-        problem: Exception | None = None
+        problem, mine = None, None  # the error, and what ranks without one raise for it
         self._apart = True
         try:
             yield
         except Exception as error:
-            problem = error
+            problem, kind, name = error, kind_of(error), type(error).__name__
+            mine = (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
         finally:
             self._apart = False
-        reports = self.gather(None if problem is None else _report(problem))
-        for rank, report in enumerate(reports):
+        for rank, report in enumerate(self.gather(mine)):
             if problem is None and report is not None:
                 kind, text = report
                 problem = kind(f"process {rank} of {self.size}: {text}")
         if problem is not None:
             mark_shared(problem)
             raise problem
-
-    def all_know(self, error: Exception) -> bool:
-        """Tells whether an error ends all ranks, each of them knowing of it, so that they can still save together."""
-        return self.size == 1 or isinstance(error, UserError) or is_shared(error)
 
     def first(self, value: T) -> T:
         """Returns the value of rank 0."""
@@ -112,10 +107,6 @@ class RankGroup:
             return output_dir
         self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
         return Path(self._aside.name)
-
-    def console(self, console: Console | None) -> Console | None:
-        """Returns where this rank shows its progress."""
-        return console if self.rank == 0 else Console(quiet=True)
 
     def score(
         self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
@@ -204,12 +195,6 @@ class RankGroup:
 
     def shard(self, module: torch.nn.Module) -> None:
         """Cuts a module that is whole so far, before an optimizer is made of its parameters."""
-
-
-def _report(error: Exception) -> tuple[type[Exception], str]:
-    """Returns the error that ranks without one raise for this one."""
-    kind, name = kind_of(error), type(error).__name__
-    return (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
 
 
 def _group_start(examples: Sequence[Example], index: int) -> int:

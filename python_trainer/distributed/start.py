@@ -48,7 +48,13 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         ranks = RankGroup("ddp") if parallel == "ddp" else ShardedGroup()
         with ranks.together():
             if choose_device(device).type == "cuda":
-                _choose_gpu(int(os.environ.get("LOCAL_RANK", 0)))
+                number, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+                if number >= there:
+                    raise UserError(
+                        f"--nproc-per-node of torchrun must be at most {there}, the number of GPUs here; there is none "
+                        f"for process {number}"
+                    )
+                torch.cuda.set_device(number)
         yield ranks
     except BaseException as error:
         alone = size > 1 and not (isinstance(error, Interrupted) or is_shared(error))
@@ -58,12 +64,3 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
             dist.destroy_process_group()
         if size > 1:
             time.sleep(LET_GO)
-
-
-def _choose_gpu(number: int) -> None:
-    if number >= torch.cuda.device_count():
-        raise UserError(
-            f"--nproc-per-node of torchrun must be at most {torch.cuda.device_count()}, the number of GPUs here; there "
-            f"is none for process {number}"
-        )
-    torch.cuda.set_device(number)

@@ -20,7 +20,6 @@ class PackedLayout(GroupedLayout):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attends: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
         return grouped_attention(query, key, value, self, scale=scale)
 
 
@@ -42,7 +41,6 @@ class PagedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attends: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]."""
         caches = self.cache.key_cache[layer], self.cache.value_cache[layer]
         write_kv(key, value, *caches, self.slots)
         sequences = self.block_tables, self.seq_lens, self.query_starts

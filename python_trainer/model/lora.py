@@ -38,9 +38,6 @@ def add_adapters(model: Any, settings: LoraSettings) -> Any:
     """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
 
     The copy has weights of its own where there are adapters; the others are shared.
-
-    Raises:
-        UserError: as of :func:`inject_adapters`.
     """
     plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     inject_adapters(model, settings)

@@ -166,11 +166,7 @@ class Policy:
         return [encoded[row] for row in range(len(prompts))]
 
     def chat_text(self, messages: Messages, *, opens: bool = True) -> str:
-        """Writes messages by the tokenizer's template, with or without the opening of the next answer.
-
-        Raises:
-            UserError: as of :meth:`encode`.
-        """
+        """Writes messages by the tokenizer's template, with or without the opening of the next answer."""
         template, options = self.tokenizer.chat_template, self.chat_template_kwargs
         if not template:
             raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")

@@ -50,7 +50,6 @@ class LayerRecorder:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attends: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; sliding windows are longer than T."""
         self.shapes[layer] = shape = (key.shape[1], key.shape[2], value.shape[2])
         self.windows[layer] = window
         if shape[1] != shape[2] or len(set(self.shapes.values())) > 1:
@@ -58,7 +57,7 @@ class LayerRecorder:
                 "keys and values must be of one shape in all layers, got (heads, dimensions of a key, of a value) by "
                 f"layer: {self.shapes}"
             )
-        return self.attention.attend(layer, query, key, value, scale, None)
+        return self.attention.attend(layer, query, key, value, scale, None)  # windows are longer than T
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:

@@ -104,10 +104,6 @@ class Drafter:
             if sample in self.handles:
                 self.history.release(self.handles.pop(sample))
 
-    def close(self) -> None:
-        """Forgets all samples."""
-        self.stop(list(self.handles))
-
 
 def pass_overhead(seconds: dict[int, float]) -> float:
     """Fits ``a + b tokens`` to seconds by number of tokens -> what a pass costs on top of its tokens, in tokens.

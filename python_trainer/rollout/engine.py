@@ -83,11 +83,7 @@ class Engine(ABC):
         return found + self._work(at_least - len(found)) if len(found) < at_least else found
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """Submits, and polls until all is there -> finished rollouts, in the order of the requests.
-
-        Raises:
-            UserError: as of :meth:`submit`.
-        """
+        """Submits, and polls until all is there -> finished rollouts, in the order of the requests."""
         rollouts = self.submit(requests, sampling)
         missing = {id(rollout) for rollout in rollouts}
         others: list[Rollout] = []  # answers to earlier submissions, for the next poll

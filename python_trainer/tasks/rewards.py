@@ -133,10 +133,10 @@ def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], fou
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
     if isinstance(found, Exception | SystemExit):
-        column = isinstance(found, KeyError) or (  # which may be missing or unexpected
-            isinstance(found, TypeError) and re.search("unexpected keyword argument|missing [0-9]+ required", str(found))
-        )
-        about = _place(function, found) + (f"; it is given {', '.join(arguments)}" if column else "")
+        call = isinstance(found, TypeError) and re.search(r"unexpected keyword|missing \d+ required", str(found))
+        about = _place(function, found)
+        if call or isinstance(found, KeyError):  # a missing or an unexpected column
+            about += f"; it is given {', '.join(arguments)}"
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
     if not isinstance(found, list):
         raise UserError(f"reward function {name} returned {found!r:.60}; allowed: a list, a number for each completion")

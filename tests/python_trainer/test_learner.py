@@ -181,7 +181,8 @@ def test_answers_without_advantage_are_not_even_passed_forward(make_config, tmp_
     def with_the_rest(self, minibatch, metrics):
         with torch.no_grad():
             for packed in self._packs(minibatch.batch, sorted({*minibatch.indices} - {*minibatch.samples})):
-                self._loss(packed, minibatch)
+                logprobs, entropy, _ = self.policy.score_with_states(packed, self.temperature)
+                minibatch.loss(packed, logprobs, entropy)
         return learn(self, minibatch, metrics)
 
     monkeypatch.setattr(type(other.learner), "_pass", with_the_rest)

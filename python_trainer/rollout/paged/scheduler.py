@@ -120,7 +120,7 @@ class Scheduler:
         self.waiting.clear()
         self.filling, self.running = [], []
         if self.drafter:
-            self.drafter.close()
+            self.drafter.stop(list(self.drafter.handles))
 
     def _append_drawn(self) -> bool:
         """Makes room for the drawn token and the draft of every running sample.

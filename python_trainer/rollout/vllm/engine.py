@@ -61,11 +61,7 @@ class Drawn(NamedTuple):
 
 
 class Backend(ABC):
-    """Where vLLM runs.
-
-    Attributes:
-        max_positions, limited_by, on_first_rank: as of ``Engine``.
-    """
+    """Where vLLM runs; its attributes are those of :class:`Engine`."""
 
     max_positions: int
     limited_by: str
@@ -170,13 +166,6 @@ class VLLMEngine(Engine):
                 rollout = next(answers)
                 rollout.response_ids += ids
                 rollout.logprobs, rollout.finish_reason = list(logprobs), reason
-        self._finish(rollouts)
-        if self.lengths:
-            self.lengths.observe(requests, rollouts)
-        return rollouts
-
-    def _finish(self, rollouts: Sequence[Rollout]) -> None:
-        """Makes the rollouts what other engines give."""
         if self._sampling.stop:
             stop = StopStrings(self.tokenizer, self._sampling.stop)
             for rollout in rollouts:
@@ -185,6 +174,9 @@ class VLLMEngine(Engine):
             for rollout in rollouts:  # the distribution sampled from has one token
                 rollout.logprobs = [0.0] * len(rollout.logprobs)
         self._count(rollouts)
+        if self.lengths:
+            self.lengths.observe(requests, rollouts)
+        return rollouts
 
     def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
         """Makes what to ask for, by the index of the request, the longest answers first if lengths are known."""
