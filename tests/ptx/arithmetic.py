@@ -20,6 +20,7 @@ INTEGERS = {
     "div": lambda a, b: _divide(a, b), "rem": lambda a, b: a - b * _divide(a, b),
     "shl": lambda a, n: _shift(np.left_shift, a, n), "shr": lambda a, n: _shift(np.right_shift, a, n),
     "bfe": lambda a, first, length: _field(a, first, length), "popc": np.bitwise_count,
+    "prmt": lambda a, b, choice: _permute(a, b, choice),
 }  # fmt: skip
 PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
 # comparisons are false where a number is missing, but for those that end in u
@@ -66,8 +67,18 @@ def _field(a: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
     return (value - (sign << length.astype(np.int64))).astype(a.dtype)
 
 
+def _permute(a: np.ndarray, b: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """Four bytes out of eight, those of a and b, by four bits each; the highest takes the byte's sign alone."""
+    both, out = b.astype(np.int64) << 32 | a.astype(np.int64), np.zeros(np.shape(a), np.int64)
+    for place in range(4):
+        number = choice.astype(np.int64) >> 4 * place & 15
+        byte = both >> 8 * (number & 7) & 255
+        out |= np.where(number & 8, (byte >> 7) * 255, byte) << 8 * place
+    return out.astype(a.dtype)
+
+
 @instruction("add", "sub", "min", "max", "and", "or", "xor", "not", "neg", "abs", "div", "rem", "shl", "shr", "bfe",
-             "popc", "fma", "ex2", "lg2", "rcp", "sqrt")  # fmt: skip
+             "popc", "prmt", "fma", "ex2", "lg2", "rcp", "sqrt")  # fmt: skip
 def _compute(block: Block, s: Statement) -> Action:
     table = FLOATS if s.kind[0] == "f" else PREDICATES if s.kind == "pred" else INTEGERS
     function = table[s.name]

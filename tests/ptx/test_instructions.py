@@ -106,6 +106,12 @@ def test_counts_of_bits():
         assert found.tolist() == [a.bit_count() for a in WHOLE[kind]]
 
 
+def test_bytes_are_chosen_out_of_two_numbers():
+    rows = [(0x83828100, 0x87860504, choice) for choice in (0x3210, 0x7654, 0x5410, 0x0FC9, 0x8BAF)]
+    found = compute("prmt.b32 {d}, {a}, {b}, {c}", ("u32",) * 3, "u32", rows)
+    assert found.tolist() == [0x83828100, 0x87860504, 0x05048100, 0x00FF00FF, 0x00FFFFFF]
+
+
 def test_wide_and_high_products():
     for kind, wide in (("s32", "s64"), ("u32", "u64")):
         rows = list(itertools.product(WHOLE[kind], repeat=2))
