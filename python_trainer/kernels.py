@@ -88,8 +88,9 @@ def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
     for op, reason in result["left_out"].items():
         note(f"{op}: {reason}; the run takes {table[op]}")
     won = {op: verdict["backend"] for op, verdict in result["verdicts"].items()}
-    if result["verdicts"].get("paged_attention", {}).get("candidates", {}).get("triton", {}).get("cases"):
-        won["paged_attention"] = "triton"  # right; in recorded passes the time of the host does not count
+    attention = result["verdicts"].get("paged_attention")
+    if attention and attention["candidates"].get("triton", {}).get("cases"):  # it was right, so it was timed
+        won["paged_attention"] = "triton"  # in recorded passes the time of the host, which the proof counts, is none
     ours = [op for op, name in won.items() if name != "torch"]
     note(f"kernels of rlkernels: {', '.join(ours) or 'none'}; of torch: {', '.join(set(won) - set(ours)) or 'none'}")
     return table | won

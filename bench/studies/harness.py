@@ -211,19 +211,18 @@ class Harness:
         for run in runs:
             check_same(run)
         waiting = [run for run in runs if not run.finished()]
-        active: list[tuple[Run, Worker]] = []
+        active: list[Worker] = []
         try:
-            while (waiting or active) and not self._is_late():
-                ready = [run for run in waiting if run.earlier is None or (run.earlier / "summary.json").exists()]
-                waiting = [run for run in waiting if run not in ready]
-                active += [(run, Worker(run.arm.train, self.study.config, run.overrides, run.folder)) for run in ready]
-                with ThreadPoolExecutor(self.jobs) as pool:
-                    left = list(pool.map(lambda pair: pair[1].turn(), active))
-                active = [pair for pair, goes_on in zip(active, left) if goes_on]
             with ThreadPoolExecutor(self.jobs) as pool:
-                list(pool.map(lambda pair: pair[1].finish(), active))
+                while (waiting or active) and not self._is_late():
+                    ready = [run for run in waiting if run.earlier is None or (run.earlier / "summary.json").exists()]
+                    waiting = [run for run in waiting if run not in ready]
+                    active += [Worker(run.arm.train, self.study.config, run.overrides, run.folder) for run in ready]
+                    left = list(pool.map(lambda worker: worker.turn(), active))
+                    active = [worker for worker, goes_on in zip(active, left) if goes_on]
+                list(pool.map(lambda worker: worker.finish(), active))
         finally:
-            for _, worker in active:
+            for worker in active:
                 worker.stop()
 
     def _is_late(self) -> bool:

@@ -68,10 +68,7 @@ class Task:
 def check_example(place: str, example: Example) -> None:
     """Raises UserError for a prompt that is neither text nor messages, or a column that hides one of the trainer's."""
     prompt = example.prompt
-    messages = prompt if isinstance(prompt, list) else []
-    found = [m.get(key) if isinstance(m, dict) else None for m in messages for key in ("role", "content")]
-    chat = bool(found) and all(isinstance(text, str) for text in found)
-    if not (chat or (isinstance(prompt, str) and prompt)):
+    if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
         raise UserError(f"{place}: prompt is {prompt!r:.80}; allowed: {PROMPT}")
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         check_text(place, "prompt", text)
@@ -82,6 +79,15 @@ def check_example(place: str, example: Example) -> None:
 def completion_text(completion: str | Messages) -> str:
     """Returns the text of a completion, for reward functions that take texts and messages alike."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) for m in value)
+        and all(isinstance(m.get(key), str) for m in value for key in ("role", "content"))
+    )
 
 
 def check_text(place: str, column: str, text: str) -> None:

@@ -133,8 +133,8 @@ def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], fou
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
     if isinstance(found, Exception | SystemExit):
-        call = isinstance(found, TypeError) and re.search(r"unexpected keyword|missing \d+ required", str(found))
-        about = _place(function, found)
+        about, pattern = _place(function, found), r"unexpected keyword argument|missing \d+ required"
+        call = isinstance(found, TypeError) and re.search(pattern, str(found))
         if call or isinstance(found, KeyError):  # a missing or an unexpected column
             about += f"; it is given {', '.join(arguments)}"
         raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found

@@ -238,6 +238,8 @@ def test_order_of_precedence(monkeypatch):
         assert choice() == ("torch", "default")
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton"}, "8.0": {OP: "torch"}})
     assert choice() == ("triton", "record")
+    monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton", "dtw": "cuda", "dtw_topk": "triton"}})
+    assert choice("dtw_topk") == ("cuda", "record"), "it runs the kernels of dtw"
     verdicts.store(verdict(chosen="torch"), 0)
     assert choice() == ("torch", "verdict")
     backend.use({OP: "cuda"})

@@ -29,7 +29,7 @@ CUDA_MEMORY_SHARE = 0.4
 # Shorter prefixes are read by every sample. Measured on a CPU, groups of 8: attention alone gains 1.3 to 1.6 times at
 # 128 tokens, but finding the groups costs as much there; the whole of generation gains 4 % at 192, 15 % at 768.
 MIN_SHARED_TOKENS = 192
-MIN_SHARED_ON_GPU = 8192  # shorter ones cost less than launching a pass that is not recorded
+MIN_SHARED_ON_GPU = 8192  # an estimate: launching a pass that is not recorded takes longer than reading shorter ones
 
 STATS = (
     "generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions", "sample_steps",
