@@ -49,7 +49,8 @@ class SettingsHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         print("settings (in the YAML file, or by --set key=value; values are YAML):")
         for key, kind, default, text in describe_settings():
-            print(f"  {key}: {kind} = {default}\n      {text}")
+            print(f"  {key}: {kind} = {default}")
+            print(textwrap.fill(text, 118, initial_indent=" " * 6, subsequent_indent=" " * 6))
         sys.stdout.flush()
         parser.exit()
 
@@ -205,13 +206,8 @@ def run_history(args: argparse.Namespace) -> None:
     for run in (runs := database.runs()):
         steps = database.trajectory(run.id)
         begun, tokens = datetime.fromtimestamp(run.created), sum(step.generated_tokens for step in steps)
-        facts = (
-            run.id,
-            f"{begun:%Y-%m-%d}",
-            run.settings.get("output_dir", "-"),
-            run.task,
-            run.settings.get("seed", "-"),
-        )
+        folder, seed = (run.settings.get(name, "-") for name in ("output_dir", "seed"))
+        facts = run.id, f"{begun:%Y-%m-%d}", folder, run.task, seed
         last = f"{steps[-1].accuracy:.3f}" if steps else "-"
         table.add_row(*(Text(str(fact)) for fact in (*facts, len(steps), tokens, last)))
     Console().print(table)

@@ -29,10 +29,10 @@ class SaveConfig(Section):
     """Checkpoints and the final model."""
 
     save_steps: int = Field(50, ge=0)
-    """Write a checkpoint every so many steps; 0 for none in between."""
+    """Write a checkpoint every this many steps; 0: only at the end."""
     save_total_limit: int = Field(2, ge=1)
-    """Keep so many of the newest checkpoints, and the one with the best evaluation, which goes to OUTPUT_DIR/best as a
-    model if it is not the last."""
+    """Keep this many of the newest checkpoints and the one with the best evaluation. OUTPUT_DIR/best holds that one as
+    a model if it is not the last."""
 
 
 class EvaluationConfig(Section):
@@ -41,17 +41,17 @@ class EvaluationConfig(Section):
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature; 0 takes the likeliest token."""
     samples: int = Field(1, ge=1)
-    """Answers to each prompt; the accuracy is their mean. With several, pass@k is reported too: how often at least one
-    of k = 1, 2, 4, ... answers is right."""
+    """Answers to each prompt. The accuracy is their mean. Above 1, the run also logs pass@k: how often at least one of
+    k = 1, 2, 4, ... answers is right."""
     eval_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps, and after a first step that trained on answers of earlier runs; 0: only before the
-    first and after the last step."""
+    """Evaluate every this many steps, and after the step that trains on right answers of an earlier run. 0: only before
+    the first and after the last step."""
     eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts of each set in evaluations between the first and the last; null for all."""
+    """Test prompts per set in evaluations between the first and the last; null: all."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Report when an evaluation reaches this accuracy: seconds_to_target, tokens_to_target."""
+    """summary.json tells when an evaluation first reaches this accuracy: seconds_to_target, tokens_to_target."""
     sets: dict[str, str] = Field({})
-    """Further test sets, name -> place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy, ..."""
+    """More test sets, as name -> file: {hard: hard.jsonl}. The metrics are eval/NAME/accuracy and so on."""
 
 
 class SftConfig(Section):
@@ -60,7 +60,7 @@ class SftConfig(Section):
     epochs: int = Field(1, ge=1)
     """Passes over the training examples."""
     batch_tokens: int = Field(8192, ge=1)
-    """Most tokens of prompts and answers in an optimizer step."""
+    """Tokens of prompts and answers per optimizer step, at most."""
 
 
 class Config(Section):
@@ -71,10 +71,10 @@ class Config(Section):
     max_steps: int = Field(100, ge=1)
     """Training steps."""
     parallel: Literal["none", "ddp", "fsdp2"] = "none"
-    """How the processes that torchrun started share a run. `ddp`: each holds all weights and trains on a part of the
-    answers; `fsdp2`: each also holds a shard of weights, gradients and moments."""
+    """How the processes of torchrun share a run. `ddp`: each process holds all weights and trains on a part of the
+    answers. `fsdp2`: each process also holds one shard of the weights, gradients and moments."""
     max_seconds: float | None = Field(None, gt=0)
-    """Stop after the step in which the wall time without evaluations passes this limit."""
+    """Stop after the step in which the wall time, without evaluations, passes this many seconds."""
     task: SerializeAsAny[TaskSettings] = TaskSettings.model_validate({})
     """Prompts and rewards."""
     model: ModelConfig = ModelConfig()
@@ -92,7 +92,7 @@ class Config(Section):
     save: SaveConfig = SaveConfig()
     """Checkpoints."""
     callbacks: Annotated[list[str], CALLBACKS] = Field([])
-    """Experiment trackers beside TensorBoard, and classes of yours whose methods the run calls (docs/quickstart.md)."""
+    """Experiment trackers beside TensorBoard, and your own Callback classes (docs/quickstart.md)."""
     sft: SftConfig = SftConfig()
     """Supervised steps, by the command `sft` alone."""
     accelerators: SerializeAsAny[AcceleratorsConfig] = Field(

@@ -203,6 +203,8 @@ def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
             default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
             yield key, type_name(field.annotation, field.metadata), as_yaml(default), field.description or ""
         else:
+            if type(None) in get_args(field.annotation):
+                yield key, "null | section", "null", field.description or ""
             yield from describe_section(inner if inner.kinds() else inner.fitting({}), f"{key}.")
             yield from describe_kinds(inner, f"{key}.")
 

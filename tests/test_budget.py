@@ -10,7 +10,7 @@ from python_trainer.config import describe_settings
 ROOT = Path(__file__).parents[1]
 # Lower these with every cut: the aim is 13,000 lines for python_trainer, 11,000 for rlkernels and 25,000 for tests.
 LINES = {"python_trainer": 13_640, "rlkernels": 11_910, "csrc": 8_300, "bench": 7_700, "tests": 29_120}
-SETTINGS = 109
+SETTINGS = 110
 WORDS = 20_000  # of README, CONTRIBUTING and docs
 GENERATED = {"architectures.md"}  # tables of docs that a command writes
 ENVIRONMENT = 1  # variables that users set for the trainer: WANDB_PROJECT
@@ -27,9 +27,8 @@ def tracked(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("folder", LINES)
 def test_lines_of_code(folder):
-    counts = {
-        path: len(path.read_text(encoding="utf-8").splitlines()) for path in tracked(folder) if path.suffix in CODE
-    }
+    paths = [path for path in tracked(folder) if path.suffix in CODE]
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     assert counts, f"no code found in {folder}"
     largest = sorted(counts, key=counts.__getitem__, reverse=True)[:5]
     found = ", ".join(f"{path.relative_to(ROOT)} {counts[path]}" for path in largest)

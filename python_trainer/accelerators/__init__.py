@@ -33,7 +33,7 @@ class AcceleratorsConfig(Section):
     """Which accelerators run, and their settings."""
 
     enabled: Annotated[list[str], ACCELERATORS] = Field([])
-    """Which of them take part. The order of the registered ones does not matter; others run after them."""
+    """Accelerators to use. The shipped ones run in a fixed order, your own after them."""
 
     @field_validator("enabled")
     @classmethod

@@ -72,19 +72,18 @@ class RPOSettings(AcceleratorSettings):
     counters: ClassVar = {"rpo/given_tokens": "tokens given, not generated (rpo)"}
 
     cut_share: float = Field(1.0, gt=0, le=1)
-    """Longest cut as a share of the remembered answer. Cuts are uniform from 0.2 of it (preset paper: a token) on."""
+    """Longest cut, as a share of the remembered answer. Cuts are uniform from 0.2 of it (paper: one token) up."""
     cut_tokens: int | None = Field(None, ge=1)
     """Longest cut in tokens instead (the paper: 300, 500 or 800)."""
     preset: Literal["ours", "paper"] = "ours"
-    """ours: remember right answers only, and leave the prefix out of the loss. paper: remember any answer, the first
-    policy's before the first step, train on the prefix too, prefer short answers by the paper's length reward, and cut
-    every remembered answer."""
+    """ours: remember right answers only, and leave the prefix out of the loss. paper: the first policy fills the cache,
+    any answer is remembered and cut, the loss includes the prefix, and short answers earn the paper's length reward."""
     whole_share: float = Field(0.25, ge=0, le=1)
-    """Share of the groups that are drawn to be answered whole, as cuts alone unlearn what they do not train. Cutting
-    ends if these groups become clearly worse. 0: none, and nothing is watched; always with preset paper."""
+    """Share of the groups that generate whole answers: cuts alone unlearn the part that they skip. Cutting ends if
+    these groups become clearly worse. 0: no whole answers and no such check, as with preset paper."""
     fill: int = Field(0, ge=0)
-    """Before the first step, tries of the first policy at every prompt until there is an answer to remember. 0: none,
-    the first visit to a prompt is answered from its start; one with preset paper."""
+    """Before the first step the policy tries every prompt up to this many times, until there is an answer to remember.
+    0: the first visit to a prompt generates whole answers. preset paper: 1."""
 
     @property
     def prefix_in_loss(self) -> bool:
@@ -106,22 +105,22 @@ class RhymeSettings(AcceleratorSettings):
     }
 
     database: str | None = None
-    """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. It records this run, whether `rhyme` is
-    enabled or not, and gives `rhyme` what earlier runs answered right to these prompts. null: neither."""
+    """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. It records this run, also without
+    `rhyme`, and gives `rhyme` the right answers of earlier runs to these prompts. null: no database."""
     rare_share: float = Field(0.55, ge=0, le=1)
-    """History is used if at least this share of the first 128 groups has no right answer, or if an earlier run is
-    clearly better than this one. Else training stays as it is. 0: always, from the first step on."""
+    """Use history if at least this share of the first 128 groups has no right answer, or if an earlier run is clearly
+    better than this one. Otherwise `rhyme` changes nothing. 0: use history from the first step."""
     history_ratio: float = Field(0.34, ge=0)
-    """Two-stage sampling: stored answers per fresh one in a group, at most, in place of as many fresh ones; fewer where
-    fewer are near enough to the policy. A group in which every fresh answer failed gets one in any case."""
+    """Two-stage sampling: at most this many stored answers per fresh answer in a group. They take the places of fresh
+    ones if they are near enough to the policy. A group without a right fresh answer always gets one."""
     fraction: float = Field(0.2, gt=0, le=1)
-    """Share of all stages of earlier runs that stage 1 keeps."""
+    """Share of the stages of earlier runs that stage 1 keeps."""
     threshold: float = Field(0.7, ge=0, le=1)
-    """C_rhyme that a stage must reach to be trusted."""
+    """Least C_rhyme of a stage whose answers stage 2 may use."""
     max_staleness: int = Field(32, ge=0)
-    """Steps after which this run's own answers join no group any more; 0: they never do."""
+    """Age in steps up to which this run's own answers may join groups; 0: never."""
     selection: Literal["likelihood", "retrodiction", "random"] = "likelihood"
-    """What stage 2 ranks stored answers by. retrodiction trains a network after each step."""
+    """Rule by which stage 2 ranks stored answers. retrodiction trains a small network after each step."""
 
     @property
     def records(self) -> bool:
@@ -175,22 +174,22 @@ class AlphaSettings(AcceleratorSettings):
     }
 
     track_steps: int = Field(2, ge=1)
-    """Keep rank-4 factors of the update every so many steps."""
+    """Store rank-4 factors of the update every this many steps."""
     preset: Literal["ours", "paper"] = "ours"
-    """paper: after `first_step` go once to an accuracy of 1 by pls, with nothing beyond rank 1 and the norm of the
-    whole update, whatever the other settings say; no gate, and no gate prompts."""
+    """paper: one prediction by pls after `first_step`, to an accuracy of 1, with rank 1 alone at the norm of the whole
+    update, without a gate. It ignores the other settings and needs no gate prompts."""
     first_step: int = Field(6, ge=1)
-    """First step after which to extrapolate. When it is refused, the next tracked step tries again."""
+    """First step after which to extrapolate. After a refusal the next tracked step tries again."""
     every: int = Field(20, ge=0)
-    """Steps from one decision of the gate to the next attempt; 0: one decision in a run."""
+    """Steps from a decision of the gate to the next attempt; 0: one decision per run."""
     predictor: Literal["pls", "secant", "full"] = "secant"
-    """pls goes to an accuracy of 1, the others to `horizon` times the tracked steps. secant follows the line through
-    the latest update and the one at half its step, of rank 1. full stretches every rank."""
+    """pls predicts the weights at an accuracy of 1, the others at `horizon` times the tracked steps. secant extends, at
+    rank 1, the line through the latest update and the one at half its step. full scales the whole update."""
     horizon: float = Field(2.0, gt=1)
-    """Extrapolate to this many times the steps that were tracked."""
+    """Extrapolate to this many times the tracked steps."""
     refuse: bool = True
-    """Do not even try where the tracked steps give no reason to: the accuracy rose by less than 0.02, directions turned
-    since half of them (cosine below 0.7), or a back-test on the last third does no better than staying."""
+    """Skip an attempt if the accuracy rose by less than 0.02, if directions turned since half of the tracked steps
+    (cosine below 0.7), or if a back-test on the last third of the steps does no better than staying."""
 
     def conflicts(self, config: Any) -> str | None:
         if config.parallel == "fsdp2":

@@ -65,53 +65,53 @@ class AlgorithmConfig(Section):
     """Advantages and loss."""
 
     advantage: Annotated[str, ADVANTAGES] = "group"
-    """`group`: reward minus the mean of the group (GRPO); `rloo`: of the others in the group; `gae`: PPO, with a
-    critic; `reinforce++`: what comes after a token, whitened over the batch. The last two need no groups."""
+    """`group`: reward minus the mean of the group (GRPO). `rloo`: minus the mean of the others in the group. `gae`: PPO
+    with a critic. `reinforce++`: return of a token, whitened over the batch. The last two need no groups."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What the `group` advantage is divided by: deviation of the group, of the whole batch, or nothing (Dr. GRPO).
-    gae and reinforce++: whiten the advantages over all tokens of a step, unless it is none."""
+    """Divide the `group` advantage by the standard deviation of the group or the batch, or by nothing (Dr. GRPO). gae
+    and reinforce++ whiten their advantages over all tokens of a step unless this is none."""
     policy_loss: Annotated[str, POLICY_LOSSES] = "clip"
-    """Loss of a token from its probability ratio and advantage: `clip` (PPO, GRPO; with delta and
-    importance_sampling_level the dual clip and GSPO), or `cispo`."""
+    """Loss of a token from its probability ratio and advantage: `clip` (PPO and GRPO; dual clip with delta, GSPO with
+    importance_sampling_level) or `cispo`."""
     loss_type: Annotated[str, LOSS_TYPES] = "dapo"
-    """How token losses are averaged: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (B x max length)."""
+    """Average of token losses: grpo is seq-mean-token-mean, dapo is token-mean, dr_grpo is sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """Clip range of the probability ratio below 1, and above it unless epsilon_high is set."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1 (DAPO: 0.28; cispo: TRL's 5 is 4 here, as the bound is 1 + epsilon_high)."""
+    """Clip range above 1 (DAPO: 0.28). cispo: the bound is 1 + epsilon_high, so TRL's 5 is 4 here."""
     delta: float | None = Field(None, gt=1)
-    """clip: upper bound of the ratio where the advantage is negative; above 1 + epsilon_high (dual clip)."""
+    """clip: upper bound of the ratio for negative advantages (dual clip); above 1 + epsilon_high."""
     beta: float = Field(0.0, ge=0)
-    """Weight of the KL to the starting policy; 0 loads no reference model."""
+    """Weight of the KL to the starting policy; 0: no reference model."""
     kl_estimator: Annotated[str, KL_ESTIMATORS] = "k3"
     """Estimator of that KL."""
     use_bias_correction_kl: bool = False
-    """Weigh the KL in the loss by the probability ratio, which makes the gradient of k1 and k3 right too."""
+    """Weigh the KL in the loss by the probability ratio. The gradient of k1 and k3 is then unbiased too."""
     use_kl_in_reward: bool = False
-    """Take beta x KL off the reward of each token, instead of adding it to the loss."""
+    """Subtract beta x KL from the reward of each token instead of adding it to the loss."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """gae, reinforce++: discount of a reward per token in between."""
+    """gae, reinforce++: discount factor per token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """gae: 1 judges a token by what was earned after it, 0 by the value of the next token."""
+    """gae: lambda. 1: the advantage uses the return after the token; 0: the critic's value of the next token."""
     vf_coef: float = Field(0.1, ge=0)
     """gae: weight of the value loss."""
     cliprange_value: float | None = Field(0.2, gt=0)
-    """gae: how far a value may move in one step before its loss stops pulling; null for no limit."""
+    """gae: clip range of the change of a value in one step; null: no clipping."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus, a mean over tokens whatever loss_type is."""
+    """Weight of the entropy bonus: the mean over tokens, under every loss_type."""
     num_iterations: int = Field(1, ge=1)
     """Passes over each batch of answers."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps in one pass."""
     overlong_cache: int | None = Field(None, ge=1)
-    """Answers in the last so many tokens before max_completion_length lose reward, up to 1 (DAPO)."""
+    """DAPO's soft overlong penalty: reward falls linearly, by up to 1, over this many last tokens of the limit."""
     mask_truncated_completions: bool = False
-    """Leave answers that hit max_completion_length out of the loss."""
+    """Leave answers that reach max_completion_length out of the loss."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """What the probability ratio belongs to: a token, or the whole answer (GSPO; epsilon is then ~1e-3)."""
+    """Probability ratio per token, or per whole answer (GSPO; use an epsilon near 1e-3)."""
     importance_sampling: Correction | Literal["auto", "none"] = "auto"
-    """Correct for differences between sampler and trainer, by the ratio of a token or of the whole answer: `truncate`
-    it to the cap, or `mask` (drop) what is above it. auto: token_truncate with engine vllm, else none."""
+    """Correct differences between sampler and trainer by the probability ratio of a token or of the whole answer.
+    `truncate` limits it to the cap; `mask` drops what is above it. auto: token_truncate with vllm, else none."""
     importance_sampling_cap: float = Field(2.0, gt=1)
     """The cap of importance_sampling."""
 

@@ -14,34 +14,34 @@ class RolloutConfig(Section):
     """How answers are generated."""
 
     engine: Literal["auto", "paged", "vllm"] = "auto"
-    """`paged`: the trainer's own engine; `vllm`: vLLM 0.32 or newer, on the device of the model or on servers; `auto`:
-    vllm where vllm_server is set or where it is installed and there is a GPU, else paged."""
+    """`paged`: the trainer's own engine. `vllm`: vLLM 0.32 or newer, on the device of the model or on servers. `auto`:
+    vllm if vllm_server is set, or if vLLM is installed and there is a GPU; else paged."""
     vllm_server: str | list[str] | None = Field(None)
-    """URL of a server for engine vllm, or a list of them that share the work, started as docs/scale.md says; they read
+    """URL of a vLLM server, or a list of servers that share the work. docs/scale.md says how to start one. Servers read
     weights from OUTPUT_DIR."""
     prompts_per_step: int = Field(32, ge=1)
-    """Prompts in one training step."""
+    """Prompts per training step."""
     num_generations: int = Field(8, ge=1)
-    """Answers sampled for each prompt: the group."""
+    """Answers per prompt: the group size."""
     max_completion_length: int = Field(256, ge=1)
-    """Most tokens of an answer, end token included."""
+    """Tokens per answer, at most, with the end token."""
     temperature: float = Field(1.0, gt=0)
-    """Softmax temperature of sampling; log-probabilities in the loss use the same."""
+    """Softmax temperature of sampling and of the log-probabilities in the loss."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this much probability."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many most likely tokens; 0 for all."""
+    """Sample from this many of the likeliest tokens; 0: all."""
     dynamic_sampling: bool = False
-    """Drop prompts whose answers are all right or all wrong, and draw others until the step is full (DAPO)."""
+    """Drop prompts whose answers are all right or all wrong, and draw new prompts until the step is full (DAPO)."""
     max_sampling_rounds: int = Field(4, ge=1)
-    """Rounds of dynamic_sampling; if the step is not full then, dropped prompts fill it up."""
+    """Rounds of dynamic_sampling, at most. If the step is still not full, dropped prompts fill it."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
-    """Strings that end an answer, next to the model's end-of-sequence tokens."""
+    """Strings that end an answer, beside the model's end-of-sequence tokens."""
     schedule: Literal["fifo", "history"] = "fifo"
-    """history: predict lengths from earlier answers, generate the longest first and give servers equal shares. Answers
-    stay the same."""
+    """history: predict lengths from earlier answers, generate the longest first, and give servers equal shares. It
+    changes no answer."""
     memory_bytes: int | None = Field(None, ge=1)
-    """Size of the KV cache; null chooses by model and device."""
+    """Size of the KV cache in bytes; null: chosen by model and device."""
 
     @field_validator("vllm_server", mode="before")
     @classmethod

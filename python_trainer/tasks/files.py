@@ -26,24 +26,23 @@ class JSONLSettings(TaskSettings):
 
     name: str = "jsonl"
     reward: Annotated[str | list[str], REWARDS] = Field([])
-    """Reward functions as "module:function"; the module may lie in the current folder. "math" compares the value of an
-    answer with column answer by math-verify (pip install math-verify); "reward_model:PATH" asks a
-    sequence-classification model of Transformers, on the trainer's device; "environment" is task.environment's. The
-    first one that gives an answer a value decides whether it is right: above 0.5. Where that is anything but 1, 0 and
-    -1, nothing is right or wrong: dynamic sampling and accelerators go by rewards."""
+    """Reward functions: `module:function` (the module may lie in the current folder); `math` compares with the column
+    answer (pip install math-verify); `reward_model:PATH` runs a sequence-classification model of Transformers on the
+    trainer's device; `environment` is the reward of task.environment. The first function that returns a value decides
+    whether an answer is right: above 0.5. If it returns anything but 1, 0 and -1, no answer counts as right or wrong,
+    and dynamic sampling and accelerators compare rewards."""
     reward_weights: list[float] | None = None
-    """One weight for each reward function; null: 1 each."""
+    """One weight per reward function; null: 1 each."""
     train_path: str | None = None
-    """Training examples: a file (.jsonl, .json, .csv, .parquet), a folder of such files, or a data set of the Hub as
-    `owner/name`, `owner/name/config` or `owner/name@revision`. `:SPLIT` at the end names a split or a part of one, as
-    in `train.jsonl:train[:90%]`. Without it, a folder or data set has the split train."""
+    """Training examples: a file (.jsonl, .json, .csv, .parquet), a folder of such files, or a Hub data set as
+    `owner/name`, `owner/name/config` or `owner/name@revision`. A suffix `:SPLIT` selects a split or a part of one, as
+    in `train.jsonl:train[:90%]`. The default is the split train."""
     test_path: str | None = None
-    """Test examples, written like train_path; without `:SPLIT`, a folder or data set has the split test."""
+    """Test examples, written like train_path. The default of folders and data sets is the split test."""
     columns: dict[str, str] = Field({})
-    """Name for the trainer and the reward functions -> column of the files: {prompt: question, answer: solution}. Other
-    columns keep their names."""
+    """New name -> column of the files: {prompt: question, answer: solution}. All other columns keep their names."""
     chat: bool = False
-    """Give a prompt that is a string as one user message through the tokenizer's chat template."""
+    """Turn each string prompt into one user message of the tokenizer's chat template."""
 
     @field_validator("train_path", "test_path", mode="before")
     @classmethod

@@ -39,23 +39,23 @@ class TaskSettings(Section):
     model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, TASKS]
-    """The task. Settings of single tasks follow those of all."""
+    """The task. Its own settings follow those that all tasks share."""
     train_size: Size | None = None
-    """Number of training examples; null: the task's own, for files all."""
+    """Number of training examples; null: the task's default, for files all rows."""
     gate_size: Annotated[int, Field(ge=0)] | None = None
-    """Held-out examples for decisions in training; null: the task's own, for files none."""
+    """Held-out examples for the gate of `alpha`; null: the task's default, for files none."""
     test_size: Size | None = None
-    """Number of test examples; null: the task's own, for files all."""
+    """Number of test examples; null: the task's default, for files all rows."""
     chat_template_kwargs: dict[str, Any] = Field({})
-    """Further arguments of the tokenizer's chat template: {enable_thinking: false}, tools, and the like."""
+    """More arguments for the tokenizer's chat template, such as {enable_thinking: false} or tools."""
     overlong: Literal["error", "drop"] = "error"
-    """A prompt that leaves no room for an answer (`sft`: for its own) ends the run (error), or is left out with a note
-    (drop)."""
+    """A prompt that leaves no room for an answer (in `sft`: for its reference answer) either ends the run (error), or
+    the trainer leaves it out and says so (drop)."""
 
     environment: Annotated[str, ENVIRONMENTS] | None = None
-    """Takes turns with the policy within an answer (docs/quickstart.md); null: an answer is one turn."""
+    """Class that takes turns with the policy within an answer (docs/quickstart.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)
-    """Most turns of the policy in one answer, with an environment."""
+    """Turns of the policy in one answer, at most, with an environment."""
 
     @field_validator("name", mode="before")
     @classmethod
