@@ -58,11 +58,6 @@ def test_docstring_is_complete(value):
         assert "Raises" in found
 
 
-def test_sections_are_found():
-    text = "What.\n\nArgs:\n    a, b: x\n    c: y\n        more\n\nReturns:\n    z\n\nRaises:\n    E: w"
-    assert sections(text).keys() == {"Args", "Returns", "Raises"} and "more" in sections(text)["Args"]
-
-
 def test_links_of_a_page_lead_into_the_site():
     page = make_docs.ROOT / "docs" / "trust.md"
     text = "[a](scale.md#x) [b](../README.md) [c](../setup.py) ![d](images/make_train.png) [e](https://x.y)\n```\n[f](g)\n```"

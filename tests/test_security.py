@@ -7,28 +7,19 @@ import pytest
 import yaml
 
 from python_trainer.__main__ import main
-from python_trainer.config import changed_settings, check_config, dump_config, load_config
-from python_trainer.errors import UserError, hide_passwords
+from python_trainer.config import changed_settings, check_config, dump_config
+from python_trainer.errors import hide_passwords
 
 ROOT = Path(__file__).parents[1]
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 # ends of calls, whatever they are called on: pipes, processes of one group, the index of torch.distributed.checkpoint
-ENDS = {
-    "recv",
-    "recv_multipart",
-    "all_gather_object",
-    "broadcast_object_list",
-    "recv_object_list",
-    "read_metadata",
-    "FileSystemReader",
-}
+ENDS = {"recv", "recv_multipart", "all_gather_object", "broadcast_object_list", "recv_object_list", "read_metadata",
+        "FileSystemReader"}  # fmt: skip
 EXCEPTIONS = {  # as SECURITY.md names them
-    "python_trainer/distributed/group.py": {
-        "all_gather_object",
-        "broadcast_object_list",
-    },  # between the processes that torchrun started
-    "rlkernels/integrations/trl.py": {"all_gather_object"},  # the same, started by accelerate
+    # between the processes that torchrun, or accelerate, started
+    "python_trainer/distributed/group.py": {"all_gather_object", "broadcast_object_list"},
+    "rlkernels/integrations/trl.py": {"all_gather_object"},
     "python_trainer/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
 }
 
@@ -60,18 +51,10 @@ def test_nothing_from_outside_is_unpickled():
     assert all(place in text or place.rpartition("/")[0] in text for place in EXCEPTIONS)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from marshal import loads",
-        "import torch\ntorch.load('x')",
-        "numpy.load('x', allow_pickle=True)",
-        "eval(text)",
-        "yaml.load(text)",
-        "self.connection.recv()",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "import pickle", "from marshal import loads", "import torch\ntorch.load('x')", "numpy.load('x', allow_pickle=True)",
+    "eval(text)", "yaml.load(text)", "self.connection.recv()",
+])  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert unsafe(source)
 
@@ -79,25 +62,18 @@ def test_the_search_finds_what_it_is_for(source):
 URL = "postgresql://alice:s3cr%40t/x@db.example/runs"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        URL,
-        f"cannot reach {URL}?sslmode=require: no",
-        "postgresql+psycopg://:s3cr%40t/x@h/d",
-        f"a {URL} and {URL}",
-        "postgresql://h/d?user=alice&password=s3cr%40t/x&sslmode=require",
-    ],
-)
-def test_passwords_are_hidden(text):
+@pytest.mark.parametrize("text", [
+    URL,
+    f"cannot reach {URL}?sslmode=require: no",
+    "postgresql+psycopg://:s3cr%40t/x@h/d",
+    f"a {URL} and {URL}",
+    "postgresql://h/d?user=alice&password=s3cr%40t/x&sslmode=require",
+    "sqlite:///runs/history.db", "postgresql://alice@db.example/runs", "http://localhost:8000", "a@b:c",
+])  # fmt: skip
+def test_passwords_are_hidden_and_nothing_else(text):
     shown = hide_passwords(text)
-    assert "s3cr" not in shown and "***" in shown
+    assert "s3cr" not in shown and ("***" in shown) == ("s3cr" in text)
     assert shown.replace("***", "s3cr%40t/x") == text
-
-
-def test_what_holds_no_password_is_left_alone():
-    for text in ("sqlite:///runs/history.db", "postgresql://alice@db.example/runs", "http://localhost:8000", "a@b:c"):
-        assert hide_passwords(text) == text
 
 
 def test_settings_are_written_without_passwords(tmp_path):
@@ -110,16 +86,6 @@ def test_settings_are_written_without_passwords(tmp_path):
     other = check_config({"accelerators": {"enabled": ["rhyme"], "rhyme": {"database": URL + "2"}}}, source="test")
     (change,) = changed_settings(tmp_path, other)
     assert "s3cr" not in change and "db.example/runs2" in change
-    path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(values))
-    assert load_config(path).accelerators.rhyme.database == URL
-
-
-@pytest.mark.parametrize("url", ["postgresql://alice:s3cret@127.0.0.1:9/runs", "nonsense://alice:s3cret@h/d"])
-def test_errors_show_no_password(capsys, url):
-    assert main(["history", url]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ") and "s3cret" not in said.err + said.out
 
 
 def test_a_run_writes_no_password(tmp_path, capsys):
@@ -137,12 +103,3 @@ def test_a_run_writes_no_password(tmp_path, capsys):
     assert code == 2 and "127.0.0.1" in said.err and "s3cret" not in said.err + said.out
     for path in (tmp_path / "run").rglob("*") if (tmp_path / "run").exists() else ():
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
-
-
-def test_wrong_urls_are_refused_without_their_password():
-    from python_trainer.accelerators.rhyme.database import parse_url
-
-    for url in ("://alice:s3cret@h", "mysql://alice:s3cret@h/d"):
-        with pytest.raises(UserError) as raised:
-            parse_url(url)
-        assert "s3cret" not in str(raised.value)

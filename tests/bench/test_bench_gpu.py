@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,12 +41,12 @@ def test_the_proof_comes_first_of_all_that_needs_the_extension():
     assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
 
 
-OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001"]
+OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001", "--commit", "abc"]
 
 
-def dry_run(path, *arguments):
+def dry_run(path, *arguments, cases="bench.gpu.cases:CASES"):
     """Runs the command without a build and tests -> (exit code, entries of the record)."""
-    return command.main([*OPTIONS, "--output", str(path), "--commit", "abc", *arguments]), read(path)
+    return command.main([*OPTIONS, "--output", str(path), *arguments], cases), read(path)
 
 
 class Answers:
@@ -77,9 +78,16 @@ def of(entries, kind):
 
 
 @pytest.fixture
-def unproved(monkeypatch):
-    """The proof is skipped, and counts as done."""
+def answering(monkeypatch):
+    """Makes the worker that answers as it is told; the proof is skipped, and counts as done."""
     monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
+
+    def make(**found):
+        worker = Answers(**found)
+        monkeypatch.setattr(command, "Worker", worker)
+        return worker
+
+    return make
 
 
 @pytest.mark.slow
@@ -95,10 +103,8 @@ def test_dry_run_leaves_a_record_and_one_of_the_proof(tmp_path, capsys):
     assert entries[-1]["finished"] and "0 failed" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("unproved")
-def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch):
-    path, worker = tmp_path / "record.jsonl", Answers(time=[ROW], model=[ROW])
-    monkeypatch.setattr(command, "Worker", worker)
+def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
+    path, worker = tmp_path / "record.jsonl", answering(time=[ROW], model=[ROW])
     monkeypatch.setattr(command.Session, "test", lambda self, job: self.finish(job))
     jobs = command.plan(CASES, "cpu", 0.001, sanitizer=False)
     _, first = dry_run(path, "--ops", "delta_matvec")
@@ -119,10 +125,8 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch):
         assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", commit)[1], "row")) == 1
 
 
-@pytest.mark.usefixtures("unproved")
-def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, monkeypatch):
-    worker = Answers(time={"ok": False, "message": "the process died with code 7: [/]"})
-    monkeypatch.setattr(command, "Worker", worker)
+def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):
+    worker = answering(time={"ok": False, "message": "the process died with code 7: [/]"})
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     (row,) = of(entries, "row")
     assert code == 1 and row["provider"] == "the inputs and the reference" and "code 7: [/]" in row["missing"]
@@ -130,57 +134,49 @@ def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, monkeypatch):
     assert {"kind": "done", "job": "time top1_delta: 257 x 1023"} in entries
 
 
-@pytest.mark.usefixtures("unproved")
-def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, monkeypatch, capsys):
+def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, answering, capsys):
     absent = {"row": {**ROW["row"], "provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}}
-    monkeypatch.setattr(command, "Worker", Answers(time=[ROW, absent]))
+    answering(time=[ROW, absent])
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     printed = " ".join(capsys.readouterr().out.split())
     assert code == 0 and entries[-1]["failed"] == [] and of(entries, "row")[1]["missing"] == "flashinfer"
     assert "FlashInfer: flashinfer is not installed" in printed and "FAILED" not in printed
 
 
-@pytest.mark.usefixtures("unproved")
-def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "Worker", Answers(time={"ok": False, "cut": True}))
+def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, answering):
+    answering(time={"ok": False, "cut": True})
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "delta_matvec")
     assert code == 0 and not of(entries, "row")
     assert "time delta_matvec: 257 x 1023" in entries[-1]["left_out"]
 
 
 @pytest.mark.slow
-def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch):
+def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     """In a run whose tests are of three kinds: right, wrong, and one that hangs."""
-    sources = {
-        "right": "def test(): assert True",
-        "wrong": "def test_what_fails(): assert False",
-        "endless": "import time\ndef test(): time.sleep(600)",
-    }
-    for name, source in sources.items():
-        (tmp_path / f"test_{name}.py").write_text(source)
-    files = {name: str(tmp_path / f"test_{name}.py") for name in sources}
+    files = {name: str(tmp_path / f"test_{name}.py") for name in ("right", "wrong", "endless")}
+    Path(files["right"]).write_text("def test(): assert True")
+    Path(files["wrong"]).write_text("def test_what_fails(): assert False")
+    Path(files["endless"]).write_text("import time\ndef test(): time.sleep(600)")
     monkeypatch.setattr(command, "test_files", lambda: list(files.values()))
     monkeypatch.setattr(command, "plan", lambda *_: [{"kind": "tests", "op": "all", "case": "files", "device": "cpu"}])
     monkeypatch.setattr(command, "LEAST_TESTS_S", 0.0)
     monkeypatch.setitem(command.LIMITS_S, "tests", 100.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
-    monkeypatch.setattr(command, "Worker", Answers())
-    options = ["--device", "cpu", "--no-build", "--output", str(tmp_path / "record.jsonl")]
-    assert command.main([*options, "--commit", "abc"]) == 1
+    answering()
+    options = ["--device", "cpu", "--no-build", "--output", str(tmp_path / "record.jsonl"), "--commit", "abc"]
+    assert command.main(options) == 1
     entries = read(tmp_path / "record.jsonl")
-    found = {test["file"]: test for test in of(entries, "tests")}
-    assert {file: test["ok"] for file, test in found.items()} == {
-        files["right"]: True, files["wrong"]: False, files["endless"]: False
-    }  # fmt: skip
-    assert "1 failed" in found[files["wrong"]]["closing"] and "1 passed" in found[files["right"]]["closing"]
-    assert "cut after 2 s" in found[files["endless"]]["closing"]
-    assert any("test_what_fails" in line for line in found[files["wrong"]]["failures"])
+    found = {Path(test["file"]).stem.removeprefix("test_"): test for test in of(entries, "tests")}
+    assert {name: test["ok"] for name, test in found.items()} == {"right": True, "wrong": False, "endless": False}
+    assert "1 failed" in found["wrong"]["closing"] and "1 passed" in found["right"]["closing"]
+    assert "cut after 2 s" in found["endless"]["closing"]
+    assert any("test_what_fails" in line for line in found["wrong"]["failures"])
     # what was tested is not tested again
     monkeypatch.setattr(command, "run", None)
-    assert command.main([*options, "--commit", "abc"]) == 1
+    assert command.main(options) == 1
 
 
-def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch):
+def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
     answers = {"memcheck": (0, "6 calls\n"), "racecheck": (9, "ERROR: 1 hazard\n")}
     asked = []
 
@@ -189,7 +185,7 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch):
         return answers[arguments[2]]
 
     monkeypatch.setattr(command, "run", sanitizer)
-    monkeypatch.setattr(command, "Worker", Answers())
+    answering()
     jobs = [job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "dtw"]
     monkeypatch.setattr(command, "plan", lambda *_: jobs)
     code, entries = dry_run(tmp_path / "record.jsonl")
@@ -257,7 +253,7 @@ def test_build_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, done):
+def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, answering, done):
     waited = []
 
     class Slow:
@@ -273,9 +269,8 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
         def stop(self):
             waited.append("stop")
 
-    worker, proved = Answers(time=[ROW], model=[ROW]), []
+    worker, proved = answering(time=[ROW], model=[ROW]), []
     monkeypatch.setattr(command, "Build", Slow)
-    monkeypatch.setattr(command, "Worker", worker)
     monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
     path = tmp_path / "record.jsonl"
     options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--budget-seconds", "100"]
@@ -284,7 +279,7 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
     assert len(of(read(path), "build")) == done == len(proved)
     # what needs no extension did not wait, and what needs it is left for the next call where it is not there
     timed = [job["op"] for job in worker.asked if job["kind"] == "time"]
-    assert timed[0] == "paged_attention" and {*timed} == {op for op in PROVABLE}
+    assert timed[0] == "paged_attention" and {*timed} == {*PROVABLE}
     left = read(path)[-1]["left_out"]
     assert any(line.startswith("prove") for line in left) and not any(line.startswith("model") for line in left)
 

@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from test_bench_gpu import OPTIONS, dry_run
 
 from bench.gpu import __main__ as command
 from bench.gpu.journal import ROOT, read
 from rlkernels.proof import process
 
-OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001", "--commit", "abc"]
+run = partial(dry_run, cases="planted:TIMED")
 SLOW = ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")
 
 
@@ -25,12 +27,6 @@ def planted(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
     monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
-
-
-def run(path, *arguments):
-    """-> (exit code, entries of the record)."""
-    code = command.main([*OPTIONS, "--output", str(path), *arguments], "planted:TIMED")
-    return code, read(path)
 
 
 def rows(entries):

@@ -4,7 +4,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from support import lacks
 from transformers import LlamaConfig
 
 from bench import _trl, trl
@@ -20,9 +19,7 @@ SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.p
 
 
 @pytest.fixture
-def has_trl(monkeypatch):
-    if find_spec("trl") is None:
-        lacks("TRL (pip install '.[trl]')")
+def has_trl(trl_integration, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
@@ -104,11 +101,8 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
     assert work.weights == 1000 * 576 + body + 576, "the tied ones once"
     work = replace(work, weights=10**6)
     tables = trl.rows(work, {"a": [Step(2.0, 0.5, 100, 125)]})
-    assert [table[0].extra for table in tables] == [
-        "62 tokens/s, 0 GFLOP/s, 50% of a large product",
-        "250 tokens/s, 0 GFLOP/s, 50% of a large product",
-        "83 tokens/s, 0 GFLOP/s, 50% of a large product",
-    ]
+    extras = [f"{rate} tokens/s, 0 GFLOP/s, 50% of a large product" for rate in (62, 250, 83)]
+    assert [table[0].extra for table in tables] == extras
 
 
 @pytest.mark.slow

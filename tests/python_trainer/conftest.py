@@ -8,6 +8,7 @@ import torch
 import yaml
 from rich.console import Console
 from tiny import digits, save_tiny_policy  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
@@ -32,6 +33,11 @@ def tiny_policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy(tiny_policy):
     return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_policy):
+    return AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
 }
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -31,9 +32,8 @@ def engine_for(
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
-    engine = PagedEngine(
-        model, eos_token_ids=eos, memory_bytes=blocks * block_size * token, block_size=block_size, **kwargs
-    )
+    memory = blocks * block_size * token
+    engine = PagedEngine(model, eos_token_ids=eos, memory_bytes=memory, block_size=block_size, **kwargs)
     engine.fused &= fused
     engine.share_from = engine.share_from if share_reads else None
     return engine

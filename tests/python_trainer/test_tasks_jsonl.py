@@ -53,10 +53,8 @@ def test_strings_and_chat_messages(folder):
 
 
 def test_several_weighted_rewards(folder):
-    both = [reward(folder, "contains"), reward(folder, "brevity")]
-    task = task_of(
-        ['{"text": "Say yes", "word": "yes"}'], folder, reward=both, reward_weights=[2, 10], columns={"prompt": "text"}
-    )
+    both = {"reward": [reward(folder, "contains"), reward(folder, "brevity")], "reward_weights": [2, 10]}
+    task = task_of(['{"text": "Say yes", "word": "yes"}'], folder, **both, columns={"prompt": "text"})
     scores = score(task, [task.train[0]] * 2, ["yes", "yes"], [[1, 2], []])
     assert scores.rewards["brevity"] == [-0.02, None]
     assert scores.total == pytest.approx([1.8, 2.0])
@@ -70,50 +68,41 @@ def test_gate_prompts_come_in_random_order(folder):
     assert sum(number < 100 for number in first[:50]) in range(10, 41)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], r"data\.jsonl: no examples"),
-        (['{"prompt": "a"}', '{"prompt": '], r"data\.jsonl:2: not JSON"),
-        (["[1]"], r"data\.jsonl:1: list '\[1\]'; allowed: one JSON object"),
-        (["[" * 100_000], r"data\.jsonl:1: not JSON"),
-        (['{"word": "a"}'], r"data\.jsonl:1: no column 'prompt' or 'messages'; the line has 'word'"),
-        (['{"prompt": ""}'], r"data\.jsonl:1: prompt is ''; allowed: a string"),
-        (['{"prompt": 3}'], r"data\.jsonl:1: prompt is 3"),
-        (['{"messages": []}'], r"data\.jsonl:1: prompt is \[\]"),
-        (['{"messages": [{"role": "user"}]}'], r"data\.jsonl:1: prompt is"),
-        ([r'{"prompt": "ABC\ud83d"}'], r":1: prompt has the lone surrogate '\\ud83d' at character 3, .* allowed"),
-        ([r'{"messages": [{"role": "user", "content": "\ude00"}]}'], r"data\.jsonl:1: prompt has the lone surrogate"),
-        (['{"prompt": "a", "completions": 1}'], r"data\.jsonl:1: column 'completions'"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    ([], r"data\.jsonl: no examples"),
+    (['{"prompt": "a"}', '{"prompt": '], r"data\.jsonl:2: not JSON"),
+    (["[1]"], r"data\.jsonl:1: list '\[1\]'; allowed: one JSON object"),
+    (["[" * 100_000], r"data\.jsonl:1: not JSON"),
+    (['{"word": "a"}'], r"data\.jsonl:1: no column 'prompt' or 'messages'; the line has 'word'"),
+    (['{"prompt": ""}'], r"data\.jsonl:1: prompt is ''; allowed: a string"),
+    (['{"prompt": 3}'], r"data\.jsonl:1: prompt is 3"),
+    (['{"messages": []}'], r"data\.jsonl:1: prompt is \[\]"),
+    (['{"messages": [{"role": "user"}]}'], r"data\.jsonl:1: prompt is"),
+    ([r'{"prompt": "ABC\ud83d"}'], r":1: prompt has the lone surrogate '\\ud83d' at character 3, .* allowed"),
+    ([r'{"messages": [{"role": "user", "content": "\ude00"}]}'], r"data\.jsonl:1: prompt has the lone surrogate"),
+    (['{"prompt": "a", "completions": 1}'], r"data\.jsonl:1: column 'completions'"),
+])  # fmt: skip
 def test_bad_lines_are_named(folder, lines, message):
     with pytest.raises(UserError, match=message):
         task_of(lines, folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train_path": "nowhere.jsonl"}, "nowhere.jsonl: cannot be read: No such file or directory"),
-        ({"test_path": "bytes.jsonl"}, r"bytes\.jsonl: cannot be read as UTF-8"),
-        ({"train_path": "."}, "cannot be read"),
-        ({"train_size": 2}, r"train_size is 2, but data\.jsonl has 1"),
-        ({"test_size": 2}, r"test_size is 2, but data\.jsonl has 1"),
-        ({"gate_size": 1}, r"gate_size 1 leaves nothing of data\.jsonl"),
-        ({"columns": {"prompt": "question"}}, "no column 'question'"),
-        ({"reward": "math"}, "math needs column 'answer', which data.jsonl lacks; it has 'word'"),
-        ({"reward": "contains"}, "must be one of math, .*, module:function, got 'contains'$"),
-        ({"reward": "maths"}, "got 'maths'; did you mean math"),
-        ({"reward": "own_rewards:"}, "must be one of .*, got 'own_rewards:'"),
-        ({"reward": "inner/own.py:score"}, "got 'inner/own.py:score'; name a module without .py$"),
-        ({"reward": "broken:f"}, "importing broken failed: ZeroDivisionError"),
-        ({"reward": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
-        ({"reward": "math:no_such_function"}, "no no_such_function that is a function"),
-        ({"reward": "math:pi"}, "no pi that is a function"),
-        ({"reward": ["math:fsum", "math:fsum"]}, "different names"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"train_path": "nowhere.jsonl"}, "nowhere.jsonl: cannot be read: No such file or directory"),
+    ({"test_path": "bytes.jsonl"}, r"bytes\.jsonl: cannot be read as UTF-8"),
+    ({"train_path": "."}, "cannot be read"),
+    ({"train_size": 2}, r"train_size is 2, but data\.jsonl has 1"),
+    ({"test_size": 2}, r"test_size is 2, but data\.jsonl has 1"),
+    ({"gate_size": 1}, r"gate_size 1 leaves nothing of data\.jsonl"),
+    ({"reward": "math"}, "math needs column 'answer', which data.jsonl lacks; it has 'word'"),
+    ({"reward": "contains"}, "must be one of math, .*, module:function, got 'contains'$"),
+    ({"reward": "maths"}, "got 'maths'; did you mean math"),
+    ({"reward": "own_rewards:"}, "must be one of .*, got 'own_rewards:'"),
+    ({"reward": "inner/own.py:score"}, "got 'inner/own.py:score'; name a module without .py$"),
+    ({"reward": "broken:f"}, "importing broken failed: ZeroDivisionError"),
+    ({"reward": "math:pi"}, "no pi that is a function"),
+    ({"reward": ["math:fsum", "math:fsum"]}, "different names"),
+])  # fmt: skip
 def test_bad_settings_are_named(folder, settings, message):
     (folder / "broken.py").write_text("1 / 0")
     (folder / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}')

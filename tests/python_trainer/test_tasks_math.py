@@ -25,28 +25,25 @@ def judge():
     verifier.close()
 
 
-@pytest.mark.parametrize(
-    ("gold", "completion", "right"),
-    [
-        ("18", "She makes $<<9*2=18>>18 every day\n#### 18", True),
-        ("18", "#### 18.5", False),
-        ("18", "I do not know", False),
-        ("9 * 2 = <<9*2=18>>18\n#### 1,018", r"so it is \boxed{1018}", True),
-        ("0.5", r"It is $\frac{1}{2}$.", True),
-        (r"\frac{3}{4}", "The answer is 3/4", True),
-        (r"\frac{3}{4}", r"\boxed{\frac{6}{8}}", True),
-        (r"\frac{3}{4}", r"\boxed{\frac{4}{3}}", False),
-        ("12 cm", r"The side is $12\text{ cm}$.", True),
-        ("$18", r"\boxed{\$18}", True),
-        ("50%", r"\boxed{50\%}", True),
-        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
-        ("$x^2 - 1$", r"\boxed{(x-1)(x+1)}", True),
-        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", True),
-        ("-3", "#### 3", False),
-        ("7", r"first \boxed{7}, but then $\boxed{8}$", False),
-        ("7", "", False),
-    ],
-)
+@pytest.mark.parametrize(("gold", "completion", "right"), [
+    ("18", "She makes $<<9*2=18>>18 every day\n#### 18", True),
+    ("18", "#### 18.5", False),
+    ("18", "I do not know", False),
+    ("9 * 2 = <<9*2=18>>18\n#### 1,018", r"so it is \boxed{1018}", True),
+    ("0.5", r"It is $\frac{1}{2}$.", True),
+    (r"\frac{3}{4}", "The answer is 3/4", True),
+    (r"\frac{3}{4}", r"\boxed{\frac{6}{8}}", True),
+    (r"\frac{3}{4}", r"\boxed{\frac{4}{3}}", False),
+    ("12 cm", r"The side is $12\text{ cm}$.", True),
+    ("$18", r"\boxed{\$18}", True),
+    ("50%", r"\boxed{50\%}", True),
+    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
+    ("$x^2 - 1$", r"\boxed{(x-1)(x+1)}", True),
+    (r"\{1, 2\}", r"\boxed{\{2, 1\}}", True),
+    ("-3", "#### 3", False),
+    ("7", r"first \boxed{7}, but then $\boxed{8}$", False),
+    ("7", "", False),
+])  # fmt: skip
 def test_what_counts_as_equal(judge, gold, completion, right):
     assert judge(completion, gold) is right
 

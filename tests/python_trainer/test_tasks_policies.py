@@ -1,5 +1,4 @@
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ PROMPTS = 128
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 
 
-@cache
-def sampled_accuracy(temperature):
-    """Accuracy of the policy ``small`` on the first test prompts of the short sums."""
+def test_the_small_policy_leaves_room():
+    """About half of the answers are right at temperature 1; the standard error is 0.04. So pretraining finds."""
     policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(POLICIES / "small")
     task = SumsSettings(variant="short").load()
@@ -32,14 +30,13 @@ def sampled_accuracy(temperature):
         Request(tokenizer.encode(example.prompt), sample_id=index, max_new_tokens=320)
         for index, example in enumerate(examples)
     ]
-    ids = [completion.ids for completion in engine.generate(requests, SamplingParams(temperature=temperature))]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return sum(score(task, examples, texts, ids).accuracy) / PROMPTS
-
-
-def test_the_small_policy_leaves_room():
-    """About half of the answers are right at temperature 1; the standard error is 0.04."""
-    assert 0.3 <= sampled_accuracy(1.0) <= 0.7 and sampled_accuracy(0.0) >= 0.6
+    found = {}
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        ids = [completion.ids for completion in engine.generate(requests, SamplingParams(temperature=temperature))]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        found[name] = sum(score(task, examples, texts, ids).accuracy) / PROMPTS
+    assert 0.3 <= found["sampled"] <= 0.7 and found["greedy"] >= 0.6
+    assert pretrain.right_answers(policy, "short", PROMPTS) == found
 
 
 def test_together_they_are_small():
@@ -61,9 +58,8 @@ def test_tokenizer_is_one_token_a_byte():
     text = "12+34=46\nA:46 é"
     assert tokenizer.encode(text + "<|im_end|>") == [*text.encode(), tokenizer.eos_token_id]
     assert tokenizer.decode([*text.encode(), tokenizer.eos_token_id], skip_special_tokens=True) == text
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": "user", "content": "hi"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -86,13 +82,6 @@ def test_pretraining_gives_the_same_policy_twice(tmp_path):
     assert made("first") == made("second")
 
 
-def test_large_has_20_to_50_million_parameters():
-    with torch.device("meta"):
-        policy = new_policy("large")
-    assert 20e6 <= policy.num_parameters() <= 50e6
-    assert policy.config.num_hidden_layers == len(policy.config.layer_types) == 8
-
-
 def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
@@ -105,10 +94,7 @@ def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
         return torch.zeros(())
 
     monkeypatch.setattr(training, "learn", learn)
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))[1]
-    )
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]))
     phase = Phase("timed", 1000, 1e-3, 1.0, seconds=100, mixture=SHORT, slips=False)
     assert train(new_policy("tiny"), phase, Sums(0, phase), 1) == 10
     assert rates[1:] == sorted(rates[1:], reverse=True)[:9] and rates[-1] == pytest.approx(0.1 * 0.7e-3)
@@ -140,9 +126,3 @@ def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         pretrain.main(["--device", "cuda", "--output", str(tmp_path)])
     assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_accuracy_of_samples_is_that_of_the_task():
-    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
-    wanted = {"sampled": sampled_accuracy(1.0), "greedy": sampled_accuracy(0.0)}
-    assert pretrain.right_answers(policy, "short", PROMPTS) == wanted

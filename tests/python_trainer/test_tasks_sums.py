@@ -1,6 +1,5 @@
 import random
 import re
-import statistics
 
 import pytest
 from hypothesis import given
@@ -31,16 +30,13 @@ def test_prompts_are_disjoint_and_answers_are_sums(variant):
         assert len(terms) in TERMS[variant] and len(set(terms)) == len(terms)
 
 
-def test_prompts_are_always_the_same():
-    assert SumsSettings().load().fingerprint == "c1fd65d38ea7391d3aae3b1933fdacc0"
-
-
-def test_lengths_spread():
-    lengths = {v: [len(solution(terms_of(e.prompt))) + 1 for e in SumsSettings(variant=v).load().train] for v in TERMS}
-    assert 28 <= statistics.mean(lengths["short"]) <= 40
-    assert max(lengths["short"]) >= 5 * min(lengths["short"])
-    assert 13 <= min(lengths["all"]) <= 15 and 340 <= max(lengths["all"]) <= 384
-    assert 450 <= min(lengths["longest"]) and max(lengths["longest"]) <= 620
+@pytest.mark.parametrize(("variant", "fingerprint"), [
+    ("all", "c1fd65d38ea7391d3aae3b1933fdacc0"),
+    ("short", "9a8fdfec646da507984eaf2f6bf67b10"),
+    ("longest", "8eb3518a91cca06475a2bc167bb9f585"),
+])  # fmt: skip
+def test_prompts_are_always_the_same(variant, fingerprint):
+    assert SumsSettings(variant=variant).load().fingerprint == fingerprint
 
 
 @given(terms_lists)
@@ -86,19 +82,11 @@ def test_reward_looks_at_the_last_line():
     assert score(task, [example] * len(texts), list(texts), [[]] * len(texts)).accuracy == list(texts.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"name": "chess"}, "name"),
-        ({"variant": "medium"}, "variant"),
-        ({"train_size": 0}, "train_size"),
-        ({"gate_size": -1}, "gate_size"),
-        ({"sied": 1}, "sied"),
-        ({"train_path": "a.jsonl"}, "train_path"),
-        ({"name": "jsonl", "test_path": "a.jsonl"}, "needs train_path"),
-        ({"name": "jsonl", "train_path": "a.jsonl", "test_path": "b.jsonl"}, "needs reward"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"variant": "medium"}, "variant"),
+    ({"train_size": 0}, "train_size"),
+    ({"gate_size": -1}, "gate_size"),
+])  # fmt: skip
 def test_wrong_settings_are_named(settings, named):
     with pytest.raises(UserError, match=f"task.*{named}"):
         check_config({"task": settings}, source="test")

@@ -4,14 +4,15 @@ TRL pads prompts on the left and answers on the right and runs plain attention; 
 behind one copy of their prompt. Some answers end with EOS, which is the padding token too, and some are cut off.
 """
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import QUIET, digits
-from support import lacks
+from tiny import weights
+from torch.nn.utils.rnn import pad_sequence
 
 from python_trainer.algorithms.settings import LOSS_TYPES
 from python_trainer.batch import Batch, Minibatch
@@ -23,20 +24,11 @@ GROUPS, SIZE, LONGEST = 3, 4, 12
 EOS = 63
 
 
-@pytest.fixture(scope="module")
-def trl():
-    if importlib.util.find_spec("trl") is None:
-        lacks("TRL (pip install '.[trl]')")
-    import trl
-
-    return trl
-
-
 @pytest.fixture
-def make_trl(trl, tiny_policy, tmp_path, monkeypatch):
+def make_trl(trl_integration, tiny_policy, tmp_path, monkeypatch):
     """TRL's trainer on the tiny policy, fed with given answers: ``make_trl(rollouts, **settings)``."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    datasets = importlib.import_module("datasets")
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
 
     def make(rollouts, **settings):
         answers = {}
@@ -78,26 +70,18 @@ def make_rollouts():
             ids = torch.randint(0, 40, (length,), generator=gen).tolist()
             if length < LONGEST:
                 ids[-1] = EOS
-            rollouts.append(
-                Rollout(
-                    prompt_key=group, group=group, prompt_ids=prompt, response_ids=ids, prefix_len=0,
-                    logprobs=[0.0] * length, finish_reason="stop" if ids[-1] == EOS else "length",
-                    text="".join(chr(48 + i) for i in prompt), reward=digits(None, None, [ids])[0], rewards={},
-                    accuracy=0.0,
-                )
-            )  # fmt: skip
+            facts = {"text": "".join(chr(48 + i) for i in prompt), "reward": digits(None, None, [ids])[0]}
+            reason = "stop" if ids[-1] == EOS else "length"
+            rollouts.append(Rollout(prompt, ids, 0, [0.0] * length, reason, prompt_key=group, group=group, **facts))
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     return rollouts
 
 
-def padded(rows, *, left=False):
+def padded(rows, side):
     """[B, T] of lists, and where they are."""
-    width = max(map(len, rows))
-    out, mask = torch.zeros(len(rows), width), torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), None) if left else slice(0, len(row))
-        out[i, place], mask[i, place] = torch.tensor(row, dtype=torch.float32), 1
-    return out, mask
+    ids = [torch.tensor(row) for row in rows]
+    present = [torch.ones_like(row) for row in ids]
+    return [pad_sequence(some, batch_first=True, padding_side=side) for some in (ids, present)]
 
 
 # (their settings, ours): every loss type and option that both have
@@ -155,9 +139,8 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     with policy.packed_attention():
         trainer.learner._record_before(batch)
         trainer.learner._record_logprobs(batch, range(len(rollouts)))
-        batch.old[batch.present] += 0.3 * torch.randn(
-            int(batch.present.sum())
-        )  # ratios from 0.5 to 2: clipped on both sides
+        # ratios from 0.5 to 2: clipped on both sides
+        batch.old[batch.present] += 0.3 * torch.randn(int(batch.present.sum()))
         batch.set_advantages()
         ours_loss = 0.0
         for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
@@ -168,10 +151,10 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
             ours_loss += loss.item()
 
     peer = make_trl(rollouts, temperature=0.8, **theirs)
-    prompts, prompt_mask = padded([r.prompt_ids for r in rollouts], left=True)
-    answers, mask = padded([r.response_ids for r in rollouts])
+    prompts, prompt_mask = padded([r.prompt_ids for r in rollouts], "left")
+    answers, mask = padded([r.response_ids for r in rollouts], "right")
     inputs = {
-        "prompt_ids": prompts.long(), "prompt_mask": prompt_mask, "completion_ids": answers.long(),
+        "prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": answers,
         "completion_mask": mask, "advantages": batch.advantages[:, 0],
         "old_per_token_logps": batch.old.nan_to_num(), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
@@ -183,10 +166,9 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     theirs_loss.backward()
     assert abs(ours_loss) > 0.01
     assert ours_loss == pytest.approx(theirs_loss.item(), rel=1e-5, abs=1e-6)
-    others = dict(peer.model.named_parameters())
-    for key, p in policy.model.named_parameters():
-        assert p.grad.any()
-        torch.testing.assert_close(p.grad, others[key].grad, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    mine, their = ({name: p.grad for name, p in model.named_parameters()} for model in (policy.model, peer.model))
+    assert all(grad.any() for grad in mine.values())
+    torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -200,12 +182,11 @@ def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type
         make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": LONGEST}),
         tmp_path / "run", console=QUIET,
     )  # fmt: skip
-    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    before = weights(trainer.policy)
     row = trainer.learner.update(rollouts, 1)
     assert abs(row["loss"]) > 1e-3 and row["grad_norm"] > 0.5  # so that it was clipped
     peer = make_trl(rollouts, max_steps=2, temperature=1.0, **shared, **optimizer)
     peer.train()
-    for name, p in peer.model.named_parameters():
-        ours = dict(trainer.policy.model.named_parameters())[name]
-        assert (ours - before[name]).abs().max() > 5e-5
-        torch.testing.assert_close(ours, p, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    after = weights(trainer.policy)
+    assert all((weight - before[name]).abs().max() > 5e-5 for name, weight in after.items())
+    torch.testing.assert_close(after, weights(peer), rtol=1e-5, atol=1e-5)

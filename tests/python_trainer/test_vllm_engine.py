@@ -10,20 +10,15 @@ from fake_llm import install
 from fake_vllm import LIMIT, serving
 from safetensors.torch import load_file
 from tiny import save_tiny_policy
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from python_trainer.errors import UserError
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import COUNTERS, Drawn, import_vllm
+from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, import_vllm
 from python_trainer.rollout.vllm.servers import Server, Servers
 from python_trainer.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def model(tiny_policy):
-    return AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +26,7 @@ def tokenizer(tiny_policy):
     return AutoTokenizer.from_pretrained(tiny_policy)
 
 
-class Recorder:
+class Recorder(Backend):
     """A backend that answers with 1 2 3 ... and remembers what it was asked."""
 
     max_positions = LIMIT
@@ -55,12 +50,6 @@ class Recorder:
 
     def counters(self):
         return dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0 + self.prompt_tokens}
-
-    def sleep(self):
-        return False
-
-    def draft_from(self, drafter):
-        self.drafter = drafter
 
 
 @pytest.fixture
@@ -137,10 +126,9 @@ def test_stop_strings_that_begin_in_the_prefix(engine, backend):
 
 
 def test_tied_weights_are_sent_once(tiny_policy, model):
-    weights = dict(checkpoint_weights(model))
     saved = load_file(tiny_policy / "model.safetensors")
-    assert set(weights) == set(saved) and "lm_head.weight" not in saved
-    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    torch.testing.assert_close(dict(checkpoint_weights(model)), saved, rtol=0, atol=0)
+    assert "lm_head.weight" not in saved
 
 
 def test_weights_have_their_names_in_a_checkpoint(tmp_path):
@@ -151,16 +139,14 @@ def test_weights_have_their_names_in_a_checkpoint(tmp_path):
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path)
-    saved, weights = load_file(tmp_path / "model.safetensors"), dict(checkpoint_weights(model))
-    assert set(weights) == set(saved) and any("experts.3.up_proj" in name for name in saved)
-    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    saved = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(dict(checkpoint_weights(model)), saved, rtol=0, atol=0)
+    assert any("experts.3.up_proj" in name for name in saved)
 
 
 def test_settings_that_do_not_go_together(make_config):
     with pytest.raises(UserError, match="rollout.vllm_server needs rollout.engine vllm, got paged"):
         make_config(rollout={"engine": "paged", "vllm_server": "http://localhost:8000"})
-    with pytest.raises(UserError, match="rollout.vllm_server: .*got 'localhost:8000'"):
-        make_config(rollout={"engine": "vllm", "vllm_server": "localhost:8000"})
     drafts = {"enabled": ["drafts"]}
     assert make_config(rollout={"engine": "vllm"}, accelerators=drafts).accelerators.chosen()[0].longest_draft() == 16
     for engine in "auto", "vllm":
@@ -168,10 +154,6 @@ def test_settings_that_do_not_go_together(make_config):
         refused = "drafts needs rollout.vllm_server null, got http://localhost:1, http://localhost:2; .*integrations.md"
         with pytest.raises(UserError, match=refused):
             make_config(rollout=rollout, accelerators=drafts)
-    long = drafts | {"drafts": {"max_draft_tokens": 129}}
-    make_config(rollout={"engine": "paged"}, accelerators=long)
-    with pytest.raises(UserError, match="max_draft_tokens must be at most 128 with rollout.engine vllm, got 129"):
-        make_config(rollout={"engine": "vllm"}, accelerators=long)
 
 
 def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):
@@ -215,45 +197,29 @@ def test_training_stays_within_a_sliding_window_where_vllm_goes_on(make_config, 
 
 
 def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_path):
-    def complete(body):
-        return {"choices": [{"index": i, "token_ids": [i, 63], "logprobs": {"token_logprobs": [-0.5, -1.5]},
-                             "finish_reason": "stop"} for i in (1, 0)]}  # fmt: skip
-
-    fake.answers["/v1/completions"] = complete
-    server = Servers(model, [f"{fake.url}/"], tmp_path / "weights")
-    assert server.max_positions == LIMIT
-    engine = VLLMEngine(model, server, eos_token_ids=[63])
+    drawn = {"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "stop"}
+    fake.answers["/v1/completions"] = {"choices": [drawn | {"index": i, "token_ids": [i, 63]} for i in (1, 0)]}
+    engine = VLLMEngine(model, Servers(model, [f"{fake.url}/"], tmp_path / "weights"), eos_token_ids=[63])
+    assert engine.max_positions == LIMIT
     got = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
     assert [(c.ids, c.logprobs, c.finish_reason) for c in got] == [([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)]
     assert set(fake.loaded) == set(dict(checkpoint_weights(model))) and not (tmp_path / "weights").exists()
     path, body = fake.bodies[-1]
     assert path == "/v1/completions" and body["prompt"] == [1, 2, 3] and body["n"] == 2 and body["max_tokens"] == 8
     assert body["model"] == "policy" and body["cache_salt"].endswith("-0") and body["return_token_ids"]
-    assert server.counters() == {"prompt_tokens": 10, "cached_tokens": 4, "preemptions": 0, "forward_passes": 6}
-    fake.answers["/v1/completions"] = 500
-    with pytest.raises(UserError, match="/v1/completions of the vLLM server http.* answers 500: refused"):
-        engine.generate([Request([1])], SamplingParams())
-    fake.answers["/collective_rpc"] = 500
-    engine.policy_updated()
-    with pytest.raises(UserError, match=r"does not take weights \(load_policy: .*500: refused.*start it with"):
-        engine.generate([Request([1])], SamplingParams())
-    assert not (tmp_path / "weights").exists()
 
 
-@pytest.mark.parametrize(
-    ("answers", "settings", "message"),
-    [
-        ({"/version": {"version": "0.31.0"}}, {}, "needs vllm >= 0.32; the server http.* is 0.31.0"),
-        ({"/version": 404}, {}, "/version of the vLLM server http.* answers 404"),
-        ({"/version": {}}, {}, r"http.*/version must answer with JSON that has \['version'\], as vLLM does, got '{}'"),
-        ({"/v1/models": {"data": []}}, {}, r"/v1/models must answer with JSON that has \['data'\]\[0\]\['id'\], as"),
-        ({"/v1/models": [1]}, {}, r"/v1/models must answer with JSON that has .* got '\[1\]'"),
-        ({"/collective_rpc": 404}, {}, "does not take weights.*404.*start it with: VLLM_SERVER_DEV_MODE=1 vllm serve"),
-        ({}, {"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs, not those .*--logprobs-mode processed_logprobs"),
-        ({}, {"vocab_size": 99}, "serves policy, whose vocab_size is 99; the policy's is 64"),
-        ({}, {"model_type": "llama"}, "serves policy, whose model_type is llama; the policy's is qwen2"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "settings", "message"), [
+    ({"/version": {"version": "0.31.0"}}, {}, "needs vllm >= 0.32; the server http.* is 0.31.0"),
+    ({"/version": 404}, {}, "/version of the vLLM server http.* answers 404"),
+    ({"/version": {}}, {}, r"http.*/version must answer with JSON that has \['version'\], as vLLM does, got '{}'"),
+    ({"/v1/models": {"data": []}}, {}, r"/v1/models must answer with JSON that has \['data'\]\[0\]\['id'\], as"),
+    ({"/v1/models": [1]}, {}, r"/v1/models must answer with JSON that has .* got '\[1\]'"),
+    ({"/collective_rpc": 404}, {}, "does not take weights.*404.*start it with: VLLM_SERVER_DEV_MODE=1 vllm serve"),
+    ({}, {"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs, not those .*--logprobs-mode processed_logprobs"),
+    ({}, {"vocab_size": 99}, "serves policy, whose vocab_size is 99; the policy's is 64"),
+    ({}, {"model_type": "llama"}, "serves policy, whose model_type is llama; the policy's is qwen2"),
+])  # fmt: skip
 def test_a_server_that_will_not_do(fake, model, answers, settings, message):
     fake.answers |= answers
     fake.settings |= settings
@@ -266,10 +232,8 @@ def test_no_server(model, make_config, tmp_path):
         Trainer(make_config(rollout={"engine": "vllm", "vllm_server": "http://127.0.0.1:1"}), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("health", "message"), [(503, "the engine of http.* has died .*503.*: start it again"), (200, "")]
-)
-def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health, message):
+@pytest.mark.parametrize("health", [200, 503])
+def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health):
     """vLLM then never answers what loads weights."""
     server, asked, over = Servers(model, [fake.url], tmp_path / "weights"), threading.Event(), threading.Event()
     monkeypatch.setattr("python_trainer.rollout.vllm.servers.LOOK_SECONDS", 0.02)  # connecting may take that
@@ -289,11 +253,11 @@ def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monke
 
     fake.answers = Health({**fake.answers, "/collective_rpc": hang})
     try:
-        if message:
-            with pytest.raises(UserError, match=message):
-                server.load(model)
-        else:
+        if health == 200:
             server.load(model)  # slow, but alive
+        else:
+            with pytest.raises(UserError, match=r"the engine of http.* has died .*503.*: start it again"):
+                server.load(model)
     finally:
         over.set()
     assert asked.is_set() and not (tmp_path / "weights").exists()

@@ -12,6 +12,7 @@ from conftest import merged, run_settings
 from fake_llm import FakeLLM, install
 from fake_vllm import LIMIT, serving
 from gloo import KINDS, run_on_ranks, train
+from paged import LONGROPE, SIZES
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -44,13 +45,9 @@ def train_and_tell(settings, folder, parallel, sleeps):
         saved = dict(checkpoint_weights(trainer.policy.inference_model))
         loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered
         assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
-    told = {
-        "given": given,
-        "stats": stats,
-        "events": llm.events,
-        "held": held,
-        "backend": llm.options.get("distributed_executor_backend"),
-    }
+        assert llm.options["enable_sleep_mode"] == sleeps
+    told = {"given": given, "stats": stats, "events": llm.events, "held": held}
+    told["backend"] = llm.options.get("distributed_executor_backend")
     (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(told))
 
 
@@ -62,13 +59,9 @@ def train_all(settings, folder):
         train_and_tell(settings, folder / parallel, parallel, True)
         adapted = merged(settings, {"model": {"lora": LORA}})
         train_and_tell(adapted, folder / f"{parallel}, adapters", parallel, True)
-    train_with_one_prompt(settings, folder / "one prompt")
-
-
-def train_with_one_prompt(settings, folder):
-    """The second process has nothing to answer, and takes part in gathering."""
+    # the second process has nothing to answer, and takes part in gathering
     few = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "task": {"test_size": 1}}
-    train_and_tell(merged(settings, few), folder, "fsdp2", True)
+    train_and_tell(merged(settings, few), folder / "one prompt", "fsdp2", True)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +90,7 @@ def test_each_process_has_an_engine_and_all_end_as_one_does(runs, parallel, kind
     assert one["stats"] == first["stats"] == second["stats"]
     assert one["backend"] is None and first["backend"] == second["backend"] == "external_launcher"
     single, several = (load_file(runs / name / "weights.safetensors") for name in (none, parallel))
-    for key, value in single.items():
-        torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    torch.testing.assert_close(several, single, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("parallel", KINDS)
@@ -156,14 +148,6 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
     assert all(torch.equal(weight, expected[name]) for name, weight in checkpoint_weights(policy.inference_model))
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_it_sleeps_where_it_can(make_config, tmp_path, able, monkeypatch):
-    install(monkeypatch, sleeps=able)
-    config = make_config(max_steps=1, rollout={"engine": "vllm"})
-    train(config.model_dump(), tmp_path / "run")
-    assert FakeLLM.last.options["enable_sleep_mode"] == able == ("sleep 2" in FakeLLM.last.events)
-
-
 def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):
     """Those of training: an evaluation has prompts of its own, which are not drafted."""
     seen, shared = [], SimpleNamespace(history=None)
@@ -202,11 +186,8 @@ def test_where_vllm_can_sleep(monkeypatch):
 
 def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch):
     """Of longrope vLLM takes those of long sequences for all, unless none may be longer than the original length."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, rope_parameters=rope | {"original_max_position_embeddings": 20},
-    ))  # fmt: skip
+    rope = LONGROPE | {"original_max_position_embeddings": 20}
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"vocab_size": 64, "rope_parameters": rope}))
     install(monkeypatch, sleeps=False)
     InProcess(model, tmp_path, memory_bytes=1)
     assert FakeLLM.last.options["max_model_len"] == 20

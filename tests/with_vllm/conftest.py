@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def folder(tmp_path_factory):
 
     size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+
+
+@pytest.fixture
+def gloo(monkeypatch):
+    """The module that trains in two processes, which are connected by gloo."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
+    return importlib.import_module("gloo")
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,14 @@ PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5], [5, 6, 7, 9]]
 ANSWER = list(range(20, 60))
 
 
+def share_history(*arguments):
+    from rlkernels.integrations import vllm
+
+    vllm.share_history(*arguments)
+
+
 @pytest.fixture(autouse=True)
 def nothing_shared():
-    from rlkernels.integrations.vllm import share_history
-
     yield
     share_history(None)
 
@@ -25,17 +29,15 @@ def nothing_shared():
 def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional):
     from rlkernels.integrations.vllm import HistoryProposer
 
-    return HistoryProposer(
-        SimpleNamespace(
-            additional_config=additional,
-            speculative_config=SimpleNamespace(num_speculative_tokens=limit),
-            model_config=SimpleNamespace(
-                max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=SimpleNamespace(eos_token_id=end)
-            ),
-            scheduler_config=SimpleNamespace(max_num_seqs=2),
-            parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
-        )
+    settings = SimpleNamespace(eos_token_id=end)
+    config = SimpleNamespace(
+        additional_config=additional,
+        speculative_config=SimpleNamespace(num_speculative_tokens=limit),
+        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=settings),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
     )
+    return HistoryProposer(config)
 
 
 def step(drafter, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
@@ -60,8 +62,6 @@ def remembering(*answers: tuple[list[int], list[int]], epoch: int = 0) -> rlkern
 
 
 def shared(*answers: tuple[list[int], list[int]]) -> rlkernels.RolloutHistory:
-    from rlkernels.integrations.vllm import share_history
-
     history = remembering(*answers)
     share_history(history)
     return history
@@ -103,8 +103,6 @@ def test_prompts_without_answers_are_left_alone():
 
 def test_another_history_takes_over_and_none_drafts_nothing():
     """As when a trainer evaluates, or has loaded a checkpoint."""
-    from rlkernels.integrations.vllm import share_history
-
     first, other = shared((PROMPTS[0], ANSWER)), remembering((PROMPTS[0], [*ANSWER[:9], 70, 71, 72]))
     drafter = proposer()
     tokens = PROMPTS[0] + ANSWER[:1]
@@ -123,8 +121,6 @@ def test_another_history_takes_over_and_none_drafts_nothing():
 
 
 def test_what_a_draft_token_costs_may_depend_on_the_batch():
-    from rlkernels.integrations.vllm import share_history
-
     history = shared((PROMPTS[0], ANSWER), known(PROMPTS[1]))
     asked = []
     share_history(history, lambda running: asked.append(running) or (1.0 if running > 1 else None))
@@ -296,8 +292,6 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path, caplog):
 
 
 def test_what_is_given_as_a_history_is_checked(tmp_path):
-    from rlkernels.integrations.vllm import share_history
-
     with pytest.raises(ValueError, match="additional_config has 'rlkernel_history', which nothing reads"):
         proposer(rlkernel_history="history.bin")
     with pytest.raises(ValueError, match=r"\['rlkernels_record'\] must be True beside .*_history', or False, got T"):
@@ -326,11 +320,8 @@ def test_version_is_checked(monkeypatch):
 def greedy(llm) -> list[list[int]]:
     from vllm import SamplingParams
 
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
-    )
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

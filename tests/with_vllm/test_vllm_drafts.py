@@ -1,7 +1,5 @@
 """The accelerator drafts with vLLM in the trainer's process."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
@@ -122,11 +120,8 @@ def test_training_with_drafts(folder, tmp_path):
         assert [row[name] for row in again] == [row[name] for row in rows], name
 
 
-def test_several_trainers_with_drafts(folder, tmp_path, monkeypatch):
+def test_several_trainers_with_drafts(folder, gloo, tmp_path):
     """Each engine drafts from the answers of all."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
-    import gloo
-
     gloo.run_on_ranks(tmp_path, gloo.train, draft_settings(folder, tmp_path), tmp_path / "two", "ddp")
     rows = read_metrics(tmp_path / "two")[1:]
     assert rows[0]["drafts/offered_tokens"] == 0 and min(row["drafts/accepted_tokens"] for row in rows[1:]) > 0

@@ -7,20 +7,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from rollouts import (
-    EOS,
-    GREEDY,
-    LIMIT,
-    MEMORY,
-    PROMPTS,
-    SAMPLINGS,
-    load,
-    own_greedy,
-    own_logprobs,
-    run_settings,
-    spent,
-    train,
-)
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_greedy, own_logprobs, run_settings, spent, train
 from transformers import AutoTokenizer
 
 from bench._vllm_server import VLLMServer
@@ -147,9 +134,8 @@ def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
 
 def test_a_server_merges_adapters_itself(address, model, tmp_path):
     """It then says what it says when it is sent the merged weights."""
-    names = [
-        name for name in model.state_dict() if name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))
-    ]
+    targets = ("q_proj.weight", "v_proj.weight", "down_proj.weight")
+    names = [name for name in model.state_dict() if name.endswith(targets)]
     adapters = AdapterFiles(model, names, tmp_path / "weights")
     alone = VLLMEngine(model, Servers(model, [address], tmp_path / "weights", adapters), eos_token_ids=[EOS])
     base = {name: model.get_parameter(name).detach().clone() for name in names}
@@ -224,11 +210,9 @@ def test_training(folder, tmp_path):
     from vllm import SamplingParams as Sampling
 
     exported = tmp_path / "run" / "model"
-    llm = LLM(str(exported), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=MEMORY, max_model_len=LIMIT,
-              block_size=32)  # fmt: skip
-    found = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS], Sampling(temperature=0, max_tokens=20), use_tqdm=False
-    )
+    llm = LLM(str(exported), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=MEMORY, block_size=32)
+    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = llm.generate(asked, Sampling(temperature=0, max_tokens=20), use_tqdm=False)
     model = load(exported)
     assert [list(one.outputs[0].token_ids) for one in found] == [own_greedy(model, p, 20) for p in PROMPTS]
     assert any(own_greedy(model, p, 20) != own_greedy(load(folder), p, 20) for p in PROMPTS)
@@ -254,41 +238,20 @@ def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_pat
     assert all(row["sampling/logp_difference/max"] < 1e-3 for row in rows)
 
 
-def test_training_with_a_server(folder, address, tmp_path):
-    rows = train(run_settings(folder, tmp_path, vllm_server=address), tmp_path / "run")
-    assert max(row["rpo/prefix_share"] for row in rows[1:]) > 0  # of a single step cuts may leave nothing
-    assert not (tmp_path / "run" / ".vllm").exists()
-
-
-def test_several_trainers_and_servers(folder, addresses, tmp_path, monkeypatch):
-    """Two processes, connected by gloo, are given the answers that one trainer is."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
-    import gloo
-
-    settings = run_settings(folder, tmp_path, vllm_server=addresses)
+@pytest.mark.parametrize(("where", "parallel"), [("servers", "ddp"), ("engines", "ddp"), ("engines", "fsdp2")])
+def test_several_trainers_are_given_the_answers_of_one(folder, gloo, tmp_path, request, where, parallel):
+    """By two servers, or by an engine each, which finds the two processes connected and must leave them as they are."""
+    servers = {"vllm_server": request.getfixturevalue("addresses")} if where == "servers" else {}
+    settings = run_settings(folder, tmp_path, **servers)
     one = train(settings, tmp_path / "one")
-    gloo.run_on_ranks(tmp_path, gloo.train, settings, tmp_path / "two", "ddp")
-    two = read_metrics(tmp_path / "two")
-    for name in ("reward", "tokens/generated"):
-        assert [row[name] for row in two[1:]] == [row[name] for row in one[1:]]
-    assert max(row["sampling/logp_difference/max"] for row in two[1:]) < 1e-3
-    assert not (tmp_path / "two" / ".vllm").exists()
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_several_trainers_with_an_engine_each(folder, tmp_path, monkeypatch, parallel):
-    """Two processes, connected by gloo, which vLLM's engines find and must leave as it is: the answers of one."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
-    import gloo
-
-    settings = run_settings(folder, tmp_path)
-    one = train(settings, tmp_path / "one")
+    assert max(row["rpo/prefix_share"] for row in one[1:]) > 0  # of a single step cuts may leave nothing
     gloo.run_on_ranks(tmp_path, gloo.train, settings, tmp_path / "two", parallel)
     two = read_metrics(tmp_path / "two")
     for name in ("reward", "tokens/generated"):
         assert [row[name] for row in two[1:]] == [row[name] for row in one[1:]]
     assert max(row["sampling/logp_difference/max"] for row in two[1:]) < 1e-3
-    assert two[-1]["total/weight_bytes"] == 2 * one[-1]["total/weight_bytes"] > 0
+    assert servers or two[-1]["total/weight_bytes"] == 2 * one[-1]["total/weight_bytes"] > 0
+    assert not list(tmp_path.glob("*/.vllm"))
 
 
 def test_what_vllm_cannot_run_is_named(folder, tmp_path):

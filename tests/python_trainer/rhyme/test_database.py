@@ -6,8 +6,8 @@ import os
 import random
 import shutil
 import sqlite3
-import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -54,9 +54,8 @@ def test_a_step_is_replaced_in_its_own_run_only(database):
 
 def test_samples_come_best_and_newest_first_and_by_prompt(database):
     first, second = database.add_run(FACTS), database.add_run(FACTS)
-    database.add_step(
-        first, make_step(1), [make_sample(reward=r, text=f"{r}", key=k) for r, k in ((0.5, "a"), (1, "b"))]
-    )
+    answers = [make_sample(reward=r, text=f"{r}", key=k) for r, k in ((0.5, "a"), (1, "b"))]
+    database.add_step(first, make_step(1), answers)
     database.add_step(second, make_step(1), [make_sample(reward=1, text="new", key="a")])
     assert [s.text for s in database.samples()] == ["new", "1", "0.5"]
     assert [s.text for s in database.samples(prompt_keys=["a"])] == ["new", "0.5"]
@@ -83,28 +82,33 @@ def test_the_oldest_runs_go(url, monkeypatch):
     assert [run.id for run in database.runs()] == runs[2:] and len(database.samples()) == 3
 
 
-def write_steps(url, steps, begun):
+def write_steps(url, runs, steps, begun):
     database = RetrospectiveDatabase(url)
-    run = database.add_run(FACTS)
-    for step in range(1, steps + 1):
-        database.add_step(run, make_step(step), [make_sample(step, text=f"{run} {step} {i}") for i in range(4)])
-        begun.set()
+    for _ in range(runs):
+        run = database.add_run(FACTS)
+        for step in range(1, steps + 1):
+            database.add_step(run, make_step(step), [make_sample(step, text=f"{run} {step} {i}") for i in range(4)])
+            begun.set()
 
 
-def start_writer(url, steps):
+def start_writer(url, runs, steps):
     fork = multiprocessing.get_context("fork")  # seconds quicker than importing torch anew
     begun = fork.Event()
-    writer = fork.Process(target=write_steps, args=(url, steps, begun))
+    writer = fork.Process(target=write_steps, args=(url, runs, steps, begun))
     writer.start()
     return writer, begun
 
 
-def test_several_writers_at_once(url):
-    """They even make the database at the same time."""
-    writers = [start_writer(url, 15)[0] for _ in range(3)]
-    for writer in writers:
+def write_at_once(url, writers, runs, steps):
+    started = [start_writer(url, runs, steps)[0] for _ in range(writers)]
+    for writer in started:
         writer.join(60)
         assert writer.exitcode == 0
+
+
+def test_several_writers_at_once(url):
+    """They even make the database at the same time."""
+    write_at_once(url, writers=3, runs=1, steps=15)
     database = RetrospectiveDatabase(url, create=False)
     assert [len(database.trajectory(run.id)) for run in database.runs()] == [15] * 3
     assert len({s.text for s in database.samples()}) == 180
@@ -113,7 +117,7 @@ def test_several_writers_at_once(url):
 def test_a_kill_leaves_whole_steps(url):
     rng = random.Random(0)
     for _ in range(3):
-        writer, begun = start_writer(url, 10**6)
+        writer, begun = start_writer(url, 1, 10**6)
         assert begun.wait(60)
         time.sleep(0.2 * rng.random())
         writer.kill()
@@ -157,9 +161,8 @@ def test_foreign_files_are_refused_and_left_alone(tmp_path):
     text.write_text("my notes, which matter\n")
     assert_refused(text, "file is not a database")
     other = tmp_path / "other.db"
-    with sqlite3.connect(other) as connection:
+    with closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE mail (body TEXT)")
-    connection.close()
     assert_refused(other, "another program")
 
 
@@ -183,9 +186,8 @@ def test_damaged_files_are_refused_and_left_alone(tmp_path, place):
 
 def test_files_left_by_a_kill_while_they_were_made_are_used(tmp_path):
     (tmp_path / "empty.db").write_bytes(b"")
-    with sqlite3.connect(tmp_path / "bare.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "bare.db")) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
-    connection.close()
     for name in ("empty.db", "bare.db"):
         assert RetrospectiveDatabase(str(tmp_path / name)).runs() == []
 
@@ -205,18 +207,16 @@ def test_half_a_set_of_tables_is_refused(postgres_url):
         RetrospectiveDatabase(postgres_url)
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("mysql://host/name", "got mysql://"),
-        ("nonsense://", "got nonsense://"),
-        ("sqlite://", "needs a file"),
-        ("/nowhere/at/all/history.db", "there is no folder /nowhere/at/all"),
-        ("/tmp", "is a folder"),
-        ("postgresql://://", "neither a path nor a database URL"),
-        ("postgresql://nobody:secret@127.0.0.1:1/none", "127.0.0.1"),
-    ],
-)
+@pytest.mark.parametrize(("url", "words"), [
+    ("mysql://alice:secret@host/name", "got mysql://"),
+    ("nonsense://", "got nonsense://"),
+    ("://alice:secret@host", "neither a path nor a database URL"),
+    ("sqlite://", "needs a file"),
+    ("/nowhere/at/all/history.db", "there is no folder /nowhere/at/all"),
+    ("/tmp", "is a folder"),
+    ("postgresql://://", "neither a path nor a database URL"),
+    ("postgresql://nobody:secret@127.0.0.1:1/none", "127.0.0.1"),
+])  # fmt: skip
 def test_bad_urls_are_named(url, words):
     if url.startswith("postgresql"):
         pytest.importorskip("psycopg", reason="this machine lacks psycopg (pip install 'psycopg[binary]')")
@@ -251,22 +251,6 @@ def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
 def test_writers_that_make_room_do_not_meet(url, monkeypatch):
     """Each of four adds runs, which removes older ones, also of the others."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
-    errors = []
-
-    def write():
-        try:
-            database = RetrospectiveDatabase(url)
-            for _ in range(6):
-                run = database.add_run(FACTS)
-                for step in range(1, 4):
-                    database.add_step(run, make_step(step), [make_sample(step)] * 6)
-        except UserError as error:
-            errors.append(str(error))
-
     RetrospectiveDatabase(url)
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == [] and len(RetrospectiveDatabase(url).runs()) == 5
+    write_at_once(url, writers=4, runs=6, steps=3)
+    assert len(RetrospectiveDatabase(url).runs()) == 5

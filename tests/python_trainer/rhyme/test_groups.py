@@ -26,20 +26,17 @@ def failing(prompts, completions, completion_ids, **columns):
     return [0.0] * len(completions)
 
 
-def store(trainer, key, answer):
-    trainer.accelerators[0].bank.add([(key, answer)], 0)
-
-
-def stored_answer(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0)):
-    prompt = trainer.task.train[key].prompt
-    return StoredAnswer(0, 0, prompt_key(prompt), "123", True, 1.0, "", list(ids), list(logprobs))
+def store(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", reward=1.0):
+    name = prompt_key(trainer.task.train[key].prompt)
+    answer = StoredAnswer(0, 0, name, text, True, reward, "", list(ids), list(logprobs))
+    trainer.accelerators[-1].bank.add([(key, answer)], 0)
 
 
 def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
     config = rhyme_config(None, {"history_ratio": 0}, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[2]  # the third prompt of the first step
-    store(trainer, key, stored_answer(trainer, key))
+    store(trainer, key)
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
     assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25  # of four groups
@@ -56,8 +53,7 @@ def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path, monkeyp
     ):
         config = rhyme_config(None, settings, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
         trainer = Trainer(config, tmp_path / name, console=QUIET)
-        key = prompt_order(0, 0, 4, 12)[0]
-        store(trainer, key, stored_answer(trainer, key, logprobs=logprobs))
+        store(trainer, prompt_order(0, 0, 4, 12)[0], logprobs=logprobs)
         trainer.run()
         row = read_metrics(tmp_path / name)[1]
         assert row["rhyme/stored_answers"] == 0 and row["rhyme/rescued_groups"] == 0
@@ -73,9 +69,7 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_
     for key, answers in zip(keys, ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)])):
         for ids in answers:
             known = 0.0 if key == keys[0] else -9.0  # certain then; hardly possible then
-            sample = stored_answer(trainer, key, ids, [known] * 2)
-            sample.text = str(ids)
-            store(trainer, key, sample)
+            store(trainer, key, ids, [known] * 2, str(ids))
     trainer.run()
     assert rhyme.groups.spared == [0, 2, 2, 0] and len(rhyme.groups.offers) == 5
     row = read_metrics(tmp_path / "run")[1]
@@ -88,7 +82,7 @@ def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(r
     config = rhyme_config(None, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     seen = record_updates(trainer)
-    store(trainer, 5, stored_answer(trainer, 5))
+    store(trainer, 5)
     trainer.run()
     groups = [group for rollouts in seen for group in by_group(rollouts).values()]
     stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
@@ -107,28 +101,17 @@ def test_the_selection_chooses(rhyme_config, tmp_path, monkeypatch, selection):
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[0]
     for i in range(16):
-        sample = stored_answer(trainer, key, (i % 10, i % 7, i % 3))
-        sample.text, sample.reward = str(i), 1.0 + i % 5
-        store(trainer, key, sample)
-    rhyme, seeds, chosen = trainer.accelerators[0], [], []
-    original = rhyme.collect
-
-    def spy(context, rollouts):
-        seeds.append(context.seed)
-        mixed = original(context, rollouts)
-        chosen.extend(rollout for rollout in mixed if rollout.importance_cap is not None)
-        return mixed
-
-    rhyme.collect = spy
+        store(trainer, key, (i % 10, i % 7, i % 3), text=str(i), reward=1.0 + i % 5)
+    seen = record_updates(trainer)
     trainer.run()
-    offers = rhyme.groups.offers
+    groups = trainer.accelerators[0].groups
     worth = {
-        "likelihood": [float(offer.logprobs.mean()) for offer in offers],
-        "random": [keyed_unit(seeds[0], "rhyme random", i) for i in range(16)],
+        "likelihood": [float(offer.logprobs.mean()) for offer in groups.offers],
+        "random": [keyed_unit(trainer.context(1).seed, "rhyme random", i) for i in range(16)],
     }
     best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
-    assert [answer.text for answer in chosen] == [offers[i].answer.text for i in best]
-    assert len(rhyme.groups.untrained) == 14
+    chosen = [answer.text for answer in seen[0] if answer.importance_cap is not None]
+    assert chosen == [groups.offers[i].answer.text for i in best] and len(groups.untrained) == 14
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
@@ -137,11 +120,8 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
     config = make_config(algorithm={"importance_sampling": "none", "loss_type": "token-mean"}).algorithm
     now = torch.tensor([-1.0, -2.0])
     kept = [float(x) - math.log(ratio) if ratio > 0 else math.nan for x in now]
-    common = {"prompt_key": 0, "group": 0, "prompt_ids": [5], "prefix_len": 0, "finish_reason": "stop", "text": ""}
-    rollouts = [
-        Rollout(**common, response_ids=[1, 2], logprobs=now.tolist(), reward=0.0, rewards={}, accuracy=0.0),
-        Rollout(**common, response_ids=[3, 4], logprobs=kept, reward=1.0, rewards={}, accuracy=1.0, importance_cap=1.5),
-    ]
+    stored = {"reward": 1.0, "accuracy": 1.0, "importance_cap": 1.5}
+    rollouts = [Rollout([5], [1, 2], 0, now.tolist(), "stop"), Rollout([5], [3, 4], 0, kept, "stop", **stored)]
     batch = Batch(rollouts, config, 8, torch.device("cpu"))
     batch.set_advantages()
     advantages = batch.advantages[:, 0]
@@ -156,14 +136,8 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
 
 def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
     """Answers of a group are compared with each other, so all of them continue from the same tokens."""
-    config = make_config(
-        max_steps=12,
-        accelerators={
-            "enabled": ["rhyme", "rpo"],
-            "rhyme": {"rare_share": 0},
-            "rpo": {"cut_share": 0.7, "whole_share": 0},
-        },
-    )
+    settings = {"rhyme": {"rare_share": 0}, "rpo": {"cut_share": 0.7, "whole_share": 0}}
+    config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], **settings})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     seen, stored, offered = record_updates(trainer), [], []
 
@@ -188,10 +162,9 @@ def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, 
     config = rhyme_config(None, enabled=("rhyme", "rpo"), max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert [accelerator.name for accelerator in trainer.accelerators] == ["rpo", "rhyme"]
-    rpo, rhyme = trainer.accelerators
     for key in range(12):
-        rpo.answers[key] = [7, 8, 9, 10]
-        rhyme.bank.add([(key, stored_answer(trainer, key))], 0)
+        trainer.accelerators[0].answers[key] = [7, 8, 9, 10]
+        store(trainer, key)
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
     begun = row["rpo/hit_rate"]

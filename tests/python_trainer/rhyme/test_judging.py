@@ -42,10 +42,8 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
         assert [len(ids) for ids in completion_ids] == [len(text) for text in completions]
         return [float(len(text) <= most) for text, most in zip(completions, limit)]
 
-    config = make_config(
-        rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8},
-        algorithm={"overlong_cache": 4},
-    )
+    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
+    config = make_config(rollout=rollout, algorithm={"overlong_cache": 4})
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
     samples.append(make_sample(text="x", key=prompt_key("c"), ids=[1]))

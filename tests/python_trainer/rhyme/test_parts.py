@@ -11,17 +11,7 @@ from scipy.stats import spearmanr
 import python_trainer.model.policy
 from python_trainer.accelerators.rhyme import matching, sampling
 from python_trainer.accelerators.rhyme.database import StepRecord, prompt_key
-from python_trainer.accelerators.rhyme.matching import (
-    PARTS,
-    Curve,
-    Stage,
-    byte_trigrams,
-    curve_of,
-    find_rhyming_stages,
-    histogram,
-    match_score,
-    sketch_of,
-)
+from python_trainer.accelerators.rhyme.matching import PARTS, Curve, find_rhyming_stages, histogram, sketch_of
 from python_trainer.accelerators.rhyme.recording import step_record
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor
 from python_trainer.accelerators.rhyme.sampling import AnswerBank, Candidate, encode_again, score_candidates
@@ -44,9 +34,8 @@ def stack(sketch):
 def answer(text, *, nats=1.0, tokens=4, group=0, accuracy=1.0, prefix=0):
     ids = list(range(tokens))
     logprobs = [-nats / max(tokens - prefix, 1)] * (tokens - prefix)
-    return Rollout(
-        [1], ids, prefix, logprobs, "stop", prompt_key=0, group=group, text=text, reward=accuracy, accuracy=accuracy
-    )
+    facts = {"text": text, "reward": accuracy, "accuracy": accuracy}
+    return Rollout([1], ids, prefix, logprobs, "stop", prompt_key=0, group=group, **facts)
 
 
 def test_a_sketch_does_not_depend_on_the_tokenizer():
@@ -67,8 +56,8 @@ def test_every_part_of_a_sketch_tells_policies_apart():
 
 
 def test_trigrams_are_counted_all():
-    assert byte_trigrams(b"").sum() == byte_trigrams(b"ab").sum() == 0
-    assert byte_trigrams(b"abcabc").sum() == 4 and byte_trigrams(b"abcabc").max() >= 2
+    assert matching.byte_trigrams(b"").sum() == matching.byte_trigrams(b"ab").sum() == 0
+    assert matching.byte_trigrams(b"abcabc").sum() == 4 and matching.byte_trigrams(b"abcabc").max() >= 2
     assert sketch_of([[answer("")]])["ngrams"].sum() == 0  # an empty answer is one, too
 
 
@@ -161,14 +150,14 @@ def test_no_history_no_stages():
 
 
 def test_answers_of_a_stage_and_just_beyond():
-    stages = [Stage(3, 10, 14, 0.9), Stage(3, 1, 12, 0.75)]
-    assert [match_score(stages, 3, step) for step in (1, 9, 10, 18, 19)] == [0.75, 0.75, 0.9, 0.9, 0.0]
-    assert match_score(stages, 4, 5) == 0.0
+    stages = [matching.Stage(3, 10, 14, 0.9), matching.Stage(3, 1, 12, 0.75)]
+    assert [matching.match_score(stages, 3, step) for step in (1, 9, 10, 18, 19)] == [0.75, 0.75, 0.9, 0.9, 0.0]
+    assert matching.match_score(stages, 4, 5) == 0.0
 
 
 def test_rewards_are_compared_as_they_are_within_0_and_1():
     records = [StepRecord(1, reward, 0.5, sketch_of([[answer("abc")]])) for reward in (-1.0, 0.25, 7.0)]
-    assert curve_of(1, records).rewards.tolist() == [0.0, 0.25, 1.0]
+    assert matching.curve_of(1, records).rewards.tolist() == [0.0, 0.25, 1.0]
 
 
 def test_the_bank_keeps_the_best_and_the_newest(monkeypatch):
@@ -234,9 +223,8 @@ def candidates_of(answers, behaviour):
 
 
 def context_of(policy, temperature=1.0, tokens=99):
-    config = SimpleNamespace(
-        optimizer=SimpleNamespace(micro_batch_tokens=tokens), rollout=SimpleNamespace(temperature=temperature)
-    )
+    optimizer, rollout = SimpleNamespace(micro_batch_tokens=tokens), SimpleNamespace(temperature=temperature)
+    config = SimpleNamespace(optimizer=optimizer, rollout=rollout)
     return SimpleNamespace(policy=policy, config=config, once=lambda function: function())
 
 

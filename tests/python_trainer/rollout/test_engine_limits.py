@@ -1,21 +1,8 @@
 """Models, requests and settings that the engine cannot run, and those it runs up to a limit."""
 
 import pytest
-from paged import GREEDY, SIZES, VOCAB, engine_for, make, own_greedy, prompts
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+import transformers
+from paged import GREEDY, LONGROPE, SIZES, VOCAB, engine_for, make, own_greedy, prompts
 
 from python_trainer.errors import UserError
 from python_trainer.rollout import PagedEngine, Request
@@ -23,28 +10,28 @@ from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
 def test_absolute_positions_and_sliding_window():
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
-                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)).eval()  # fmt: skip
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+                                     initializer_range=0.3, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    gpt2 = transformers.GPT2LMHeadModel(config).eval()
     request = Request(prompts([11])[0], max_new_tokens=10)
     got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
     assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
     # inside its window a sliding layer attends to everything; the engine stops there
-    windowed = engine_for(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)))
+    windowed = engine_for(transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=24)))
     assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
     assert windowed.max_positions == 24 and windowed.limited_by.endswith("(the model's sliding window)")
 
 
 def test_angles_that_depend_on_the_longest_sequence():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    sizes = SIZES | {"pad_token_id": 0}
-    model = Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=40)).eval()
+    options = {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES | options)).eval()
     engine = engine_for(model)
     assert engine.max_positions == 40 and "original length of the model's rotary factors" in engine.limited_by
     request = Request(prompts([20])[0], max_new_tokens=30)
     assert engine.generate([request], GREEDY)[0].ids == own_greedy(model, request.prompt_ids, 20)  # and ends there
     # what Transformers compares with is another number
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
-    engine = engine_for(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)))
+    engine = engine_for(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=rope)))
     assert engine.max_positions == engine_for(make()).max_positions == 160
 
 
@@ -63,10 +50,10 @@ def test_passes_are_measured_in_what_there_is(positions, blocks):
 
 
 def test_models_it_cannot_run():
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2))
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2)
     with pytest.raises(UserError, match="MambaForCausalLM"):
-        PagedEngine(mamba, eos_token_ids=())
-    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
+        PagedEngine(transformers.MambaForCausalLM(config), eos_token_ids=())
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
     with pytest.raises(UserError, match="softcap"):
         PagedEngine(gemma, eos_token_ids=())
     assert gemma.config._attn_implementation != IMPLEMENTATION

@@ -1,14 +1,18 @@
 """What ``rollout.engine: auto`` stands for, and that a run says so."""
 
 import importlib.metadata
+import io
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_llm import install
+from rich.console import Console
 
 from python_trainer.config import check_config
-from python_trainer.parts import make_engine, resolve_engine
+from python_trainer.parts import resolve_engine
+from python_trainer.rollout import VLLMEngine
+from python_trainer.trainer import Trainer
 
 
 @pytest.fixture
@@ -44,39 +48,25 @@ def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, v
     assert found == engine and (said is not None) == (engine == "vllm")
     assert chosen(rollout={"engine": "paged"}) == ("paged", None)
     assert chosen(model={"device": "cpu"}) == ("paged", None)
+    assert chosen(rollout={"vllm_server": "http://localhost:8000"}) == ("vllm", None), "a server is enough"
     assert chosen(parallel="fsdp2")[0] == chosen(accelerators={"enabled": ["drafts"]})[0] == engine
 
 
 def test_settings_that_do_not_go_with_it_come_first(machine):
-    settings = {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 200}}}
+    settings = {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 129}}}
     machine(True, "0.32.1")
     engine, said = chosen(**settings)
-    assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 200" in said
+    assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 129" in said
     machine(True, None)
     assert chosen(**settings) == ("paged", None)
 
 
-def test_a_server_is_enough(machine):
-    machine(False, None)
-    assert chosen(rollout={"vllm_server": "http://localhost:8000"}) == ("vllm", None)
-
-
 def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
-    from rich.console import Console
-
-    from python_trainer.trainer import Trainer
-
     machine(False, "0.32.1")
+    install(monkeypatch, sleeps=False)
     monkeypatch.setattr("python_trainer.parts.resolve_engine", partial(resolve_engine, gpu=True))
-    seen = []
-
-    def own_engine(chosen, *args, **kwargs):
-        seen.append(chosen.rollout.engine)
-        rollout = chosen.rollout.model_copy(update={"engine": "paged"})
-        return make_engine(chosen.model_copy(update={"rollout": rollout}), *args, **kwargs)
-
-    monkeypatch.setattr("python_trainer.parts.make_engine", own_engine)
-    console = Console(record=True, file=SimpleNamespace(write=lambda text: None, flush=lambda: None))
+    console = Console(record=True, file=io.StringIO())
     trainer = Trainer(make_config(), tmp_path / "run", console=console)
-    assert seen == ["vllm"] and trainer.learner.algorithm.importance_sampling == "token_truncate"
+    assert isinstance(trainer.engine, VLLMEngine)
+    assert trainer.learner.algorithm.importance_sampling == "token_truncate"
     assert "auto generates with vLLM, which is installed" in " ".join(console.export_text().split())

@@ -20,7 +20,7 @@ def predict(history, *prompts):
 def test_newer_visits_weigh_more_and_unknown_prompts_get_the_mean_of_the_batch():
     history = LengthHistory()
     assert predict(history, [1], [2]) == [100, 100], "nothing is known"
-    observe(history, [1], [10, 20])
+    history.observe([Request([1]), Request([1])], [Rollout([], [0] * n) for n in (10, 20)])  # one visit
     observe(history, [1], [40])
     observe(history, [2, 3], [5])
     observe(history, [4], [])  # no answer, no news
@@ -40,12 +40,6 @@ def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
     assert predict(history, [1, 2], [3]) == [19, 6] and history.predict(requests) == [15, 6]
     assert history.predict([Request([1, 2], max_new_tokens=9)]) == [9]
     assert history.predict([Request([1, 2], prefix_ids=[5] * 30)]) == [1], "something always remains"
-
-
-def test_one_prompt_in_several_requests_is_one_visit():
-    history = LengthHistory()
-    history.observe([Request([1]), Request([1])], [Rollout([], [0] * n) for n in (10, 30)])
-    assert predict(history, [1]) == [20]
 
 
 @given(works, st.integers(1, 9))

@@ -49,16 +49,6 @@ def test_requests_may_come_while_others_are_generated(model):
     assert sorted(map(id, done)) == sorted(map(id, first)) and content(first) == content(wanted[: len(first)])
 
 
-def test_one_sampling_at_a_time(model):
-    engine = engine_for(model)
-    engine.submit(mixed_requests()[:1], SAMPLING)
-    with pytest.raises(AssertionError, match="temperature=0.9.*, got .*0.5"):
-        engine.submit(mixed_requests()[:1], SamplingParams(temperature=0.5))
-    while engine.poll():
-        pass
-    engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))
-
-
 def test_requests_without_room_are_finished_at_once_and_still_handed_out(model):
     engine = engine_for(model)
     rollouts = engine.submit([Request([1, 2], max_new_tokens=0, num_samples=2)], SAMPLING)
