@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUIET, train
+from conftest import QUIET, same, train
+from test_checkpoint import assert_same_state
 
 from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.settings import AlphaSettings
-from python_trainer.checkpoint import load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
@@ -88,12 +88,11 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
         model.proj.bias.grad = torch.ones(16, dtype=dtype)
         model.embed.weight.grad = torch.ones(5, 24, dtype=dtype)
         # the update itself, without Adam's signs: the moments still are real
-        before = {name: master.detach().clone() for name, master in optimizer.masters.items()}
+        moved = optimizer.masters["proj.weight"].detach() + 1e-3 * (DIRECTION - noise)
         optimizer.step(1e-3)
-        move = 1e-3 * (DIRECTION - noise)
         with torch.no_grad():
             for place in optimizer.places("proj.weight"):
-                place.copy_(before["proj.weight"] + move)
+                place.copy_(moved)
         alpha.after_update(context)
     return alpha, context, start
 
@@ -101,13 +100,6 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
 def everything(context):
     state = copy.deepcopy(context.optimizer.state_dict())
     return state | {"weights": {n: p.detach().clone() for n, p in context.policy.named_parameters()}}
-
-
-def assert_equal_states(a, b):
-    assert a.keys() == b.keys()
-    for name, values in a.items():
-        for key, value in values.items():
-            assert torch.equal(value, b[name][key]), (name, key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,7 +131,7 @@ def test_a_worse_edit_is_rolled_back_bit_for_bit(quality, dtype):
     event = alpha.attempt(context)
     assert not event["accepted"]
     assert [t["factor"] for t in event["tries"]] == [1.0, 0.5, 0.25]
-    assert_equal_states(everything(context), state)
+    torch.testing.assert_close(everything(context), state, rtol=0, atol=0)
     assert context.engine.updates == 4, "three candidates, then the old weights"
     assert len(alpha.trajectory) == 12 and alpha.anchor == 0
 
@@ -195,16 +187,15 @@ def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
     assert alpha.answered == [[12, right + 3, 1 + 4]]
 
 
-def test_masters_follow_the_edit_and_training_goes_on_from_it():
-    """The edit is far below the spacing of bfloat16; the master keeps it, and later steps do not undo it."""
+def test_training_goes_on_from_an_edit_far_below_the_spacing_of_bfloat16():
+    """The master keeps it, and later steps do not undo it."""
     alpha, context, _ = trained(lambda p: 0.5 + 10 * p, dtype=torch.bfloat16)
     assert alpha.attempt(context)["accepted"]
-    optimizer, param = context.optimizer, context.policy.proj.weight
-    master = optimizer.masters["proj.weight"]
+    param, master = context.policy.proj.weight, context.optimizer.masters["proj.weight"]
     edited = master.detach().clone()
     assert torch.equal(master.bfloat16(), param) and not torch.equal(master, param.float())
     param.grad = torch.zeros_like(param)
-    optimizer.step(1e-3)
+    context.optimizer.step(1e-3)
     assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
 
 
@@ -265,15 +256,11 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
     assert [t["factor"] for t in tries] == [1.0, 0.5, 0.25] and gate.comparisons == 3
     count = -(-prompts // 8)
     rows = [(available - 1 + i) % available for i in range(count)]
-    assert {w: [row for inside, row in asked if inside == w] for w, _ in asked} == dict.fromkeys(
-        (0.0, 8.0, 4.0, 2.0), rows
-    )
+    seen = {value: [row for inside, row in asked if inside == value] for value, _ in asked}
+    assert seen == dict.fromkeys((0.0, 8.0, 4.0, 2.0), rows)
     assert gate.position == (available - 1 + count) % available
     with pytest.raises(ValueError, match="one number for each"):
         judge(lambda rows: [1.0] * (len(rows) + 1), available=available)
-
-
-SETTINGS = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False}
 
 
 def accept(gate, after, before, prompts):
@@ -285,28 +272,18 @@ def accept(gate, after, before, prompts):
 @pytest.fixture
 def alpha_config(make_config, gate_task):
     def make(**changes):
-        settings = SETTINGS | changes.pop("alpha", {})
+        settings = {"track_steps": 1, "first_step": 4, "every": 2, "refuse": False} | changes.pop("alpha", {})
         return make_config(**changes, task=gate_task, accelerators={"enabled": ["alpha"], "alpha": settings})
 
     return make
 
 
-def named_weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
-
-
 def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config, gate_task, tmp_path):
-    runs = []
-    plain = make_config(max_steps=5, task=gate_task)
-    for name, config in (("plain", plain), ("alpha", alpha_config(max_steps=5))):
-        trainer = Trainer(config, tmp_path / name, console=QUIET)
-        if name == "alpha":
-            # never better
-            trainer.run_context.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)
-        trainer.run()
-        runs.append(named_weights(trainer))
-    for name, value in runs[0].items():
-        assert torch.equal(value, runs[1][name]), name
+    plain = train(make_config(max_steps=5, task=gate_task), tmp_path / "plain")
+    trainer = Trainer(alpha_config(max_steps=5), tmp_path / "alpha", console=QUIET)
+    trainer.run_context.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)  # never better
+    trainer.run()
+    assert same(plain, trainer)
     attempts = trainer.accelerators[0].events
     assert [len(e["tries"]) for e in attempts] == [3] and attempts[0]["step"] == 4
     rows = read_metrics(tmp_path / "alpha")
@@ -316,39 +293,23 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
 def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path, monkeypatch):
     """Across an accepted jump, with the trajectory half full."""
     monkeypatch.setattr(Gate, "compare_in_parts", accept)
-    config = alpha_config(max_steps=8, save={"save_steps": 1, "save_total_limit": 20})
-
-    def start(folder, steps, **options):
-        return train(config.model_copy(update={"max_steps": steps}), folder, **options)
-
-    whole = start(tmp_path / "whole", 8)
+    config = alpha_config(max_steps=8)
+    whole = train(config, tmp_path / "whole")
     assert [e["step"] for e in whole.accelerators[0].events if e["accepted"]] == [4, 7]
-    start(tmp_path / "parts", 5)
-    parts = start(tmp_path / "parts", 8, resume=True)
-    for name, value in named_weights(whole).items():
-        assert torch.equal(value, named_weights(parts)[name]), name
-    saved = [load_checkpoint(tmp_path / run / "checkpoints" / "step-000008") for run in ("whole", "parts")]
-    ours, theirs = (s["accelerators"]["alpha"] for s in saved)
-    assert ours["events"] == theirs["events"] and ours["answered"] == theirs["answered"]
-    for name, value in ours["trajectory"].items():
-        assert torch.equal(value, theirs["trajectory"][name]), name
+    train(config.model_copy(update={"max_steps": 5}), tmp_path / "parts")
+    parts = train(config, tmp_path / "parts", resume=True)
+    assert same(whole, parts)
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_run_resumes_exactly_before_anything_is_tracked(alpha_config, tmp_path):
     """The base is what the weights were at the start, not where the run was interrupted."""
-    states = []
-    for name, parts in (("whole", [4]), ("parts", [2, 4])):
-        for steps in parts:
-            config = alpha_config(max_steps=steps, alpha={"track_steps": 3, "first_step": 99})
-            Trainer(config, tmp_path / name, console=QUIET, resume=steps > parts[0]).run()
-        saved = load_checkpoint(tmp_path / name / "checkpoints" / "step-000004")
-        states.append(saved["accelerators"]["alpha"])
-    whole, parts = states
-    assert whole["anchor"] == parts["anchor"] == 0 and whole["answered"] == parts["answered"]
-    for part in "base", "trajectory":
-        for name, value in whole[part].items():
-            assert torch.equal(value, parts[part][name]), name
-    assert whole["trajectory"]["steps"].tolist() == [3]
+    config = alpha_config(alpha={"track_steps": 3, "first_step": 99})
+    whole = train(config, tmp_path / "whole").accelerators[0]
+    train(config.model_copy(update={"max_steps": 2}), tmp_path / "parts")
+    train(config, tmp_path / "parts", resume=True)
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    assert whole.anchor == 0 and whole.trajectory.state_dict()["steps"].tolist() == [3]
 
 
 def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from conftest import same
 from hypothesis import given
 from hypothesis import strategies as st
+from test_earlier_runs import found
 
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -91,10 +92,6 @@ def forget_the_second(database):
     database.remove_run(second.id, created=second.created)
 
 
-def answers_of(tmp_path, folder):
-    return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder))
-
-
 def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(run, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerator, "LOOKS", 4)
     url = str(tmp_path / "history.db")
@@ -104,12 +101,12 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     judged_otherwise(database, 0.0)
     assert len(database.samples()) == samples > 0
     alone, after = (run(name, seed=1, steps=6, database=db) for name, db in (("alone", None), ("worse", url)))
-    assert same(alone, after) and answers_of(tmp_path, "worse") == 0
+    assert same(alone, after) and found(tmp_path, "worse") == 0
     assert after.accelerators[0].settled and not after.accelerators[0].active
     forget_the_second(database)
     judged_otherwise(database, 1.0)
     better = run("better", seed=1, steps=6, database=url)
-    assert not same(alone, better) and answers_of(tmp_path, "better") > 0
+    assert not same(alone, better) and found(tmp_path, "better") > 0
     taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("rhyme/rehearsed_answers")]
     assert taken == [3]  # eight prompts are answered after two steps
     forget_the_second(database)
@@ -133,5 +130,5 @@ def test_what_others_write_while_a_run_is_stopped_is_not_for_it(run, tmp_path, d
     parts = run("parts", seed=1, steps=4, resume=True, database=url)
     assert same(whole, parts)
     summaries = [trainer.accelerators[0].summary() for trainer in (whole, parts)]
-    assert summaries[0] == summaries[1] and (answers_of(tmp_path, "parts") > 0) == (right == 1.0)
+    assert summaries[0] == summaries[1] and (found(tmp_path, "parts") > 0) == (right == 1.0)
     assert (parts.accelerators[0].better == [1]) == (right == 1.0)

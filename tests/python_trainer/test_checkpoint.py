@@ -1,11 +1,10 @@
 """Checkpoints: exact resume, and nothing that a kill can damage."""
 
 import io
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, save_tiny_policy
+from conftest import QUIET, save_tiny_policy, train
 from rich.console import Console
 
 from python_trainer.accelerators import drafts
@@ -13,8 +12,6 @@ from python_trainer.checkpoint import decode, encode, list_checkpoints, load_che
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-
-HERE = Path(__file__).parent
 
 
 def test_round_trip():
@@ -59,18 +56,25 @@ def final_state(folder):
     return load_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
 
 
-def assert_same_run(a, b):
-    """Weights, optimizer, accelerators (but for when runs entered which database) to the bit; metrics but for times."""
+def assert_same_state(a, b):
+    """Weights, optimizer and accelerators to the bit; but for times, and when runs entered which database."""
     first, second = final_state(a), final_state(b)
     for state in (first, second):
         for own in state["accelerators"].values():
             own.get("recorder", {}).pop("created", None)
+            own.pop("seconds", None)
     for part in ("model", "optimizer", "critic", "accelerators", "lengths"):
         tensors, others = {}, {}
         assert encode(first[part], tensors) == encode(second[part], others), part
         assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
+
+
+def assert_same_run(a, b):
+    """The state, what has been counted, and metrics but for times."""
+    assert_same_state(a, b)
+    first, second = final_state(a)["state"], final_state(b)["state"]
     for key in ("step", "prompts", "counts", "evaluations", "policy_version"):
-        assert first["state"][key] == second["state"][key], key
+        assert first[key] == second[key], key
     rows = [
         [{k: v for k, v in row.items() if "time/" not in k and "per_second" not in k} for row in read_metrics(folder)]
         for folder in (a, b)
@@ -101,12 +105,11 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     config = make_config(max_steps=6, **options)
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     part = Trainer(config, tmp_path / "parts", console=QUIET)
-    steps, original = [], part.step
+    original = part.step
 
     def stop_after_three(number):
         if number == 4:  # the newest checkpoint is that of step 2; the row of step 3 has been written
             raise KeyboardInterrupt
-        steps.append(number)
         return original(number)
 
     part.step = stop_after_three
@@ -132,17 +135,12 @@ def test_resume_refuses_another_model_or_other_accelerators(make_config, tmp_pat
 def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tmp_path):
     """Kept by the numbers of prompts, it would be taken for knowledge of others; plain training has none of it."""
     lines = jsonl_files[0].read_text().splitlines(keepends=True)
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(lines[::-1]))
-    changed = {"task": {"train_path": str(other)}}
-    for enabled in ([], ["rpo"]):
-        folder, accelerators = tmp_path / f"run{len(enabled)}", {"enabled": enabled}
-        Trainer(make_config(max_steps=2, accelerators=accelerators), folder, console=QUIET).run()
-        config = make_config(max_steps=3, accelerators=accelerators, **changed)
-        if enabled:
-            with pytest.raises(UserError, match="other training prompts.*'rpo'.*model.path="):
-                Trainer(config, folder, resume=True, console=QUIET)
-        else:
-            said = Console(file=io.StringIO())
-            assert Trainer(config, folder, resume=True, console=said).run()["steps"] == 3
-            assert "prompts are others than before" in said.file.getvalue()
+    (tmp_path / "other.jsonl").write_text("".join(lines[::-1]))
+    rpo, said = {"accelerators": {"enabled": ["rpo"]}}, Console(file=io.StringIO())
+    train(make_config(max_steps=2), tmp_path / "plain")
+    train(make_config(max_steps=2, **rpo), tmp_path / "rpo")
+    changed = {"max_steps": 3, "task": {"train_path": str(tmp_path / "other.jsonl")}}
+    assert Trainer(make_config(**changed), tmp_path / "plain", resume=True, console=said).run()["steps"] == 3
+    assert "prompts are others than before" in said.file.getvalue()
+    with pytest.raises(UserError, match="other training prompts.*'rpo'.*model.path="):
+        Trainer(make_config(**changed, **rpo), tmp_path / "rpo", resume=True, console=QUIET)

@@ -6,17 +6,12 @@ import sys
 import pytest
 from conftest import one_clear_line
 
-CHAT = json.dumps({"messages": [{"role": "user", "content": "AB"}]})
-
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ('{"prompt": "A"}\n' + json.dumps({"prompt": "AB" * 100}), [":2 has 200 tokens", "limit of 128", "1 to 116"]),
-        (CHAT, ["no chat template"]),
-        ('{"prompt": "A"}\n{"prompt": \n', ["bad.jsonl:2"]),
-        ("", ["bad.jsonl"]),
-        ('{"question": "A"}\n', ["bad.jsonl", "prompt"]),
+        (json.dumps({"messages": [{"role": "user", "content": "AB"}]}), ["no chat template"]),
     ],
 )
 def test_bad_prompts(run, tmp_path, text, words):
@@ -45,9 +40,7 @@ def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monke
 
 
 REWARDS = """
-import math
 def raises(**_): raise RuntimeError("the judge is asleep")
-def nan(completions, **_): return [math.nan] * len(completions)
 calls = 0
 def fails_at(call, completions):
     global calls
@@ -67,14 +60,9 @@ def bad_rewards(tmp_path, monkeypatch):
     sys.modules.pop("bad_rewards", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("bad_rewards:raises", ["RuntimeError: the judge is asleep (", "bad_rewards.py:3)"]),
-     ("bad_rewards:nan", ["nan returned nan"]), ("bad_rewards:nothing", ["no nothing"]),
-     ("no_such_module:f", ["no_such_module"])],
-)  # fmt: skip
-def test_bad_reward_functions(run, tmp_path, bad_rewards, name, words):
-    one_clear_line(run({"task": {"reward": name}}), tmp_path, *words)
+def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path, bad_rewards):
+    result = run({"task": {"reward": "bad_rewards:raises"}})
+    one_clear_line(result, tmp_path, "RuntimeError: the judge is asleep (", "bad_rewards.py:2)")
 
 
 @pytest.mark.parametrize(("name", "steps", "kept"), [("late", 5, [0, 1, 2]), ("early", 1, [0])])

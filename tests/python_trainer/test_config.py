@@ -1,12 +1,12 @@
 """Settings: defaults, overrides, and errors that name the key, the value and what is allowed."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
-from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import Config, check_config, describe_settings, dump_config, flatten, load_config
+from python_trainer.config import describe_settings, load_config
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
 
@@ -19,25 +19,18 @@ def test_every_setting_is_described_as_it_is_written():
     assert rows["accelerators.enabled"][0] == "list of rpo | rhyme | drafts | alpha | module:Class"
     assert rows["seed"][0] == "int" and rows["algorithm.epsilon_high"][:2] == ("float | null", "null")
     assert rows["accelerators.rpo.cut_share"][1] == "1.0" and rows["task.name"][1] == "sums"
+    assert rows["model.lora"][:2] == ("null | section", "null")  # it is off, whatever its settings are
     for key, (kind, default, text) in rows.items():
         assert kind and default and len(text) > 10, key
         assert "Annotated" not in kind and kind not in ("list", "tuple", "dict"), key
         yaml.safe_load(default)
 
 
-def test_resolved_settings_read_back(tmp_path):
-    config = load_config(None, ["max_steps=7", "algorithm.loss_type=dr_grpo", "accelerators.enabled=[rpo]"])
-    assert config.max_steps == 7 and config.algorithm.loss_type == "dr_grpo"
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml") == config
-
-
 def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("max_steps: 3\nrollout:\noptimizer: {learning_rate: 1.0e-4}\n")
-    config = load_config(
-        path, ["rollout.num_generations=2", "optimizer.adam_beta2=0.95", "optimizer.adam_epsilon=1e-9"]
-    )
+    overrides = ["rollout.num_generations=2", "optimizer.adam_beta2=0.95", "optimizer.adam_epsilon=1e-9"]
+    config = load_config(path, overrides)
     assert (config.rollout.num_generations, config.max_steps) == (2, 3)
     assert (config.optimizer.learning_rate, config.optimizer.adam_beta2) == (1e-4, 0.95)
     assert config.optimizer.adam_epsilon == 1e-9, "an exponent without a dot, which YAML 1.1 reads as text"
@@ -72,15 +65,15 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
         ("task={name:", r"'\{name:' is not valid YAML; a shell .* in quotes: 'task=\{A: B\}'"),
         ("accelerators.enabled=[drafts,", r"'\[drafts,' is not .* in quotes: 'accelerators.enabled=\[A, B\]'"),
         ("rollout.stop=a: b:", "'a: b:' is not valid YAML$"),
-        (
-            "accelerators.enabled=drafts",
-            r"must be a list, on a command line in quotes: "
-            r"'accelerators.enabled=\[drafts\]', got 'drafts'$",
-        ),
         ("accelerators.enabled=rpo, drafts", r"'accelerators.enabled=\[rpo, drafts\]', got 'rpo, drafts'$"),
         ("rollout.stop=8", r"rollout.stop: must be a list, .*: 'rollout.stop=\[8\]', got 8$"),
         ("rollout.stop=null", r"rollout.stop: must be a list, .*'rollout.stop=\[A, B\]', got None$"),
-        ("callbacks=wandb", r"--set: callbacks: must be a list, on .*: 'callbacks=\[wandb\]', got 'wandb'$"),
+        ("callbacks=wandb", r"--set: callbacks: must be a list, on a command line in quotes: 'callbacks=\[wandb\]'"),
+        ("algorithm.policy_loss=sapo", "policy_loss: must be one of clip, cispo, module:function, got 'sapo'"),
+        ("algorithm.kl_estimator=k4", "kl_estimator: must be one of k1, k2, k3, module:function, got 'k4'$"),
+        ("task.environment=gues", "task.environment: must be one of module:Class, got 'gues'"),
+        ("evaluation.sets=[a.jsonl]", r"evaluation.sets: .*dictionary, got \['a.jsonl'\]"),
+        ("evaluation.sets={a: a.jsonl}", "evaluation.sets needs a task with test_path, got sums"),
     ],
 )
 def test_wrong_values_are_named(override, message):
@@ -102,6 +95,12 @@ ONE = "rollout.num_generations=1"
         ([ONE, "algorithm.advantage=gae"], None),
         ([ONE, "algorithm.advantage=reinforce++"], None),
         ([ONE, "algorithm.advantage=rloo"], "num_generations must be >= 2 with algorithm.advantage rloo: .* got 1"),
+        ([ONE, "algorithm.advantage=gae", "rollout.dynamic_sampling=true"],
+         "dynamic_sampling needs rollout.num_generations >= 2: .*, got 1"),
+        (["rollout.max_completion_length=12", "algorithm.overlong_cache=13"],
+         "overlong_cache must be <= rollout.max_completion_length .12., got 13"),
+        (["accelerators.rhyme.database=history.db", "task.environment=test_environments:Echo"],
+         "accelerators.rhyme.database needs task.environment null, got test_environments:"),
         (["parallel=ddp", "accelerators.enabled=[rpo]"], None),
         (["parallel=ddp", "rollout.engine=vllm"], None),
         (["parallel=ddp", "accelerators.enabled=[rpo, alpha]"], None),
@@ -109,18 +108,17 @@ ONE = "rollout.num_generations=1"
     ],
 )  # fmt: skip
 def test_settings_that_go_together_or_do_not(overrides, message):
-    if message is None:
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
         load_config(None, overrides)
-    else:
-        with pytest.raises(UserError, match=message):
-            load_config(None, overrides)
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
-    """Those of ``--set`` are not blamed on the file."""
+    """Those of ``--set`` are not blamed on the file; removed settings are among them."""
     (tmp_path / "a.yaml").write_text("max_steps: 0")
     with pytest.raises(UserError, match=r"/a.yaml: max_steps: .*; --set: rollout.top_p: .*; optimizer.lr: unknown set"):
         load_config(tmp_path / "a.yaml", ["rollout.top_p=2", "optimizer.lr=1"])
+    with pytest.raises(UserError, match=r"the settings: algorithm.metrics_of_all was removed: .*; max_steps: .*got 0"):
+        load_config({"algorithm": {"metrics_of_all": True}, "max_steps": 0})
 
 
 @pytest.mark.parametrize(
@@ -137,24 +135,9 @@ def test_wrong_files_are_named(tmp_path, text, message):
     assert str(path) in str(error.value)
 
 
-def test_accelerators_run_in_their_fixed_order_with_their_settings():
-    names = ACCELERATORS.names()
-    shipped = ["rpo", "rhyme", "drafts", "alpha"]
-    assert [name for name in names if name in shipped] == shipped
-    values = {"accelerators": {"enabled": names[::-1], "rpo": {"cut_tokens": 9}}}
-    chosen = check_config(values, source="test").accelerators.chosen()
-    made = [settings.make() for settings in chosen]
-    assert [accelerator.name for accelerator in made] == names
-    assert made[names.index("rpo")].settings.cut_tokens == 9
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
-    config = load_config(path)
-    assert isinstance(config, Config)
-    known = {key for key, *_ in describe_settings()}
-    flat = flatten(yaml.safe_load(path.read_text()))
-    assert {"task.columns" if key.startswith("task.columns.") else key for key in flat} <= known
+    load_config(path)
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
@@ -163,9 +146,8 @@ def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
     wanted = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "sums")}
     monkeypatch.chdir(tmp_path)
     assert {name: load_config(name) for name in wanted} == wanted
-    with pytest.raises(
-        UserError, match=f"nowhere: No such file.*; those that are shipped go by name: {', '.join(names)}"
-    ):
+    shipped = f"those that are shipped go by name: {', '.join(names)}"
+    with pytest.raises(UserError, match=f"nowhere: No such file.*; {shipped}"):
         load_config("nowhere")
     with pytest.raises(UserError, match="cannot read the config file configs/smoke"):
         load_config("configs/smoke")
@@ -182,8 +164,3 @@ def test_a_removed_setting_names_its_replacement(key):
         load_config(None, [f"{name}={value or 1}"])
     origin = "the settings" if "*" in key else "--set"
     assert str(error.value) == f"{origin}: {key} was removed: {REMOVED[key]}"
-
-
-def test_removed_settings_are_reported_with_all_other_problems():
-    with pytest.raises(UserError, match=r"the settings: algorithm.metrics_of_all was removed: .*; max_steps: .*got 0"):
-        load_config({"algorithm": {"metrics_of_all": True}, "max_steps": 0})

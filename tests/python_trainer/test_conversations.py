@@ -27,59 +27,52 @@ class Shape:
     later: str
 
 
-def shape(each, opening, end, first, later, before=""):
-    """A template that writes ``each`` for every message."""
+def shape(each, opening, end, said, *, between="", before=""):
+    """A template that writes ``each`` for every message, and ``between`` after the end of a turn of the policy."""
     return Shape(
         f"{before}{{% for m in messages %}}{each}{{% endfor %}}{{% if add_generation_prompt %}}{opening}{{% endif %}}",
-        end, first, later,
+        end, before + said, between + said,
     )  # fmt: skip
 
 
 USER = "{% if m.role == 'user' %}"
 SHAPES = {
     "ChatML": shape("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>",
-                    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
-                    "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
+                    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", between="\n"),
     # writes a space before the token that ends a turn
     "Llama 2": shape(USER + "<s>[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }} </s>"
-                     "{% endif %}", "", "</s>", "<s>[INST] {} [/INST]", "<s>[INST] {} [/INST]"),
+                     "{% endif %}", "", "</s>", "<s>[INST] {} [/INST]"),
     "Llama 3": shape("<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot_id|>",
                      "<|head|>assistant<|/head|>\n\n", "<|eot_id|>",
-                     "<s><|head|>user<|/head|>\n\n{}<|eot_id|><|head|>assistant<|/head|>\n\n",
                      "<|head|>user<|/head|>\n\n{}<|eot_id|><|head|>assistant<|/head|>\n\n", before="<s>"),
     "Mistral": shape(USER + "[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}", "", "</s>",
-                     "<s>[INST]{}[/INST]", "[INST]{}[/INST]", before="<s>"),
+                     "[INST]{}[/INST]", before="<s>"),
     "Gemma": shape("<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
                    "<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>",
-                   "<s><start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
-                   "\n<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n", before="<s>"),
+                   "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n", between="\n", before="<s>"),
     # ends a conversation in another token than a turn
     "Phi-3": shape("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% if loop.last and not add_generation_prompt %}</s>"
-                   "{% endif %}", "<|assistant|>\n", "<|end|>", "<|user|>\n{}<|end|>\n<|assistant|>\n",
-                   "\n<|user|>\n{}<|end|>\n<|assistant|>\n"),
+                   "{% endif %}", "<|assistant|>\n", "<|end|>", "<|user|>\n{}<|end|>\n<|assistant|>\n", between="\n"),
     "Zephyr": shape("<|{{ m.role }}|>\n{{ m.content }}</s>\n", "<|assistant|>\n", "</s>",
-                    "<|user|>\n{}</s>\n<|assistant|>\n", "\n<|user|>\n{}</s>\n<|assistant|>\n"),
+                    "<|user|>\n{}</s>\n<|assistant|>\n", between="\n"),
     # leaves reasoning out of what has been said
     "DeepSeek": shape(USER + "<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}</s>"
-                      "{% endif %}", "<|Assistant|>", "</s>", "<s><|User|>{}<|Assistant|>",
-                      "<|User|>{}<|Assistant|>", before="<s>"),
+                      "{% endif %}", "<|Assistant|>", "</s>", "<|User|>{}<|Assistant|>", before="<s>"),
     # closes a turn by two tokens, of which the policy writes both
     "Command-R": shape("<|turn|>{{ '<|bot|><|say|>' if m.role == 'assistant' else '<|human|>' }}{{ m.content }}"
                        "{{ '<|/say|>' if m.role == 'assistant' else '' }}<|/turn|>", "<|turn|><|bot|><|say|>",
-                       "<|/say|><|/turn|>", "<s><|turn|><|human|>{}<|/turn|><|turn|><|bot|><|say|>",
-                       "<|turn|><|human|>{}<|/turn|><|turn|><|bot|><|say|>", before="<s>"),
+                       "<|/say|><|/turn|>", "<|turn|><|human|>{}<|/turn|><|turn|><|bot|><|say|>", before="<s>"),
     "Vicuna": shape(USER + "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}", "ASSISTANT:",
-                    "</s>", "USER: {} ASSISTANT:", "USER: {} ASSISTANT:"),
+                    "</s>", "USER: {} ASSISTANT:"),
     # has no end token of its own
     "Alpaca": shape("{{ '### Instruction' if m.role == 'user' else '### Response' }}:\n{{ m.content }}\n\n",
-                    "### Response:\n", "</s>", "### Instruction:\n{}\n\n### Response:\n",
-                    "\n\n### Instruction:\n{}\n\n### Response:\n"),
+                    "### Response:\n", "</s>", "### Instruction:\n{}\n\n### Response:\n", between="\n\n"),
     # closes the last turn otherwise than earlier ones
     "OLMo": shape("<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' and not loop.last %}</s>{% endif %}"
-                  "{{ '\n' }}",
-                  "<|assistant|>\n", "</s>", "<|user|>\n{}\n<|assistant|>\n", "\n<|user|>\n{}\n<|assistant|>\n"),
+                  "{{ '\n' }}", "<|assistant|>\n", "</s>", "<|user|>\n{}\n<|assistant|>\n", between="\n"),
     # ends a turn by the token that opens the next one
-    "GLM": shape("<|{{ m.role }}|>\n{{ m.content }}", "<|assistant|>", "<|user|>", "<|user|>\n{}<|assistant|>",
+    "GLM": Shape("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+                 "{% if add_generation_prompt %}<|assistant|>{% endif %}", "<|user|>", "<|user|>\n{}<|assistant|>",
                  "\n{}<|assistant|>"),
 }  # fmt: skip
 TRIMS = ("Llama 2", "Llama 3", "Gemma")

@@ -4,27 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import QUIET
+from conftest import QUIET, train
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.model.loading import choose_dtype, count_weights, keep_dtype
-from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
-
-
-@pytest.fixture
-def another_processor(monkeypatch):
-    """Makes this machine one on which ``auto`` is bfloat16 for models of any size."""
-
-    def make():
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-        monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 0)
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -61,23 +49,15 @@ def test_weights_are_counted_without_being_read(tmp_path):
         count_weights(tmp_path, config)
 
 
-def test_the_type_follows_the_size_of_the_model_that_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    config = ModelConfig(path=str(save_tiny_policy(tmp_path / "policy")), device="cpu")
-    assert load_policy(config).model.dtype == torch.float32
-    monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 1000)
-    assert load_policy(config).model.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float32"])
-def test_a_run_goes_on_in_its_type_on_another_processor(make_config, tmp_path, another_processor, wanted):
-    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
+def test_a_run_goes_on_in_its_type_where_auto_has_become_another(make_config, tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    train(make_config(max_steps=1), tmp_path / "run")
     assert json.loads((tmp_path / "run/summary.json").read_text())["dtype"] == "float32"
-    another_processor()
+    monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 1000)  # the model is large now
     config = make_config(max_steps=2, model={"dtype": wanted})
-    resumed = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
+    resumed = train(config, tmp_path / "run", resume=True)
     assert resumed.policy.model.dtype == (torch.bfloat16 if wanted == "bfloat16" else torch.float32)
-    resumed.run()
     assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] in (wanted, "float32")
     assert f"dtype: {wanted}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
     fresh = Trainer(make_config(), tmp_path / "fresh", console=QUIET)

@@ -52,9 +52,8 @@ def found(tmp_path, folder):
     return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder)) / 3
 
 
-def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_answers(run, tmp_path):
-    first, alone = run("first"), run("alone", database=None)
-    assert same(first, alone)
+def test_the_second_run_begins_with_the_answers_of_the_first(run, tmp_path):
+    run("first")
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     answers = database.samples()
     (recorded,) = database.runs()
@@ -71,7 +70,6 @@ def test_the_first_run_is_as_without_a_database_and_the_second_begins_with_its_a
         row["tokens/generated"] for row in rows
     )
     assert not same(second, run("other", seed=1, database=None))
-    assert len(database.runs()) == 2
 
 
 def test_rehearsal_is_a_share_of_the_run(run, tmp_path, monkeypatch):
@@ -120,7 +118,7 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
         ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
         answer = replace(known, prompt_key=key, text=text, response_ids=ids, logprobs=[-1.0] * len(ids))
         database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
-    trainer = run("second", steps=1, seed=1, task={"reward": "test_earlier_runs:anything"})
+    trainer = run("second", steps=1, seed=1, task={"reward": "test_dynamic_sampling:always"})
     (tmp_path / "third").mkdir()
     rhyme = Rhyme(trainer.accelerators[0].settings)
     trainer.run_context.folder = tmp_path / "third"
@@ -129,39 +127,23 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
     batches = rhyme.before_step(trainer.context(2))
     texts = [answer.text for batch in batches for answer in batch if answer.prompt_key == 0]
     assert texts == ["3", "5"] * 3
-    entries = [entry.answer for entry in rhyme.bank.replayable(5, rhyme.better) if entry.prompt == 0]
-    assert [answer.text for answer in entries] == ["3", "5"]
 
 
-def anything(prompts, completions, completion_ids, **_):
-    return [1.0 for _ in completion_ids]
-
-
-def test_a_resumed_run_makes_its_steps_once(run, tmp_path):
+def test_a_resumed_run_rehearses_once(run, tmp_path):
     run("first")
     copy = (tmp_path / "history.db").read_bytes()
     whole = run("whole", steps=6, seed=1)
     (tmp_path / "history.db").write_bytes(copy)
     run("parts", steps=3, seed=1)
-    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
-    stray = database.trajectory(2)[-1]
-    stray.step = 4  # written by a process that died before it saved step 4
-    database.add_step(2, stray, [])
-    rest = run("parts", steps=6, seed=1, resume=True)
-    assert same(whole, rest)
-    assert [record.step for record in database.trajectory(2)] == [1, 2, 3, 4, 5, 6]
-    assert len(database.runs()) == 2 and found(tmp_path, "parts") == found(tmp_path, "whole")
+    assert same(whole, run("parts", steps=6, seed=1, resume=True))
+    assert found(tmp_path, "parts") == found(tmp_path, "whole")
 
 
 def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
-    plain, alone = run("plain", steps=6, enabled=[]), run("alone", steps=6, enabled=[], database=None)
-    assert same(plain, alone)
-    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
-    assert [record.step for record in database.trajectory(1)] == [1, 2, 3, 4, 5, 6]
-    run("parts", steps=2, enabled=[], seed=2)
-    run("parts", steps=4, enabled=[], seed=2, resume=True)
-    assert [record.step for record in database.trajectory(2)] == [1, 2, 3, 4]
+    for seed in (0, 2):
+        run(f"plain {seed}", enabled=[], seed=seed)
     run("after", seed=1)
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     told = [row["rhyme/earlier_tokens"] for row in read_metrics(tmp_path / "after") if "rhyme/earlier_tokens" in row]
     tokens = sum(step.generated_tokens for run_id in (1, 2) for step in database.trajectory(run_id))
     assert found(tmp_path, "after") > 0 and told == [tokens]
@@ -170,17 +152,14 @@ def test_a_plain_run_leaves_its_answers_too(run, tmp_path):
 def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
     sampling = {"num_generations": 2, "prompts_per_step": 4, "dynamic_sampling": True}
     trainer = run("plain", steps=3, enabled=[], rollout=sampling)
-    counted, rounds = {}, []
-    names = [prompt_key(example.prompt) for example in trainer.task.train]
-    for record in RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1):
+    names = {prompt_key(example.prompt) for example in trainer.task.train}
+    trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
+    for record in trajectory:
         outcomes = record.outcomes
         assert set(outcomes["answers"].tolist()) == {2} and (outcomes["right"] <= 2).all()
         assert outcomes["right"].sum().item() / outcomes["answers"].sum().item() == pytest.approx(record.accuracy)
-        for key, right in zip(outcomes["prompts"].tolist(), outcomes["right"].tolist(), strict=True):
-            counted.setdefault(bytes(key).hex(), []).append(right)
-        rounds.append(len(outcomes["prompts"]))
-    assert max(rounds) > 4 and sum(rounds) == trainer.state.prompts  # all rounds of a step
-    assert counted.keys() <= set(names) and any(right for visits in counted.values() for right in visits)
+        assert {bytes(key).hex() for key in outcomes["prompts"].tolist()} <= names
+    assert any(record.accuracy for record in trajectory)
     run("share", steps=1, enabled=[], task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
     assert RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(2)[0].outcomes == {}
 
@@ -223,25 +202,15 @@ def even(prompts, completions, completion_ids, **_):
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
-def test_what_it_cannot_go_with(make_config):
-    options = {"enabled": ["rhyme"], "rhyme": {"database": "history.db"}}
-    with pytest.raises(
-        UserError, match="accelerators.rhyme.database needs task.environment null, got test_environments:"
-    ):
-        make_config(task={"environment": "test_environments:Echo"}, accelerators=options | {"enabled": []})
-
-
-TRUST_ALL = {"rare_share": 0, "threshold": 0, "fraction": 1}
-
-
 def settings_of_ranks(settings, database, steps):
+    rhyme = {"database": database, "rare_share": 0, "threshold": 0, "fraction": 1}
     sections = {
         "max_steps": steps,
         "seed": 1,
         "task": {"reward": "test_earlier_runs:odd"},
         # several micro-batches for each process; Adam divides by the size of a gradient, of rounding errors too
         "optimizer": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "micro_batch_tokens": 30},
-        "accelerators": {"enabled": ["rhyme"], "rhyme": {"database": database} | TRUST_ALL},
+        "accelerators": {"enabled": ["rhyme"], "rhyme": rhyme},
     }
     return merged(settings, sections)
 
@@ -272,11 +241,10 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
         several = load_file(tmp_path / kind / "weights.safetensors")
         for key, value in one.items():
             torch.testing.assert_close(several[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-        rows = [read_metrics(tmp_path / name)[2]["rhyme/rehearsed_answers"] for name in ("none", kind)]
-        assert rows[0] == rows[1] > 0
+        for key in ("rhyme/rehearsed_answers", "rhyme/stored_answers"):
+            rows = [[row.get(key, 0) for row in read_metrics(tmp_path / name)] for name in ("none", kind)]
+            assert rows[0] == rows[1] and sum(rows[0]) > 0, key
         database = RetrospectiveDatabase(str(tmp_path / f"{kind}.db"))
-        stored = [[row.get("rhyme/stored_answers") for row in read_metrics(tmp_path / name)] for name in ("none", kind)]
-        assert stored[0] == stored[1] and sum(filter(None, stored[0])) > 0
         assert len(database.runs()) == 2 and [record.step for record in database.trajectory(2)] == [1, 2, 3]
         alone = RetrospectiveDatabase(str(tmp_path / "none.db"))
         assert [record.reward for record in database.trajectory(2)] == [r.reward for r in alone.trajectory(2)]

@@ -6,8 +6,7 @@ from itertools import combinations
 import pytest
 from conftest import QUIET
 
-from python_trainer.config import EvaluationConfig, load_config
-from python_trainer.errors import UserError
+from python_trainer.config import EvaluationConfig
 from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
 from python_trainer.report.runs import find_runs
 from python_trainer.report.tables import summary_columns
@@ -58,20 +57,3 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert len(shares) == 4 and shares.mean() == pytest.approx(row["eval/accuracy"])
     table = summary_columns(find_runs([tmp_path]))["run"]
     assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ({"sets": {"a": {"task": {}}}}, r"evaluation.sets.\* was removed: name a file"),
-        ({"sets": ["a.jsonl"]}, r"evaluation.sets: .*dictionary, got \['a.jsonl'\]"),
-    ],
-)
-def test_wrong_settings_are_named(make_config, evaluation, message):
-    with pytest.raises(UserError, match=message):
-        make_config(evaluation=evaluation)
-
-
-def test_further_test_sets_need_a_task_of_files():
-    with pytest.raises(UserError, match="evaluation.sets needs a task with test_path, got sums"):
-        load_config({"task": {"name": "sums"}, "evaluation": {"sets": {"a": "a.jsonl"}}})

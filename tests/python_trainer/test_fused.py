@@ -27,21 +27,6 @@ def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
     assert error <= 2 * allowed
 
 
-def test_float32_is_not_packed():
-    layer = nn.Linear(8, 8)
-    assert Product(layer, pack=True).kept == (layer.weight, layer.bias)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_packing_nothing_is_copied_before_it_is_needed(dtype):
-    layers = [nn.Linear(8, n, dtype=dtype) for n in (4, 12)]
-    product, x = Product(*layers, pack=False), torch.randn(3, 8, dtype=dtype)
-    assert product.kept is None
-    with torch.no_grad():
-        layers[0].weight.add_(1)  # weights are those of the call
-    torch.testing.assert_close(product(x)[:, :4], layers[0](x))
-
-
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases, and with norms of heads
 def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
     """The error against float64 is at most twice that of the model's own layers, in the mean."""
@@ -64,23 +49,15 @@ def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
 
 
 def test_one_snapshot_until_the_weights_change(monkeypatch):
-    """Polls in between take none; what comes after ``policy_updated`` is of the new weights."""
+    """Polls in between take none."""
     taken = []
     monkeypatch.setattr(engine_module, "FusedDecoder", lambda *a, **k: taken.append(1) or FusedDecoder(*a, **k))
-    model = make().bfloat16()
-    engine, short = engine_for(model, max_sequences=2), prompts([4, 6, 9, 12])
-    requests = [Request(ids, max_new_tokens=20 + i) for i, ids in enumerate(short)]
-    engine.submit(requests[:3], GREEDY)
-    found = engine.poll(1)
+    engine, short = engine_for(make().bfloat16(), max_sequences=2), prompts([4, 6, 9, 12])
+    engine.submit([Request(ids, max_new_tokens=20 + i) for i, ids in enumerate(short[:3])], GREEDY)
+    engine.poll(1)
     engine.submit([Request(short[3], max_new_tokens=60)], GREEDY)  # longer than any so far
-    found += engine.poll(1)
+    engine.poll(1)
     assert len(taken) == 1
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(-1.0 if p.ndim > 1 else 1.0)
     engine.policy_updated()
-    last = engine.poll(4)[-1]
-    assert len(taken) == 2 and last.prompt_ids == short[3]
-    fresh = engine_for(model).generate([Request([*last.prompt_ids, *last.response_ids[:-5]], max_new_tokens=5)], GREEDY)
-    assert fresh[0].ids == last.ids[-5:]
+    assert len(engine.poll(4)) == 2 == len(taken)
     assert engine._decoder is None, "held while there is nothing to generate"

@@ -132,9 +132,8 @@ def test_tensorboard_has_every_metric(runs):
 
 
 def rollout(accuracy, *, text="42", cap=None):
-    return Rollout(prompt_key=0, group=0, prompt_ids=[1], response_ids=[2, 3], prefix_len=1, logprobs=[0.0],
-                   finish_reason="stop", text=text, reward=accuracy, rewards={}, accuracy=accuracy,
-                   importance_cap=cap)  # fmt: skip
+    facts = {"text": text, "reward": accuracy, "accuracy": accuracy, "importance_cap": cap}
+    return Rollout([1], [2, 3], 1, [0.0], "stop", **facts)
 
 
 def chosen(rollouts):
