@@ -1,9 +1,13 @@
 """The rule by which a kernel is right: its error is at most twice that of plain torch, both against float64."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+import rlkernels
+from rlkernels.logprobs import reference
 
 
 def with_gradients(function: Callable[..., Any], inputs: Sequence[torch.Tensor], *grads: torch.Tensor
@@ -34,3 +38,30 @@ def assert_as_plain(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor],
             assert error <= most, (
                 f"result {number}: error {error:.3g}, of plain torch {allowed:.3g}, allowed {most:.3g}"
             )
+
+
+def check_logprobs(backend: str, logits: torch.Tensor, ids: torch.Tensor, temperature: float, floor: float) -> None:
+    """Judges log-probabilities, entropies and the gradients of both by their reference."""
+    grads = torch.randn(2, *ids.shape)
+    score = partial(rlkernels.token_logprobs, ids=ids, temperature=temperature, return_entropy=True, backend=backend)
+    plain, exact = (
+        with_gradients(partial(reference.token_logprobs, ids=ids, temperature=temperature), [x], *grads)
+        for x in (logits, logits.double())
+    )
+    assert_as_plain(with_gradients(score, [logits], *grads), plain, exact, floor)
+
+
+def check_linear_logprobs(backend: str, tensors: Sequence[torch.Tensor | None], ids: torch.Tensor, temperature: float,
+                          chunk: int | None, **slack: float) -> None:  # fmt: skip
+    """The same from hidden states, weight and bias (or None)."""
+    given, grads = [t for t in tensors if t is not None], torch.randn(2, *ids.shape)
+
+    def ours(hidden, weight, bias=None):
+        options = {"bias": bias, "temperature": temperature, "chunk": chunk, "backend": backend}
+        return rlkernels.linear_token_logprobs(hidden, weight, ids, return_entropy=True, **options)
+
+    def wanted(hidden, weight, bias=None):
+        return reference.linear_token_logprobs(hidden, weight, ids, temperature, bias)
+
+    plain, exact = (with_gradients(wanted, inputs, *grads) for inputs in (given, [t.double() for t in given]))
+    assert_as_plain(with_gradients(ours, given, *grads), plain, exact, **slack)

@@ -1,9 +1,13 @@
 """Random paged problems, and the plain attention they must equal."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
-from accuracy import assert_as_plain
+from accuracy import assert_as_plain, with_gradients
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -87,10 +91,83 @@ def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
     return shared, (problem.query, *single, tables, total, query_starts), problem.scale
 
 
-def check_attention(op: str, arguments, scale: float, backend: str, relative: float = 0.0):
+def check_attention(op: str, arguments, scale: float, backend: str, floor: float = 2e-6, relative: float = 0.0):
     """Judges "paged_attention" or "shared_prefix_attention" by its reference -> output and log-sum-exp."""
     ours = getattr(rlkernels, op)(*arguments, scale=scale, return_lse=True, backend=backend)
     plain = getattr(reference, op)(*arguments, scale)
     exact = getattr(reference, op)(*(t.double() for t in arguments[:3]), *arguments[3:], scale)
-    assert_as_plain(ours, plain, exact, relative=relative)
+    assert_as_plain(ours, plain, exact, floor, relative)
     return ours
+
+
+def check_grouped(function: Callable[..., Any], layout: rlkernels.GroupedLayout, heads: int, kv_heads: int, dim: int,
+                  dtype: torch.dtype):  # fmt: skip
+    """Judges output and gradients of grouped attention by its reference -> a function that computes them again, and
+    what it gave."""
+    shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    *tensors, grad = (torch.randn(shape).to(dtype) for shape in shapes)
+    settings = {"layout": layout, "scale": dim**-0.5}
+    again = partial(with_gradients, partial(function, **settings), tensors, grad)
+    plain, exact = (
+        with_gradients(partial(reference.grouped_attention, **settings), inputs, grad)
+        for inputs in (tensors, [t.double() for t in tensors])
+    )
+    ours = again()
+    # the backward pass starts from the rounded output, where plain torch keeps its weights
+    assert_as_plain(ours, plain, exact, floor=0, relative=3e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    return again, ours
+
+
+def check_grouped_without_tokens_or_gradients(backend: str) -> None:
+    """Of nothing comes nothing; a gradient flows only where it is asked for."""
+    layout = rlkernels.GroupedLayout([], [], [0])
+    empty = torch.zeros(0, 2, 8, requires_grad=True)
+    out = rlkernels.grouped_attention(empty, empty, empty, layout, scale=1.0, backend=backend)
+    out.sum().backward()
+    assert out.shape == (0, 2, 8) and empty.grad.shape == (0, 2, 8)
+    query, key, value = torch.randn(3, 9, 2, 8)
+    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    attend = partial(rlkernels.grouped_attention, query, key, layout=layout, scale=0.5, backend=backend)
+    assert not attend(value).requires_grad
+    attend(value.requires_grad_()).sum().backward()
+    assert value.grad is not None and query.grad is None
+
+
+def check_merge(backend: str, tokens: int, heads: int, dim: int, dtype: torch.dtype, floor: float = 2e-6) -> None:
+    """Of parts of which one, the other or neither saw a key; the outputs of those that saw none are NaN."""
+    outs, lses = torch.randn(2, tokens, heads, dim).to(dtype), torch.randn(2, tokens, heads) * 20
+    for side, rows in ((0, slice(1, None, 7)), (1, slice(1, None, 5))):  # token 1: neither
+        outs[side, rows], lses[side, rows] = torch.nan, -torch.inf
+    parts = outs[0], lses[0], outs[1], lses[1]
+    ours = rlkernels.merge_attention(*parts, backend=backend)
+    exact = reference.merge_attention(*(t.double() for t in parts))
+    assert_as_plain(ours, reference.merge_attention(*parts), exact, floor)
+
+
+def check_write_kv(backend: str, tokens: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Rounded keys and values are written to their slots and nowhere else."""
+    caches = torch.full((2, tokens, 4, 3, 20), torch.nan, dtype=cache_dtype)
+    key, value = (torch.randn(2, tokens, 3, 40) * 3).to(dtype)[..., ::2]
+    slots = torch.randperm(4 * tokens)[:tokens]
+    rlkernels.write_kv(key[:0], value[:0], *caches, slots[:0], backend=backend)
+    assert caches.isnan().all()
+    rlkernels.write_kv(key, value, *caches, slots, backend=backend)
+    flat = caches.flatten(1, 2)
+    assert torch.equal(flat[0, slots], key.to(cache_dtype)) and torch.equal(flat[1, slots], value.to(cache_dtype))
+    assert flat.isnan().sum() == 2 * 3 * tokens * 60
+    again = torch.full_like(caches, torch.nan)
+    rlkernels.write_kv(key.contiguous(), value.contiguous(), *again, slots, backend=backend)
+    torch.testing.assert_close(again, caches, rtol=0, atol=0, equal_nan=True)
+
+
+def check_change(backend: str) -> None:
+    """What write_kv writes counts as a change, and it has no gradient itself."""
+    caches = [torch.zeros(3, 4, 2, 32) for _ in range(2)]  # views of one tensor have one version
+    new, slots = torch.randn(2, 1, 2, 32), torch.tensor([3])
+    products = [torch.ones(32, requires_grad=True) * cache for cache in caches]
+    rlkernels.write_kv(*new, *caches, slots, backend=backend)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+    with pytest.raises(ValueError, match="key must not require grad, because write_kv has no gradient"):
+        rlkernels.write_kv(new[0].requires_grad_(), new[1], *caches, slots, backend=backend)

@@ -181,16 +181,9 @@ def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
     return Upload.apply(tensor) if where == "cuda" else Download.apply(tensor)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+           ) -> torch.Tensor:  # fmt: skip
     """``scaled_dot_product_attention``, whose own masks torch would make on the host."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))

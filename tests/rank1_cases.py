@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import pytest
 import torch
 from accuracy import assert_as_plain
 
@@ -66,3 +67,53 @@ def check_matvec(backend: str, weight: torch.Tensor, base: torch.Tensor) -> None
     ours, plain = (rlkernels.delta_matvec(weight, base, v, backend=b) for b in (backend, "torch"))
     size = (weight.double() - base.double()).norm(dim=1).max() * v.norm()
     assert_as_plain([ours], [plain], [gold], floor=3e-7 * float(size))
+
+
+def check_directions(found, weight: torch.Tensor, base: torch.Tensor, rank: int) -> None:
+    """What leading_deltas found: the update is the first of the directions, which are those of the SVD."""
+    (update, left, right), (_, s, v) = found, exact(weight, base)
+    delta, k = weight.float() - base.float(), min(rank, *weight.shape)
+    assert update.status in ("ok", "ill_defined")
+    assert left.shape == (delta.shape[0], k) and right.shape == (delta.shape[1], k)
+    assert torch.equal(right[:, 0], update.v)
+    torch.testing.assert_close(left[:, 0], update.sigma * update.u, rtol=1e-4, atol=1e-5 * float(s[0]))
+    torch.testing.assert_close(right.T @ right, torch.eye(k), rtol=0, atol=1e-5)
+    torch.testing.assert_close(left, delta @ right, rtol=1e-3, atol=1e-5 * float(s[0]))
+    torch.testing.assert_close(left.norm(dim=0).double(), s[:k], rtol=1e-3, atol=0)
+    assert (right.double() * v[:, :k]).sum(0).abs().min() > 0.999
+
+
+def check_in_place(backend: str) -> None:
+    """add_rank1_ of a row and a column of the weight itself, which counts as a change to autograd."""
+    weight, x = torch.randn(30, 40), torch.randn(2, 30, requires_grad=True)
+    before, y, version = weight.clone(), x @ weight, weight._version
+    rlkernels.add_rank1_(weight, weight[:, 7], weight[11], 0.5, backend=backend)
+    torch.testing.assert_close(weight, before + 0.5 * torch.outer(before[:, 7], before[11]))
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def check_statuses(backend: str) -> None:
+    """Of deltas that are nothing, have no gap, or one entry; also where squares leave float32."""
+    spectra = [1.0, 1.0, 0.3, 0.2], [1.0, 0.995, 0.3, 0.2], [1.0, 0.5], torch.linspace(1.0, 0.5, 30).tolist()
+    with torch.device("cpu"):
+        equal, close, wide, flat = (with_spectrum(40, 30, torch.tensor(sigmas))[0] for sigmas in spectra)
+        nothing, one = torch.zeros(2, 40, 30)
+    one[7, 3] = -2.5
+    deltas = {"zero": nothing, "minus zero": -nothing, "equal": equal, "close": close, "one": one, "wide": wide,
+              "tiny": wide * 2.0**-70, "huge": wide * 2.0**80}  # fmt: skip
+    here = torch.empty(0).device
+    pairs = {name: (delta.to(here), nothing.to(here)) for name, delta in {**deltas, "flat": flat}.items()}
+    stopped = rlkernels.top1_deltas({"flat": pairs.pop("flat")}, max_passes=2, backend=backend)["flat"]
+    assert stopped.status == "not_converged" and stopped.passes == 2 and stopped.angle_bound > 1e-2
+    found = rlkernels.top1_deltas(pairs, backend=backend)
+    assert [update.status for update in found.values()] == ["zero"] * 2 + ["ill_defined"] * 2 + ["ok"] * 4
+    for zero in (found["zero"], found["minus zero"]):
+        assert (zero.sigma, zero.frobenius, zero.changed, zero.angle_bound) == (0.0, 0.0, 0.0, math.pi / 2)
+        assert not zero.u.any() and not zero.v.any()
+    one = found["one"]
+    assert abs(one.sigma - 2.5) < 1e-6 and one.v.argmax() == 3 and one.u.argmin() == 7 and abs(one.gap - 1) < 1e-3
+    for name, scale in (("tiny", 2.0**-70), ("huge", 2.0**80)):
+        assert abs(found[name].sigma / (found["wide"].sigma * scale) - 1) < 1e-4
+        assert angle(found[name].v, found["wide"].v) < 1e-2

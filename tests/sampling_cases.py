@@ -36,3 +36,12 @@ def rows_of_every_kind(vocab: int) -> torch.Tensor:
     rows = torch.cat(kinds)
     rows[:, -1] = rows[:, -1].nan_to_num(neginf=0.0)  # each row keeps a token
     return rows
+
+
+def check_no_gradient(backend: str) -> None:
+    """Of what is drawn, or verified as it was drawn."""
+    logits, u = torch.randn(3, 9, requires_grad=True), uniforms(3)
+    ids, logprobs = rlkernels.sample_tokens(logits, u, backend=backend)
+    accepted, *verified = rlkernels.verify_drafts(logits, [[int(ids[0])], []], [0, 2, 3], u, backend=backend)
+    assert not logprobs.requires_grad and not verified[1].requires_grad
+    assert accepted[0] == 1 and all(map(torch.equal, verified, (ids, logprobs)))

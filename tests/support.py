@@ -1,6 +1,7 @@
 """Helpers that several test files share."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def series(n: int, steps: int, features: int | None = None, *, least: int = 0, w
     lengths = torch.randint(least, steps + 1, (n,))
     values[torch.arange(steps) >= lengths[:, None]] = torch.nan
     return values, lengths
+
+
+def every_isa() -> Iterator[str]:
+    """Chooses one instruction set of the CPU kernels after the other, of those that work here."""
+    try:
+        for isa in ("portable", "avx2", "avx512", "amx"):  # they ascend; the fixture cpu_isa names what is missing
+            torch.ops.rlkernels.set_cpu_isa(isa)
+            yield isa
+    except ValueError:
+        pass
+    finally:
+        torch.ops.rlkernels.set_cpu_isa("auto")
 
 
 def lacks(what: str) -> None:

@@ -1,5 +1,5 @@
-// Lets allocations of the host structures fail, one after the other: what throws has changed nothing, and goes well when
-// there is memory again. Built by tests/rlkernels/test_sanitizers.py.
+// Random operations on the host structures, whose allocations fail, one after the other: what throws has changed
+// nothing, and goes well when there is memory again. Built by tests/rlkernels/test_sanitizers.py.
 //   allocation_failures SEEDS
 #include <cstdio>
 #include <cstdlib>
@@ -46,6 +46,11 @@ struct Rng {
     for (int32_t& token : out) token = below(vocabulary);
     return out;
   }
+  Tokens alike(int most) {  // few different tokens, so that prompts have beginnings in common
+    Tokens out(below(most + 1));
+    for (int32_t& token : out) token = below(8) ? 1 : below(3);
+    return out;
+  }
 };
 
 void history(unsigned seed) {
@@ -89,9 +94,12 @@ void history(unsigned seed) {
   }
 }
 
+long refused = 0, hits = 0, evictions = 0;
+
 void pool(unsigned seed) {
   Rng rng{std::mt19937(seed)};
-  rlk::BlockPool pool(3000, 3);
+  const int size = 1 + rng.below(5);
+  rlk::BlockPool pool(20 + rng.below(40), size);
   std::vector<rlk::BlockPool::Handle> open;
   const auto state = [&] {
     pool.check();
@@ -103,25 +111,36 @@ void pool(unsigned seed) {
     }
     return all;
   };
-  for (int step = 0; step < 200; ++step) {
+  for (int step = 0; step < 3000; ++step) {
     open.reserve(open.size() + 8);
-    const int what = open.empty() ? 0 : rng.below(6);
+    const int what = open.empty() ? 0 : rng.below(8);
     const size_t pick = open.empty() ? 0 : size_t(rng.below(int(open.size())));
-    const std::vector<Tokens> lists{rng.tokens(20, 2), rng.tokens(20, 2)};
+    const std::vector<Tokens> lists{rng.alike(8 * size), rng.alike(8 * size)};
     const std::vector<rlk::BlockPool::Tokens> spans(lists.begin(), lists.end());
     std::vector<rlk::BlockPool::Handle> made, some{open.empty() ? 0 : open[pick]};
-    if (what < 2) each_fails([&] { made = pool.open_many(spans); }, state);
-    if (what == 2) each_fails([&] { pool.append(some, {spans.data(), 1}); }, state);
-    if (what == 3) each_fails([&] { made = pool.fork(open[pick], rng.below(5)); }, state);
-    if (what == 4) each_fails([&] { pool.commit(open[pick]); }, state);
-    if (what == 5) {
-      allowed = 0;  // none is needed
-      pool.close(open[pick]);
+    if (open.size() > 1) some.push_back(open[(pick + 1) % open.size()]);
+    const auto before = state();
+    try {
+      if (what < 2) each_fails([&] { made = pool.open_many(spans); }, state);
+      if (what == 2) each_fails([&] { pool.append(some, {spans.data(), some.size()}); }, state);
+      if (what == 3) each_fails([&] { made = pool.fork(open[pick], rng.below(5)); }, state);
+      if (what == 4) each_fails([&] { pool.commit(open[pick]); }, state);
+      allowed = what < 5 ? -1 : 0;  // the others need none
+      if (what == 5) pool.close(open[pick]), open.erase(open.begin() + long(pick));
+      if (what == 6) pool.truncate(open[pick], rng.below(int(pool.sequence(open[pick]).tokens.size()) + 1));
+      if (what == 7 && rng.below(4) == 0) pool.advance_version();
       allowed = -1;
-      open.erase(open.begin() + long(pick));
+    } catch (const rlk::OutOfBlocks&) {
+      allowed = -1;
+      ++refused;
+      if (state() != before) std::puts("a refusal has changed something"), std::exit(1);
+      for (const auto handle : open) pool.close(handle);
+      open.clear();
     }
     open.insert(open.end(), made.begin(), made.end());
   }
+  hits += long(pool.hits());
+  evictions += long(pool.evictions());
 }
 
 }  // namespace
@@ -136,6 +155,6 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 int main(int, char** argv) {
   for (int seed = std::atoi(argv[1]); seed > 0; --seed) history(unsigned(seed)), pool(unsigned(seed));
-  std::printf("%ld failures\n", failures);
-  return failures > 200 ? 0 : 2;
+  std::printf("%ld failures, %ld refused, %ld hits, %ld evictions\n", failures, refused, hits, evictions);
+  return failures > 200 && refused && hits && evictions ? 0 : 2;
 }

@@ -11,7 +11,6 @@ from support import lacks
 
 from ptx.gpu import Gpu, compile_cuda, has_nvcc
 from ptx.program import entries
-from rlkernels.similarity import gpu as search
 from rlkernels.similarity import reference
 
 NO_BAND = 1 << 40
@@ -84,17 +83,8 @@ def lower_bounds(arch, x, y, x_lengths, y_lengths, band):
 
 # up to 64 rows: two a lane; up to 128: four; above, and so in several strips: eight; several features: four
 QUICK = [(40, 7, 1), (65, 6, 1), (257, 6, 1), (130, 6, 2)]
-SHAPES = [
-    *QUICK,
-    (1, 1, 1),
-    (63, 3, 1),
-    (65, 40, 1),
-    (128, 17, 1),
-    (130, 97, 1),
-    (257, 60, 1),
-    (20, 31, 3),
-    (130, 40, 2),
-]
+SHAPES = [*QUICK, (1, 1, 1), (63, 3, 1), (65, 40, 1), (128, 17, 1), (130, 97, 1), (257, 60, 1), (20, 31, 3),
+          (130, 40, 2)]  # fmt: skip
 
 
 def check(arch, rows, columns, dims):
@@ -173,34 +163,3 @@ def test_listed_pairs_have_the_costs_of_all_pairs(arch, rows, dims):
             same, *_ = run(arch, *series, band, False, warps=2, cost=found, pairs=listing)
             assert same == name
             assert all(found.flatten()[i] == (wanted.flatten()[i] if i in pairs else -7) for i in range(12))
-
-
-@pytest.mark.parametrize("band", [None, 1])
-def test_nearest_by_bounds_are_those_by_all_costs(band, monkeypatch):
-    """The search with these kernels for its ops, on a trajectory with NaN, an empty one and ties."""
-    torch.manual_seed(0)
-    x, y = torch.randn(3, 9, 1).cumsum(1), torch.randn(13, 8, 1).cumsum(1)
-    y[3] = y[7] = y[11]
-    y[1, 2] = torch.nan
-    series = x, y, torch.tensor([9, 0, 7]), torch.tensor([8] * 12 + [0])
-    computed = []
-
-    def dtw_warps_(cost, pairs, *series_and_band):
-        run(90, *series_and_band[:4], band, False, cost=cost, pairs=pairs.contiguous())
-        computed.append(int((pairs >= 0).sum()))
-
-    def dtw_bounds(*series_and_band):
-        return lower_bounds(90, *series_and_band[:4], None if series_and_band[4] < 0 else series_and_band[4])[1]
-
-    monkeypatch.setattr(torch.ops.rlkernels, "dtw_bounds", dtw_bounds, raising=False)
-    monkeypatch.setattr(torch.ops.rlkernels, "dtw_warps_", dtw_warps_, raising=False)
-    monkeypatch.setattr(search, "LEAST_PAIRS", 0)
-    monkeypatch.setattr(search, "LEAST_CELLS", 0)
-    lengths = {"x_lengths": series[2], "y_lengths": series[3]}
-    costs = reference.dtw(x, y, **lengths, band=band)
-    for k in (1, 3):
-        found = search.dtw_topk(x, y, k, **lengths, band=band, backend="cuda")
-        wanted = reference.smallest(costs, k)
-        assert torch.equal(found[1], wanted[1])
-        torch.testing.assert_close(found[0], wanted[0])
-    assert sum(computed) < 2 * costs.numel()

@@ -10,16 +10,15 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_as_plain, with_gradients
+from accuracy import assert_as_plain, check_logprobs
 from aot_kernels import KERNELS
-from paged_problems import check_attention, paged, shared_prefix
+from paged_problems import check_attention, check_grouped, paged, shared_prefix
 from rank1_cases import angle, exact, planted
 from support import lacks
 
 import rlkernels
 from ptx.gpu import Gpu, Launch
 from rlkernels.prefix_cache import GroupedLayout
-from rlkernels.prefix_cache import reference as attention
 from rlkernels.rank1 import reference as rank1
 
 BF16 = torch.bfloat16
@@ -34,9 +33,6 @@ def compiled():
         lacks("a process without TRITON_INTERPRET")
 
 
-LAYOUT = [70, 0], [33, 65, 3], [0, 2, 3]
-
-
 def attend(lens, queries, dim):
     """Paged attention, group of 4, of sequences with so many keys and new queries."""
     problem = paged(lens, queries, heads=8, kv_heads=2, dim=dim, block_size=16, dtype=BF16)
@@ -46,32 +42,20 @@ def attend(lens, queries, dim):
 def attend_shared(dim):
     """Groups of eight queries to a prefix: a full one, of one key, of nobody, of one member, of no prefix."""
     groups = [(70, [3, 17, 1], [3, 4, 1]), (1, [9] * 8, [1] * 8), (16, [], []), (40, [5], [5]), (0, [20, 3], [9, 3])]
-    shared, unshared, scale = shared_prefix(groups, BF16, 8, 2, dim)
-    ours = rlkernels.shared_prefix_attention(*shared, scale=scale, return_lse=True, backend="triton")
-    plain = attention.paged_attention(*unshared, scale)
-    gold = attention.paged_attention(*(t.double() for t in unshared[:3]), *unshared[3:], scale)
-    assert_as_plain(ours, plain, gold, floor=2e-3)
+    shared, _, scale = shared_prefix(groups, BF16, 8, 2, dim)
+    check_attention("shared_prefix_attention", shared, scale, "triton", floor=2e-3)
 
 
 def train(dim, short=4096):
     """Grouped attention and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
     from rlkernels.prefix_cache import triton_grouped
 
-    layout = GroupedLayout(*LAYOUT)
-    shapes = [(layout.num_tokens, heads, dim) for heads in (4, 1, 1, 4)]
-    *tensors, grad = (torch.randn(shape).to(BF16) for shape in shapes)
-    settings = {"layout": layout, "scale": dim**-0.5}
+    layout = GroupedLayout([70, 0], [33, 65, 3], [0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_grouped, "SHORT", short)
         patch.setattr(triton_grouped, "AT_ONCE", 10**6)
-        ours = with_gradients(partial(rlkernels.grouped_attention, **settings, backend="triton"), tensors, grad)
+        check_grouped(partial(rlkernels.grouped_attention, backend="triton"), layout, 4, 1, dim, BF16)
         assert triton_grouped.key_tiles(layout, 64, 4, 1)[1] == (short < 4096)
-    plain, gold = (
-        with_gradients(partial(attention.grouped_attention, **settings), inputs, grad)
-        for inputs in (tensors, [t.double() for t in tensors])
-    )
-    # the backward pass starts from the rounded output, where plain torch keeps its weights
-    assert_as_plain(ours, plain, gold, floor=0, relative=torch.finfo(BF16).eps)
 
 
 def write():
@@ -112,12 +96,7 @@ def score():
     """Log-probabilities, entropies and gradients of rows that end inside a block, one ruled out in part."""
     logits, ids = (torch.randn(3, 4112) * 3).to(BF16), torch.tensor([0, 4111, 77])
     logits[1, 1::2], logits[1, 4111] = -torch.inf, 0.5
-    grads, score = torch.randn(2, 3), partial(rlkernels.token_logprobs, ids=ids, temperature=1.3, return_entropy=True)
-    ours, plain, gold = (
-        with_gradients(partial(score, backend=b), [x], *grads)
-        for b, x in (("triton", logits), ("torch", logits), ("torch", logits.double()))
-    )
-    assert_as_plain(ours, plain, gold, floor=1e-5)
+    check_logprobs("triton", logits, ids, 1.3, floor=1e-5)
 
 
 def solve(gpu, shapes):

@@ -58,14 +58,11 @@ def test_what_is_told_is_what_a_process_takes(taken, kind):
 
 
 # gigabytes, worked out by hand
-@pytest.mark.parametrize(
-    ("size", "gpus", "parallel", "parts"),
-    [
-        ("0.5b", "24", "none", {"weights": 0.99, "moments and masters": 5.93, "gradients": 1.98}),
-        ("7b", "8x80", "fsdp2",
-         {"copy for generation": 15.23, "weights": 3.81, "moments and masters": 7.62, "gradients": 3.81}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "gpus", "parallel", "parts"), [
+    ("0.5b", "24", "none", {"weights": 0.99, "moments and masters": 5.93, "gradients": 1.98}),
+    ("7b", "8x80", "fsdp2",
+     {"copy for generation": 15.23, "weights": 3.81, "moments and masters": 7.62, "gradients": 3.81}),
+])  # fmt: skip
 def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, parts):
     values = {"model": {"path": str(qwen(size, tmp_path))}, "parallel": parallel}
     values |= {"rollout": {"memory_bytes": 1 << 32}, "optimizer": {"micro_batch_tokens": 512}}
@@ -108,20 +105,6 @@ def plan_of(values, gpus, **changes):
     return plan_memory(check_config(merged(values, changes), source="test"), parse_gpus(gpus), prompt=20)
 
 
-def test_settings_that_take_less(small):
-    whole = plan_of(small, "24")
-    fewer = plan_of(small, "24", optimizer={"micro_batch_tokens": 1024})
-    again = plan_of(small, "24", model={"gradient_checkpointing": True})
-    lora = plan_of(small, "24", model={"lora": {"r": 4}})
-    assert fewer.parts["activations"] < whole.parts["activations"] / 3
-    assert again.parts["activations"] < whole.parts["activations"] / 3
-    assert lora.parts["moments and masters"] < whole.parts["moments and masters"] / 5
-    assert "copy for generation" in lora.parts and "reference" not in whole.parts
-    assert plan_of(small, "24", algorithm={"beta": 0.1}).parts["reference"] == whole.parts["weights"]
-    sharded = plan_of(small, "4x24", parallel="fsdp2")
-    assert sharded.parts["moments and masters"] == whole.parts["moments and masters"] // 4
-
-
 def test_vllm_within_the_trainer_sleeps_during_updates(small):
     for parallel in ("none", "ddp", "fsdp2"):
         vllm, paged = (plan_of(small, "2x24", parallel=parallel, rollout={"engine": e}) for e in ("vllm", "paged"))
@@ -142,6 +125,7 @@ def dry_run(values, tmp_path, capsys, *arguments):
 
 
 def test_a_dry_run_prints_settings_and_memory_and_writes_nothing(small, tmp_path, capsys):
+    (Path(small["model"]["path"]) / "model.safetensors").unlink()  # weights are not read
     before = sorted(tmp_path.rglob("*"))
     code, said = dry_run(small, tmp_path, capsys, "--gpus", "24", "--set", "max_steps=7")
     assert code == 0 and not said.err
@@ -178,16 +162,6 @@ def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, mo
 def test_gpus_that_are_none(text):
     with pytest.raises(UserError, match="--gpus must be like 80, or 8x80 for eight of 80 GB, got"):
         parse_gpus(text)
-
-
-def test_weights_are_not_read(small, tmp_path, capsys):
-    for path in Path(small["model"]["path"]).glob("*.safetensors"):
-        path.unlink()
-    assert dry_run(small, tmp_path, capsys, "--gpus", "24")[0] == 0
-    (tmp_path / "hollow").mkdir()
-    small["model"]["path"] = str(tmp_path / "hollow")
-    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
-    assert code == 2 and "model.path" in said.err and "hollow" in said.err
 
 
 def test_the_memory_of_this_machine():

@@ -59,16 +59,16 @@ def nan_in_the_second_process(settings, folder):
         value, metrics = original(self, *args, **options)
         return value * (torch.nan if dist.get_rank() == 1 else 1.0), metrics
 
-    Minibatch.loss = loss
-    try:
+    with patch.object(Minibatch, "loss", loss):
         fail(settings, folder, "nan")
-    finally:
-        Minibatch.loss = original
 
 
+# what one process raises, and as what each of them sees it
 ERRORS = {
-    "finite": NotFinite("no distribution"), "memory": MemoryError("no bytes"), "other": LookupError("no such token"),
-}  # fmt: skip
+    "finite": (NotFinite("no distribution"), ["UserError", "UserError"]),
+    "memory": (MemoryError("no bytes"), ["MemoryError", "MemoryError"]),
+    "other": (LookupError("no such token"), ["UserError", "LookupError"]),
+}
 FAILURES = [("fsdp2", "finite"), ("fsdp2", "memory"), ("fsdp2", "other"), ("ddp", "memory")]
 
 
@@ -79,7 +79,7 @@ def generation_that_fails(settings, folder):
     for parallel, name in FAILURES:
         calls = itertools.count()
 
-        def work(self, count, calls=calls, error=ERRORS[name]):
+        def work(self, count, calls=calls, error=ERRORS[name][0]):
             if next(calls) == 3 and dist.get_rank() == 1:  # the evaluation at the start is in two parts
                 raise error
             return original(self, count)
@@ -97,9 +97,6 @@ def with_offload_and_without(settings, folder):
     train(plain, folder / "plain", "fsdp2")
     for name, first, then in (("to offload", plain, moved), ("from offload", moved, plain)):
         train(first | {"max_steps": 1}, folder / name, "fsdp2")
-        if name == "from offload" and dist.get_rank() == 0:
-            shutil.copytree(folder / name, folder / "offload to one")
-        dist.barrier()
         train(then, folder / name, "fsdp2", resume=True)
 
 
@@ -140,8 +137,7 @@ def runs(tmp_path_factory, settings):
 def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     assert [row["step"] for row in read_metrics(runs / name)] == list(range(5))
     whole, parts = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
-    for key, value in whole.items():
-        torch.testing.assert_close(parts[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
     saved = [load_whole(list_checkpoints(runs / folder / "checkpoints")[-1]) for folder in ("one", name)]
     for part in ("model", "optimizer"):
         assert saved[0][part].keys() == saved[1][part].keys() and saved[0]["critic"].keys() == saved[1]["critic"].keys()
@@ -197,24 +193,15 @@ def test_what_is_offloaded_trains_to_the_same_weights(runs, name):
     assert_equal_states(first["critic"]["optimizer"], second["critic"]["optimizer"])
 
 
-def test_a_run_in_one_process_takes_over_what_two_offloaded(runs, settings, tmp_path):
-    shutil.copytree(runs / "offload to one", tmp_path / "run")
-    train(merged(settings, LOW_PRECISION), tmp_path / "run", resume=True)
-    assert load_whole(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])["optimizer"]
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_trains_is_offloaded_and_a_reference_is_not(tiny_policy, offload):
     with start("fsdp2", "cpu") as ranks:
         policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"), offload=offload)
         reference = ranks.copy(policy.inference_model, trains=False)
         for model, moved in ((policy.model, offload), (reference, False)):
-            parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-            assert parts and all(
-                group.offload_policy.__class__.__name__ == ("CPUOffloadPolicy" if moved else "OffloadPolicy")
-                for part in parts
-                if (group := part._get_fsdp_state()._fsdp_param_group)
-            )
+            groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+            policies = {type(group.offload_policy).__name__ for group in groups if group}
+            assert policies == {"CPUOffloadPolicy" if moved else "OffloadPolicy"}
 
 
 @pytest.mark.parametrize("parallel", ["none", "ddp"])
@@ -258,13 +245,9 @@ def test_what_fails_in_one_process_ends_all_of_them(runs, name, message):
 
 def test_generation_that_fails_in_one_process_is_told_by_all_and_leaves_the_last_step(runs):
     """All save together, and all end in one line; but for a bug, in the process where it came up."""
-    seen = {
-        "finite": ("UserError", "UserError", "no distribution: optimizer.learning_rate 0.001 may be too high"),
-        "memory": ("MemoryError", "MemoryError", "no bytes"),
-        "other": ("UserError", "LookupError", "no such token"),
-    }
     for parallel, name in FAILURES:
-        *kinds, text = seen[name]
+        error, kinds = ERRORS[name]
+        text = f"{error}: optimizer.learning_rate 0.001 may be too high" if name == "finite" else str(error)
         said = [(runs / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2)]
         assert [one.partition(": ")[0] for one in said] == kinds and "process 1 of 2: " in said[0]
         assert all(text in one and "step 1 is saved: --resume continues from it" in one for one in said)
@@ -278,9 +261,7 @@ def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
     with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*distributed.start"):
         Trainer(config, tmp_path / "run")
     config = check_config(settings, source="test")
-    with (
-        start("ddp") as ranks,
-        pytest.raises(UserError, match=r"kind that config.parallel names \(none\), got ddp"),
-    ):
+    said = r"kind that config.parallel names \(none\), got ddp"
+    with start("ddp") as ranks, pytest.raises(UserError, match=said):
         Trainer(config, tmp_path / "run", ranks=ranks)
     assert not (tmp_path / "run").exists()

@@ -65,14 +65,11 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
-        (UserError("model.path: there is no model here"), "model.path: there is no model here"),
-        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
+    (UserError("model.path: there is no model here"), "model.path: there is no model here"),
+    (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+])  # fmt: skip
 def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, said):
     """Of what all raise together the first tells; what one has alone the others may never know."""
     raised = type(error)(*error.args)
@@ -91,19 +88,14 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["--config", "smoke", "--set", "max_steps=0"], "max_steps"),
-        (["--config", "smoke"], "parallel is none, but torchrun started 2 processes"),
-        (["--config"], "--config"),
-    ],
-)
-def test_what_each_process_finds_is_told_by_the_first_of_a_host(
-    tmp_path, monkeypatch, capsys, arguments, said, local_rank
-):
-    """The others wait for a while, in which torchrun ends them; one that still lives has it alone, and tells."""
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    (["--config", "smoke", "--set", "max_steps=0"], "max_steps"),
+    (["--config", "smoke"], "parallel is none, but torchrun started 2 processes"),
+    (["--config"], "--config"),
+])  # fmt: skip
+def test_what_each_process_finds_is_told_by_the_first(tmp_path, monkeypatch, capsys, arguments, said, local_rank):
+    """Of a host. The others wait until torchrun ends them; one that still lives then has it alone, and tells."""
     events = []
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: events.append((seconds, capsys.readouterr().err)))
     monkeypatch.setenv("LOCAL_RANK", local_rank)

@@ -149,17 +149,14 @@ SHARED = UserError("told to all")
 mark_shared(SHARED)
 
 
-@pytest.mark.parametrize(
-    ("error", "size", "left"),
-    [
-        (MemoryError("of one process"), "2", True),
-        (KeyboardInterrupt(), "2", True),
-        (MemoryError("of one process"), "1", False),
-        (SHARED, "2", False),
-        (Interrupted("SIGTERM"), "2", False),
-        (None, "2", False),
-    ],
-)
+@pytest.mark.parametrize(("error", "size", "left"), [
+    (MemoryError("of one process"), "2", True),
+    (KeyboardInterrupt(), "2", True),
+    (MemoryError("of one process"), "1", False),
+    (SHARED, "2", False),
+    (Interrupted("SIGTERM"), "2", False),
+    (None, "2", False),
+])  # fmt: skip
 def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, left):
     """As NCCL would where only one of them ends its group."""
     calls = []

@@ -1,5 +1,6 @@
 """Training as on a GPU: every tensor where it has to be, found by a GPU that is not there."""
 
+import copy
 import json
 from contextlib import nullcontext
 from itertools import chain
@@ -27,9 +28,7 @@ from python_trainer.trainer import Trainer
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
-    "float32, filters": {
-        "model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True},
-    },
+    "float32, top_p": {"model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True}},
     "adapters, activations computed again, rewards less a divergence": {
         "model": {"gradient_checkpointing": True, "lora": {"r": 2}},
         "algorithm": {"beta": 0.1, "use_kl_in_reward": True},
@@ -101,26 +100,18 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
     assert rows["cpu"][-1]["grad_norm"] > 0
 
 
-def test_a_pass_of_generation_waits_twice(tmp_path):
-    """For the lengths of the sequences, in the first layer, and for the tokens that it draws."""
-    config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
-    with pretended() as waits:
-        policy = load_policy(config.model)
-        engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
-        requests = [Request(ids, num_samples=3, max_new_tokens=12) for ids in prompts([9, 5, 30])]
-        waits.clear()
-        engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
-        passes = engine.stats["forward_passes"]
-    assert passes >= 12 and waits.total() <= 2 * passes + 2, waits
-
-
-def test_prefixes_to_be_shared_are_found_without_waiting(tmp_path, monkeypatch):
+def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
+    """For the lengths of the sequences, in the first layer, and for the tokens that it draws; not to find prefixes."""
     config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
     found = []
     with pretended() as waits:
         policy = load_policy(config.model)
         engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
-        engine.share_from = 16  # as where there is a kernel
+        requests = [Request(ids, num_samples=3, max_new_tokens=12) for ids in prompts([9, 5, 40])]
+        waits.clear()
+        engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
+        passes = engine.stats["forward_passes"]
+        assert passes >= 12 and waits.total() <= 2 * passes + 2, waits
 
         def counted(*args, **options):
             before = waits.total()
@@ -129,17 +120,17 @@ def test_prefixes_to_be_shared_are_found_without_waiting(tmp_path, monkeypatch):
             return made
 
         monkeypatch.setattr(engine_module, "page", counted)
-        requests = [Request(ids, num_samples=3, max_new_tokens=4) for ids in prompts([40, 5])]
-        engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
+        engine.share_from = 16  # as where there is a kernel
+        engine.generate(requests[1:], SamplingParams(temperature=0.9, seed=1))
     assert {shared for _, shared in found} == {True, False} and not any(count for count, _ in found), found
 
 
 def test_supervised_steps_and_a_probe(settings, tmp_path):
-    for name in ("train", "test"):
-        rows = [{"prompt": prompt, "answer": prompt[::-1]} for prompt in ("ABC", "D", "FGAB", "HC")]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    changes = {"task": paths, "model": {"device": "cuda"}, "sft": {"epochs": 2, "batch_tokens": 32}}
+    path = tmp_path / "lessons.jsonl"
+    rows = [{"prompt": prompt, "answer": prompt[::-1]} for prompt in ("ABC", "D", "FGAB", "HC")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"train_path": str(path), "test_path": str(path)}
+    changes = {"task": task, "model": {"device": "cuda"}, "sft": {"epochs": 2, "batch_tokens": 32}}
     config = check_config(merged(settings, changes), source="test")
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
@@ -162,14 +153,10 @@ def test_ops_on_a_gpu(name):
     """Their reference, which a GPU takes as long as nothing else is proven there, makes all it needs where it runs."""
     op = OPS[name]
     given = op.make(torch.Generator().manual_seed(0), [3, 2, 4])
-    expected = op.call(**copied(given), backend="torch")
+    expected = op.call(**copy.deepcopy(given), backend="torch")
     with pretended():
-        there = {key: x.to("cuda") if isinstance(x, torch.Tensor) else x for key, x in copied(given).items()}
+        there = {key: x.to("cuda") if isinstance(x, torch.Tensor) else x for key, x in given.items()}
         found = op.call(**there, backend="auto")
         for ours, theirs in zip(tree_leaves(found), tree_leaves(expected), strict=True):
             if isinstance(ours, torch.Tensor):
                 torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
-
-
-def copied(tensors):
-    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in tensors.items()}

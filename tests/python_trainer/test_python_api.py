@@ -44,10 +44,8 @@ def test_callbacks_are_called_in_order(make_config, tmp_path):
     names = ["evaluate", "rollouts", "evaluate", "step", "rollouts", "evaluate", "step", "save", "end"]
     assert [call[0] for call in log.calls] == names
     rows = read_metrics(tmp_path / "run")
-    assert log.calls[0] == ("evaluate", 0, rows[0]["eval/accuracy"]) and log.calls[-2:] == [
-        ("save", 2, True),
-        ("end", 2),
-    ]
+    assert log.calls[0] == ("evaluate", 0, rows[0]["eval/accuracy"])
+    assert log.calls[-2:] == [("save", 2, True), ("end", 2)]
     assert [call[1:] for call in log.calls if call[0] == "step"] == [(row["step"], row["reward"]) for row in rows[1:]]
     assert all(call[2] == 16 for call in log.calls if call[0] == "rollouts")
 

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from conftest import QUIET, record_updates, train
+from conftest import QUIET, record_updates, same, train
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -32,17 +32,14 @@ def group(*rewards, judged=False):
     ]
 
 
-@pytest.mark.parametrize(
-    ("answers", "good"),
-    [
-        (group(1, 0, 1, judged=True), [1.0, 1.0]),
-        (group(1, 1, judged=True), [1.0, 1.0]),
-        (group(0, 0, judged=True), []),
-        (group(-3.0, -1.0, -2.5), [-1.0]),
-        (group(0.1, 0.1, 0.1), []),  # a third of whose sum is not 0.1
-        (group(5.0, 7.0, 6.5), [7.0, 6.5]),
-    ],
-)
+@pytest.mark.parametrize(("answers", "good"), [
+    (group(1, 0, 1, judged=True), [1.0, 1.0]),
+    (group(1, 1, judged=True), [1.0, 1.0]),
+    (group(0, 0, judged=True), []),
+    (group(-3.0, -1.0, -2.5), [-1.0]),
+    (group(0.1, 0.1, 0.1), []),  # a third of whose sum is not 0.1
+    (group(5.0, 7.0, 6.5), [7.0, 6.5]),
+])  # fmt: skip
 def test_good_answers_are_right_or_better_than_the_mean(answers, good):
     assert merits(good_ones(answers)) == good
 
@@ -72,13 +69,6 @@ def length_config(make_config, gate_task):
         return make_config(task=gate_task | {"reward": "test_real_rewards:brief"}, **changes)
 
     return make
-
-
-def test_dynamic_sampling_fills_steps_with_lengths_that_differ(length_config, tmp_path):
-    rollout = {"num_generations": 2, "dynamic_sampling": True, "max_sampling_rounds": 30}
-    Trainer(length_config(max_steps=2, rollout=rollout), tmp_path / "run", console=QUIET).run()
-    for row in read_metrics(tmp_path / "run")[1:]:
-        assert row["frac_reward_zero_std"] == 0 and row["accuracy"] == 0 and row["grad_norm"] > 0
 
 
 ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
@@ -111,8 +101,7 @@ def test_rhyme_tells_that_it_stands_aside_where_nothing_is_right(length_config, 
     for trainer in trainers:
         trainer.run()
     assert console.export_text().count("rhyme: no answer is right or wrong in this task") == 1
-    plain, rhyme = (dict(trainer.policy.model.named_parameters()) for trainer in trainers)
-    assert all(torch.equal(value, rhyme[name]) for name, value in plain.items())
+    assert same(*trainers)
 
 
 def test_what_was_found_of_the_task_outlasts_an_interruption(length_config, tmp_path):

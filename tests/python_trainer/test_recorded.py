@@ -8,7 +8,6 @@ from conftest import same
 
 from python_trainer.accelerators.rhyme import replay
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
 
@@ -42,21 +41,18 @@ def test_a_run_without_rhyme_reads_nothing(run, tmp_path, monkeypatch):
     assert steps_of(tmp_path / "history.db") == [[1, 2]] * 3 and not same(first, third)
 
 
-PLACES = {None: None, "one": "one.db", "other": "other.db"}
-
-
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
 @pytest.mark.parametrize(("begun", "later"), [(None, "one"), ("one", None), ("one", "one"), ("one", "other")])
 def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, capsys, begun, later, enabled):
     def place(kind):
-        return {"enabled": enabled, "database": kind and str(tmp_path / PLACES[kind])}
+        return {"enabled": enabled, "database": kind and str(tmp_path / f"{kind}.db")}
 
     run("run", steps=1, **place(begun))
     resumed = run("run", steps=2, resume=True, **place(later))
     alone = run("alone", steps=2, **place(None))
     assert same(resumed, alone)
     for kind in ("one", "other"):
-        file = tmp_path / PLACES[kind]
+        file = tmp_path / f"{kind}.db"
         found = steps_of(file) if file.exists() else []
         assert found == ([] if kind != begun else [[1, 2]] if kind == later else [[1]])
     assert capsys.readouterr().err.count("note: this run is not recorded ") == (begun != later is not None)
@@ -90,11 +86,3 @@ def test_a_run_that_begins_anew_takes_the_place_of_what_it_left(run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").unlink()  # as after a kill in the first step
     run("run", steps=2, **named)
     assert steps_of(tmp_path / "history.db") == [[1, 2]]
-
-
-@pytest.mark.parametrize("enabled", [[], ["rhyme"]])
-def test_a_file_of_somebody_else_ends_the_run_in_one_line(run, tmp_path, enabled):
-    (tmp_path / "history.db").write_text("notes of somebody")
-    with pytest.raises(UserError, match="history.db cannot be used .file is not a database"):
-        run("run", enabled=enabled, database=str(tmp_path / "history.db"))
-    assert (tmp_path / "history.db").read_text() == "notes of somebody"

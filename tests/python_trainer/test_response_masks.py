@@ -1,7 +1,5 @@
 """Answers that others have written parts of: those tokens are context, and nothing else."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +9,6 @@ from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import pack, scored_tokens
-from python_trainer.model.policy import load_policy
-from python_trainer.parts import make_learner
 
 CPU = torch.device("cpu")
 FORMS = {
@@ -83,19 +79,6 @@ def test_tokens_of_others_change_nothing(form, masks, others):
     torch.testing.assert_close(with_others, without, atol=1e-6, rtol=1e-5)
 
 
-def test_a_mask_of_ones_is_no_mask():
-    rows = [[True] * n for n in (3, 1, 4, 2)]
-    masked, plain = (rollouts_of(rows, with_others=flag) for flag in (True, False))
-    assert masked[0].response_mask == [True] * 3 and plain[0].response_mask is None
-    config = AlgorithmConfig(loss_type="grpo")
-    batches = [Batch(r, config, 16, CPU) for r in (masked, plain)]
-    first, second = (batch.pack(range(4)) for batch in batches)
-    for name in ("input_ids", "rows", "targets", "place", "mask"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
-    for name in ("loss_tokens", "scored", "lengths"):
-        assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_pairs_of_a_masked_answer(share):
     """Each scored token is predicted from the token before it, and context is what it was."""
@@ -119,36 +102,3 @@ def test_pairs_of_a_masked_answer(share):
             assert packed.input_ids[before] == everything[len(answer.prompt_ids) + t - 1]
             assert packed.layout.position_ids[before] == len(answer.prompt_ids) + t - 1
     assert packed.targets.numel() == (4 + 1 + (3 + 2) + 1 if share else 4 + 1 + 4 + 4 + 1)
-
-
-@pytest.mark.parametrize("form", ["grpo", "ppo"])
-def test_an_update_sees_tokens_of_others_as_context_only(form, make_config):
-    """Numbers at tokens of others do not reach the weights; the tokens themselves do, through what comes after them."""
-    config = make_config(algorithm={**FORMS[form], "num_iterations": 2})
-    rollouts = rollouts_of([[True, False, True, True], [True, True, False, True, False], [True] * 3, [True, False]],
-                           with_others=True)  # fmt: skip
-
-    def weights_after(change):
-        changed = copy.deepcopy(rollouts)
-        change(changed[0])
-        learner = make_learner(config, load_policy(config.model))
-        learner.update(changed, 1)
-        return torch.cat([p.detach().flatten() for p in learner.policy.model.parameters()])
-
-    def other_numbers(rollout):
-        rollout.logprobs[1] = 77.0
-
-    def other_context(rollout):
-        rollout.response_ids[1] = (rollout.response_ids[1] + 1) % 60
-
-    plain = weights_after(lambda rollout: None)
-    assert torch.equal(weights_after(other_numbers), plain)
-    assert not torch.equal(weights_after(other_context), plain)
-
-
-@pytest.mark.parametrize("name", ["response_mask", "logprobs"])
-def test_bad_lengths(name):
-    rollouts = rollouts_of([[True, False, True], [True]], with_others=True)
-    getattr(rollouts[0], name).pop()
-    with pytest.raises(AssertionError, match="each token"):
-        Batch(rollouts, AlgorithmConfig(), 16, CPU)

@@ -209,18 +209,15 @@ judge = functools.partial(Judge(), more=1)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("right", r"right raised TypeError: right\(\) missing 1 required positional argument: 'total' "
-         r"\(own_rewards.py:4\); it is given prompts, completions, completion_ids, answer$"),
-        ("deeper", r"deeper raised TypeError: .*unexpected keyword .* \(own_rewards.py:7\); it is given prompts, "),
-        ("narrow", r"narrow raised TypeError: .*unexpected .* \(own_rewards.py:16\); it is given .*, answer$"),
-        ("asks", r"asks raised KeyError: 'total' \(own_rewards.py:11\); it is given prompts, .*, answer$"),
-        ("later", r"later raised AttributeError: .* 'strip' \(own_rewards.py:14\)$"),
-        ("judge", r"judge raised ZeroDivisionError: division by zero \(own_rewards.py:21\)$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "message"), [
+    ("right", r"right raised TypeError: right\(\) missing 1 required positional argument: 'total' "
+     r"\(own_rewards.py:4\); it is given prompts, completions, completion_ids, answer$"),
+    ("deeper", r"deeper raised TypeError: .*unexpected keyword .* \(own_rewards.py:7\); it is given prompts, "),
+    ("narrow", r"narrow raised TypeError: .*unexpected .* \(own_rewards.py:16\); it is given .*, answer$"),
+    ("asks", r"asks raised KeyError: 'total' \(own_rewards.py:11\); it is given prompts, .*, answer$"),
+    ("later", r"later raised AttributeError: .* 'strip' \(own_rewards.py:14\)$"),
+    ("judge", r"judge raised ZeroDivisionError: division by zero \(own_rewards.py:21\)$"),
+])  # fmt: skip
 def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, name, message):
     (tmp_path / "own_rewards.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -244,22 +241,13 @@ def test_chat_prompts_reach_reward_functions_as_in_trl():
 
     def keep(prompts, completions, completion_ids, answer):
         seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, answer=answer)
-        return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
+        return [1.0, 0.0]
 
-    examples = [Example(CHAT, {"answer": "2"}), Example(CHAT, {"answer": "3"})]
-    scores = score(Task("t", examples, [], {"keep": keep}), examples, ["2", "2"], [[7], [7]])
-    assert seen["prompts"] == [CHAT, CHAT]
-    assert seen["completions"] == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "2"}]]
-    assert seen["completion_ids"] == [[7], [7]] and seen["answer"] == ["2", "3"]
-    assert scores.accuracy == [1.0, 0.0]
-
-
-def test_each_completion_has_the_form_of_its_prompt():
-    def forms(completions, **_):
-        return [float(isinstance(c, str)) for c in completions]
-
-    examples = [Example("p"), Example(CHAT)]
-    assert score(Task("t", examples, [], {"forms": forms}), examples, ["2", "2"], [[7], [7]]).total == [1.0, 0.0]
+    examples = [Example(CHAT, {"answer": "2"}), Example("p", {"answer": "3"})]
+    score(Task("t", examples, [], {"keep": keep}), examples, ["2", "2"], [[7], [8]])
+    assert seen["prompts"] == [CHAT, "p"] and seen["answer"] == ["2", "3"]
+    assert seen["completions"] == [[{"role": "assistant", "content": "2"}], "2"]
+    assert seen["completion_ids"] == [[7], [8]]
 
 
 def test_math_reads_messages_too():

@@ -37,34 +37,19 @@ def remembering(answers, **settings):
     return rpo
 
 
-def test_first_visit_is_whole_then_a_prefix_of_a_remembered_answer():
-    rpo, first = RPO(RPOSettings(whole_share=0)), planned()
-    rpo.plan(context(), [first])
-    assert first.prefix_ids == [] and first.max_new_tokens == 20
-    rpo.collect(context(), answered([0.0, 1.0, 0.0]))
-    kept = rpo.answers[4]
-    group = planned()
-    assert rpo.plan(context(seed=9), [group]) == [group]
-    assert len(group.prefix_ids) < len(kept) and group.prefix_ids == kept[: len(group.prefix_ids)]
-    assert group.max_new_tokens == 20 - len(group.prefix_ids)
-    other = planned(key=5)
-    assert rpo.plan(context(), [other])[0].prefix_ids == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "length", "longest"),
-    [({}, 12, 12), ({"cut_share": 0.5}, 12, 6), ({"cut_share": 0.01}, 12, 1), ({"cut_tokens": 5}, 12, 5),
-     ({"cut_tokens": 50}, 12, 12)],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "longest"), [
+    ({}, 12), ({"cut_share": 0.5}, 6), ({"cut_share": 0.01}, 1), ({"cut_tokens": 5}, 5), ({"cut_tokens": 50}, 12),
+])  # fmt: skip
 @pytest.mark.parametrize("preset", ["ours", "paper"])
-def test_cut_is_uniform_from_its_shortest_to_its_longest(settings, length, longest, preset):
-    rpo = remembering({7: list(range(length))}, **settings, preset=preset, whole_share=0)
+def test_cut_is_uniform_from_its_shortest_to_its_longest(settings, longest, preset):
+    rpo = remembering({7: list(range(12))}, **settings, preset=preset, whole_share=0)
     cuts = Counter()
     for seed in range(2000):
         group = planned(key=7)
         rpo.plan(context(seed), [group])
-        cuts[length - len(group.prefix_ids)] += 1
+        cuts[12 - len(group.prefix_ids)] += 1
         assert group.prefix_ids == list(range(len(group.prefix_ids)))
+        assert group.max_new_tokens == 20 - len(group.prefix_ids)
     shortest = 1 if preset == "paper" else min(3, longest)  # 0.2 of 12 is 2.4
     assert set(cuts) == set(range(shortest, longest + 1))
     expected = 2000 / (longest - shortest + 1)
@@ -215,14 +200,11 @@ def test_stored_answers_that_no_group_judges_are_left_alone():
     assert set(rpo.answers) == {5} and alone[0].reward == 1.0
 
 
-def test_state_round_trip():
-    rpo = remembering({3: [1, 2, 3], 0: [7], 9: list(range(50))})
+@pytest.mark.parametrize("answers", [{}, {3: [1, 2, 3], 0: [7], 9: list(range(50))}])
+def test_state_round_trip(answers):
     other = RPO(RPOSettings())
-    other.load_state_dict(rpo.state_dict())
-    assert other.answers == rpo.answers
-    empty = RPO(RPOSettings())
-    empty.load_state_dict(RPO(RPOSettings()).state_dict())
-    assert empty.answers == {}
+    other.load_state_dict(remembering(answers).state_dict())
+    assert other.answers == answers
 
 
 def test_filling_tries_again_what_found_no_answer():

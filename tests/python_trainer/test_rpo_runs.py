@@ -1,21 +1,18 @@
 """Whole runs with suffix rollouts: what they remember, fill, share and resume."""
 
 import pytest
-import torch
 from conftest import QUIET, record_updates, train
 
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.config import check_config
 from python_trainer.data import merits
-from python_trainer.learner import Learner
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 ROOM = {"max_completion_length": 60}  # enough for the tiny policy to end most of its answers
 
 
-def rpo_config(make_config, **changes):
-    return make_config(rollout=ROOM, accelerators={"enabled": ["rpo"], "rpo": changes.pop("rpo", {})}, **changes)
+def rpo_config(make_config, rollout=(), *, rpo, **changes):
+    return make_config(rollout=ROOM | dict(rollout), accelerators={"enabled": ["rpo"], "rpo": rpo}, **changes)
 
 
 def test_training_with_suffix_rollouts(make_config, tmp_path):
@@ -56,37 +53,14 @@ def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
 
 def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_config, tmp_path):
     """Rewards that are 0 or 1 by the last token: short cuts leave many groups without spread, which are drawn again."""
-    config = rpo_config(make_config, max_steps=3, rpo={"cut_share": 0.3})
-    values = config.model_dump(mode="json")
-    values["rollout"] |= {"dynamic_sampling": True, "max_sampling_rounds": 3}
-    values["task"]["reward"] = "conftest:even"
-    train(check_config(values, source="test"), tmp_path / "run")
+    rollout = {"dynamic_sampling": True, "max_sampling_rounds": 3}
+    config = rpo_config(make_config, rollout, max_steps=3, rpo={"cut_share": 0.3}, task={"reward": "conftest:even"})
+    train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert max(row["sampling/rounds"] for row in rows) > 1
     for row in rows:
         assert row["rpo/informative"] == pytest.approx(row["sampling/kept_groups"])
     assert any(row["rpo/hit_rate"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("advantage", ["group", "gae"])
-def test_sharing_prefixes_changes_the_tokens_computed_but_not_the_weights(
-    make_config, tmp_path, monkeypatch, advantage
-):
-    def unshared(learner, batch, samples):
-        for part, _ in learner.ranks.micro_batches(batch.rollouts, samples, 4096, share=False):
-            yield batch.pack(part, share=False)
-
-    runs = []
-    optimizer = {"learning_rate": 1e-3}
-    config = rpo_config(make_config, max_steps=2, optimizer=optimizer, algorithm={"advantage": advantage})
-    for share in (True, False):
-        if not share:
-            monkeypatch.setattr(Learner, "_packs", unshared)
-        trainer = Trainer(config, tmp_path / str(share), console=QUIET)
-        runs.append((trainer.run()["trained_tokens"], list(trainer.policy.model.parameters())))
-    assert runs[0][0] < 0.95 * runs[1][0]
-    for a, b in zip(runs[0][1], runs[1][1]):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_task, tmp_path):

@@ -10,9 +10,7 @@ import torch
 from conftest import QUIET
 from test_checkpoint import assert_same_run
 
-from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from python_trainer.config import dump_config
 from python_trainer.errors import UserError
 from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
@@ -30,17 +28,14 @@ def full_disk():
 def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, full_disk, size):
     save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
     full_disk(size)
-    with pytest.raises(
-        UserError, match="step-000002 cannot be written: .*too large.*; the newest there is step-000001"
-    ):
+    said = "step-000002 cannot be written: .*too large.*; the newest there is step-000001"
+    with pytest.raises(UserError, match=said):
         save_checkpoint(tmp_path, 2, {"w": torch.ones(40_000)}, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert torch.equal(load_checkpoint(tmp_path / "step-000001")["w"], torch.ones(4))
 
 
-def test_metrics_that_do_not_fit_on_the_disk(make_config, tmp_path, monkeypatch, capsys, full_disk):
-    path = tmp_path / "settings.yaml"
-    path.write_text(dump_config(make_config(max_steps=4, save={"save_steps": 1})))
+def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch, full_disk):
     original = Trainer.step
 
     def step(self, number):
@@ -49,13 +44,12 @@ def test_metrics_that_do_not_fit_on_the_disk(make_config, tmp_path, monkeypatch,
         return original(self, number)
 
     monkeypatch.setattr(Trainer, "step", step)
-    command = ["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]
-    assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "error: " in said and "metrics.jsonl" in said and "step 2 is saved" in said and "Traceback" not in said
+    code, said = run({"save": {"save_steps": 1}})
+    assert code == 2 and "error: " in said and "metrics.jsonl" in said
+    assert "step 2 is saved" in said and "Traceback" not in said
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(Trainer, "step", original)
-    assert main([*command, "--resume"]) == 0
+    assert run({}, "--resume")[0] == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
@@ -154,9 +148,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
     flip(folder / "step-000004" / "tensors.safetensors")
     trainer = Trainer(config, tmp_path / "parts", resume=True)
     assert trainer.state.step == 2
-    assert "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002" in (
-        capsys.readouterr().err
-    )
+    said = "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002"
+    assert said in capsys.readouterr().err
     trainer.run()
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert sorted(p.name for p in folder.iterdir()) == ["damaged-step-000004", "step-000002", "step-000004"]

@@ -10,6 +10,7 @@ import yaml
 from conftest import QUIET, merged
 from rich.console import Console
 from safetensors.torch import load_file
+from test_packing import plain_score
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
@@ -19,6 +20,8 @@ from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
+from python_trainer.report.runs import find_runs
+from python_trainer.report.tables import summary_columns
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft, mean_loss
 from python_trainer.trainer import Trainer
@@ -31,14 +34,8 @@ def lessons(settings, tmp_path):
         rows = [{"prompt": p, "answer": p[::-1]} for p in (["ABC", "D", "FGAB", "HC"] if name == "train" else ["CA"])]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    return merged(
-        settings,
-        {
-            "task": paths,
-            "optimizer": {"lr_scheduler_type": "cosine", "learning_rate": 2e-2},
-            "sft": {"epochs": 60, "batch_tokens": 32},
-        },
-    )
+    optimizer = {"lr_scheduler_type": "cosine", "learning_rate": 2e-2}
+    return merged(settings, {"task": paths, "optimizer": optimizer, "sft": {"epochs": 60, "batch_tokens": 32}})
 
 
 def config_of(lessons, **changes):
@@ -61,40 +58,29 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
-    capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
-    told = {
-        row[0].strip(): row[1].strip()
-        for line in capsys.readouterr().out.splitlines()
-        if len(row := line.split("│")[1:]) > 1
-    }
+    told = summary_columns(find_runs([tmp_path / "run"]))["run"]
     assert told["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
     assert told["share of training"] == "100 %"
     assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [4, 4096])
-def test_gradient_is_that_of_cross_entropy_on_padded_rows(lessons, tmp_path, monkeypatch, micro_batch_tokens):
+def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path, monkeypatch, micro_batch_tokens):
     optimizer = {"micro_batch_tokens": micro_batch_tokens}
     config = config_of(lessons, optimizer=optimizer, sft={"batch_tokens": 999, "epochs": 1})
     run, ours = Sft(config, tmp_path / "run", console=QUIET), {}
-    monkeypatch.setattr(
-        PolicyOptimizer,
-        "step",
-        lambda self, lr: ours.update({name: p.grad.clone() for name, p in self.params.items()}) or 0.0,
-    )
+
+    def keep(self, lr):
+        ours.update({name: p.grad.clone() for name, p in self.params.items()})
+        return 0.0
+
+    monkeypatch.setattr(PolicyOptimizer, "step", keep)
     metrics = run.step()
     policy, rows, task = run.policy, run.rows, config.task.load()
     policy.model.zero_grad()
-    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
-    ids, labels = torch.zeros(len(rows), longest, dtype=torch.int64), torch.full((len(rows), longest), -100)
-    for i, row in enumerate(rows):
-        start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.response_ids)
-        ids[i, :end] = torch.tensor([*row.prompt_ids, *row.response_ids])
-        labels[i, start:end] = ids[i, start:end]
-    assert int((labels >= 0).sum()) == sum(len(e.columns["answer"]) + 1 for e in task.train)  # with the end token
-    logits = policy.model(ids, attention_mask=torch.arange(longest) < (labels >= 0).cumsum(1).argmax(1)[:, None] + 1)
-    loss = torch.nn.functional.cross_entropy(logits.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss = -torch.cat([plain_score(policy, row)[0] for row in rows]).mean()
+    assert sum(len(row.ids) for row in rows) == sum(len(e.columns["answer"]) + 1 for e in task.train)  # and the end
     loss.backward()
     assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == mean_loss(policy, rows, 99)
     for name, p in policy.model.named_parameters():
@@ -102,7 +88,7 @@ def test_gradient_is_that_of_cross_entropy_on_padded_rows(lessons, tmp_path, mon
 
 
 def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
-    config = config_of(lessons, sft={**lessons["sft"], "epochs": 9}, save={"save_steps": 2})
+    config = config_of(lessons, sft={"epochs": 9}, save={"save_steps": 2})
     Sft(config, tmp_path / "whole", console=QUIET).run()
     cut = Sft(config, tmp_path / "cut", console=QUIET)
     step = Sft.step
@@ -119,7 +105,7 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="already holds a run: add --resume"):
         Sft(config, tmp_path / "cut")
     with pytest.raises(UserError, match="was run with 5 steps, and these settings make 1"):
-        Sft(config_of(lessons, sft={**lessons["sft"], "epochs": 1}), tmp_path / "cut", resume=True)
+        Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "cut", resume=True)
     resumed = Sft(config, tmp_path / "cut", resume=True, console=QUIET)
     assert resumed.state.step == 2
     resumed.run()
@@ -156,17 +142,14 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
             Sft(config_of(lessons, **changes), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    task = lessons["task"]
-    refused(
-        r"train.jsonl:1 has no text or number 'answer' for sft; its columns: a.*COLUMN",
-        task=task | {"columns": {"a": "answer"}},
-    )
+    said = r"train.jsonl:1 has no text or number 'answer' for sft; its columns: a.*COLUMN"
+    refused(said, task={"columns": {"a": "answer"}})
     refused("parallel must be none, got ddp", parallel="ddp")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
     refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
     refused(r"train.jsonl:1 has 202: more than 128 tokens with its answer, .*; task.overlong=drop leaves")
-    refused("task jsonl has no training examples", task={**lessons["task"], "overlong": "drop"})
+    refused("task jsonl has no training examples", task={"overlong": "drop"})
 
 
 def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons, tmp_path):
@@ -174,7 +157,7 @@ def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons
         rows = [{"prompt": "A", "answer": "B" * length} for length in (200, 126, 127)]  # 128 with prompt and end token
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = io.StringIO()
-    config = config_of(lessons, task={**lessons["task"], "overlong": "drop"})
+    config = config_of(lessons, task={"overlong": "drop"})
     run = Sft(config, tmp_path / "run", console=Console(file=out, width=1000))
     assert [[len(row.response_ids) for row in rows] for rows in (run.rows, run.held_out)] == [[127], [127]]
     for name in ("train", "test"):
@@ -182,25 +165,14 @@ def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons
         assert f"{name}.jsonl:1 with 202" in out.getvalue()
 
 
-def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, tmp_path, capsys):
-    config, out = config_of(lessons, sft={**lessons["sft"], "epochs": 2}, save={"save_steps": 1}), io.StringIO()
-
-    def resume(**changes):
-        out.truncate(0)
-        Sft(config_of(config.model_dump(), **changes), tmp_path / "run", resume=True, console=Console(file=out))
-        return out.getvalue()
-
+def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, tmp_path):
+    begun = merged(lessons, {"sft": {"epochs": 2}, "save": {"save_steps": 1}})
+    config = check_config(begun, source="test")
     Sft(config, tmp_path / "run", console=QUIET).run()
-    path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    options = ["--config", str(path), "--output-dir", str(tmp_path / "run"), "--resume"]
-    assert main(["sft", *options, "--set", "optimizer.learning_rate=0.1"]) == 0
-    assert "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in capsys.readouterr().err
+    code, said = run(begun, "--resume", "--set", "optimizer.learning_rate=0.1", command="sft")
+    assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in said
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
-        resume(model={"lora": {"r": 2}})
-    Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
-    with pytest.raises(UserError, match="was written by another version of the trainer or something else"):
-        Sft(config, tmp_path / "rl", resume=True)
+        Sft(config_of(begun, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
 
 
 @pytest.mark.parametrize("kind", [Sft, Trainer])
@@ -219,7 +191,7 @@ def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, need
     """Which test_memory decides, of the longest answer behind its prompt."""
     seen = []
     monkeypatch.setattr("python_trainer.sft.needs_recomputing", lambda *args: seen.append(args) or needed)
-    run = Sft(config_of(lessons, sft={**lessons["sft"], "epochs": 1}), tmp_path / "run", console=QUIET)
+    run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
     ((chosen, _, prompt),) = seen
     assert prompt == 4 and chosen.rollout.max_completion_length == 5
     assert recomputes(run.policy.model) == needed and run.run()["loss_final"] > 0

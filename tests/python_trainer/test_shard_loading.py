@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import shutil
-import traceback
 from functools import partial
 from unittest.mock import patch
 
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.data import Rollout
 from python_trainer.distributed import start
 from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.errors import UserError
@@ -73,12 +71,11 @@ def assert_equal_modules(first, second):
         assert (x.training, type(x).__name__) == (y.training, type(y).__name__), name
 
 
-def trained(policy, ranks):
-    """A learner with a reference and a critic of its own, after two updates, and what it began with."""
+def assert_equal_copies(policy, ranks):
+    """A reference and the body of a critic begin with the weights of the policy."""
     learner = Learner(
-        policy, algorithm=AlgorithmConfig(advantage="gae", beta=0.1, num_minibatches=2), temperature=1.0,
-        optimizer=OptimizerConfig(learning_rate=1e-2, micro_batch_tokens=20), critic=CriticConfig(separate=True),
-        max_completion_length=4, max_steps=2, ranks=ranks,
+        policy, algorithm=AlgorithmConfig(advantage="gae", beta=0.1), optimizer=OptimizerConfig(),
+        critic=CriticConfig(separate=True), temperature=1.0, max_completion_length=4, max_steps=2, ranks=ranks,
     )  # fmt: skip
     if not policy.adapted:  # else it is the policy itself
         for name, p in policy.inference_model.named_parameters():
@@ -86,15 +83,6 @@ def trained(policy, ranks):
     body = {name: full(p) for name, p in learner.critic.body.named_parameters()}
     for name, p in policy.inference_model.base_model.named_parameters():
         assert torch.equal(body[name], p.float()) and body[name].dtype == torch.float32
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, 60, (6, 9), generator=random).tolist()
-    rollouts = [
-        Rollout(rows[i // 2][:3], row[3 : 6 + i % 4], 0, [-2.0] * min(3 + i % 4, 6), group=i // 2, reward=i % 3)
-        for i, row in enumerate(rows)
-    ]
-    metrics = [learner.update(rollouts, number) for number in (1, 2)]
-    policy.sync_inference_model()
-    return learner, metrics
 
 
 def compare(settings):
@@ -104,16 +92,11 @@ def compare(settings):
         assert_equal_modules(getattr(policy, part), getattr(plain, part))
     assert policy.traits == plain.traits and policy.eos_token_ids == plain.eos_token_ids
     assert policy.adapted == plain.adapted and policy.name == plain.name
-    kept = {
-        "dtype": policy.inference_model.config.to_dict()["dtype"]
-    }  # one that an adapter was merged into says that of its base
-    assert policy.inference_model.config.to_dict() == plain.inference_model.config.to_dict() | kept
+    found = policy.inference_model.config.to_dict()
+    kept = {"dtype": found["dtype"]}  # one that an adapter was merged into says that of its base
+    assert found == plain.inference_model.config.to_dict() | kept
     assert policy.inference_model.generation_config.to_dict() == plain.inference_model.generation_config.to_dict()
-    (first, rows), (second, others) = trained(policy, ours), trained(plain, theirs)
-    assert rows == others
-    assert_equal_modules(first.policy.model, second.policy.model)
-    assert_equal_modules(first.critic, second.critic)
-    assert_equal_modules(policy.inference_model, plain.inference_model)
+    assert_equal_copies(policy, ours)
 
 
 def refuse(folder, said):
@@ -137,14 +120,8 @@ def every_case(folder, paths):
     load_on_unlike_processors(paths["tied"])
     (folder / f"unlike-{rank}.txt").write_text("float32")
     for name, (place, settings) in CASES.items():
-        if place in paths:
-            said = folder / f"{name}-{rank}.txt"
-            try:
-                compare(settings | {"path": str(paths[place])})
-                said.write_text("the same")
-            except Exception:
-                said.write_text(traceback.format_exc())
-                raise
+        compare(settings | {"path": str(paths[place])})
+        (folder / f"{name}-{rank}.txt").write_text("the same")
     for name in REFUSED:
         refuse(paths[name], folder / f"{name}-{rank}.txt")
 
@@ -160,9 +137,8 @@ def with_weights(folder, changed):
 def save_adapter(folder, base):
     import peft
 
-    model = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=2, target_modules=["q_proj"])
-    )
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -193,7 +169,7 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_in_shards_is_cut_from_a_whole(said, name):
-    """Weights, buffers, modes and what two updates make of them, bit for bit."""
+    """Weights, buffers and modes, bit for bit."""
     for rank in range(2):
         assert (said / f"{name}-{rank}.txt").read_text() == "the same"
 

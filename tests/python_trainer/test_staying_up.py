@@ -6,14 +6,13 @@ import signal
 import pytest
 import torch
 from conftest import QUIET
-from test_checkpoint import assert_same_run
+from test_checkpoint import assert_same_run, assert_same_state
 
 from python_trainer import commands
 from python_trainer.__main__ import main
 from python_trainer.accelerators.drafts import Drafts
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.config import dump_config
-from python_trainer.errors import SIGNALS, Interrupted, NotFinite, StopSignal, UserError
+from python_trainer.checkpoint import list_checkpoints
+from python_trainer.errors import SIGNALS, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.rollout.paged.engine import PagedEngine
@@ -44,15 +43,11 @@ def huge(prompts, completions, completion_ids, **columns):
     return rewards
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [{}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}],
-)
+@pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}])
 def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, algorithm):
     huge.calls = 0
-    config = make_config(
-        max_steps=6, task={"reward": "test_staying_up:huge"}, algorithm=algorithm, save={"save_steps": 1}
-    )
+    task = {"reward": "test_staying_up:huge"}
+    config = make_config(max_steps=6, task=task, algorithm=algorithm, save={"save_steps": 1})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     said = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
     with pytest.raises(UserError, match=said):
@@ -76,25 +71,6 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_signal_saves_and_the_run_goes_on_to_the_same_weights(make_config, tmp_path):
-    config = make_config(max_steps=5, save={"save_steps": 0}, accelerators={"enabled": ["rpo"]})
-    Trainer(config, tmp_path / "whole", console=QUIET).run()
-    part = Trainer(config, tmp_path / "parts", console=QUIET)
-    original = part.step
-
-    def step(count):
-        if count == 3:
-            os.kill(os.getpid(), signal.SIGINT)  # while the step is at work
-        return original(count)
-
-    part.step = step
-    with pytest.raises(Interrupted, match="SIGINT: stopped after step 3, which is saved"):
-        part.run()
-    assert [p.name for p in list_checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-000003"]
-    Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
-
-
 def test_ctrl_c_ends_the_command_in_one_line(tmp_path, monkeypatch, capsys):
     def interrupt(argv):
         raise KeyboardInterrupt
@@ -104,23 +80,21 @@ def test_ctrl_c_ends_the_command_in_one_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted: a run continues from its newest checkpoint, if there is one\n"
 
 
-def test_the_command_ends_with_0_and_says_how_to_go_on(make_config, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "settings.yaml"
-    path.write_text(dump_config(make_config(max_steps=4)))
+def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(run, tmp_path, monkeypatch):
     original = Trainer.step
 
     def step(self, number):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # while the step is at work
         return original(self, number)
 
-    monkeypatch.setattr(Trainer, "step", step)
-    command = ["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]
-    assert main(command) == 0
-    said = capsys.readouterr().err
-    assert "SIGTERM: stopped after step 1, which is saved; a resumed run continues from it" in said
-    monkeypatch.setattr(Trainer, "step", original)
-    assert main([*command, "--resume"]) == 0
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", step)
+        code, said = run({"max_steps": 5, "save": {"save_steps": 0}, "accelerators": {"enabled": ["rpo"]}})
+    assert code == 0 and "SIGINT: stopped after step 3, which is saved; a resumed run continues from it" in said
+    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000003"]
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def broken(prompts, completions, completion_ids, **columns):
@@ -131,24 +105,17 @@ def broken(prompts, completions, completion_ids, **columns):
     return [sum(token < 10 for token in ids) / len(ids) for ids in completion_ids]
 
 
-@pytest.mark.parametrize(
-    ("at", "error", "accelerators"),
-    [
-        (4, SystemExit(7), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
-        (6, ValueError("no verdict"), []),  # in the evaluation after step 4
-    ],
-)
+@pytest.mark.parametrize(("at", "error", "accelerators"), [
+    (4, SystemExit(7), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
+    (6, ValueError("no verdict"), []),  # in the evaluation after step 4
+])  # fmt: skip
 def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, monkeypatch, at, error, accelerators):
     monkeypatch.setattr(Drafts, "_measured", lambda self, engine: 20.0)
-    changes = {
-        "max_steps": 5,
-        "save": {"save_steps": 0},
-        "task": {"reward": "test_staying_up:broken"},
-        "accelerators": {"enabled": accelerators},
-        "evaluation": {"eval_steps": 4},
-    }
     broken.calls, broken.at, broken.error = 0, -1, error
-    config = make_config(**changes)
+    config = make_config(
+        max_steps=5, task={"reward": "test_staying_up:broken"}, accelerators={"enabled": accelerators},
+        save={"save_steps": 0}, evaluation={"eval_steps": 4},
+    )  # fmt: skip
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     broken.calls, broken.at = 0, at
     with pytest.raises(UserError, match="reward function broken") as raised:
@@ -157,8 +124,7 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
     Trainer(config, tmp_path / "parts", resume=True, console=QUIET).run()
-    saved = [load_checkpoint(list_checkpoints(tmp_path / run / "checkpoints")[-1]) for run in ("whole", "parts")]
-    assert all(torch.equal(w, saved[1]["model"][name]) for name, w in saved[0]["model"].items())
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
     if at == 4:
         assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -175,18 +141,15 @@ def test_a_final_evaluation_that_failed_is_made_up_for(make_config, tmp_path):
     assert load_evaluations(tmp_path / "run").keys() == {"start", "final"}
 
 
-def test_out_of_memory_is_said_in_one_line(make_config, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "settings.yaml"
-    path.write_text(dump_config(make_config(max_steps=4)))
+def test_out_of_memory_is_said_in_one_line(run, monkeypatch):
     original = Trainer.generate
 
     def generate(self, requests, seed):
         return original(self, requests, seed) if self.state.step < 2 else torch.empty(1 << 60)
 
     monkeypatch.setattr(Trainer, "generate", generate)
-    assert main(["train", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said
+    code, said = run()
+    assert code == 2 and "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said
 
 
 def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_path, monkeypatch, capsys):

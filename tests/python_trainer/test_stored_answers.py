@@ -17,7 +17,6 @@ from python_trainer.accelerators.rhyme.recording import OWN
 from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_PROMPT, REST, SuccessRates
 from python_trainer.accelerators.rhyme.sampling import AnswerBank
 from python_trainer.accelerators.settings import RhymeSettings
-from python_trainer.algorithms.advantages import against_chance
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch
 from python_trainer.data import Rollout
@@ -76,9 +75,8 @@ def replaying(*answers, right=0, seen=0):
     rhyme.active, rhyme.rates, rhyme.bank = True, SuccessRates(8), filled(*answers)
     rhyme.rates.right += right
     rhyme.rates.answers += seen
-    run = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(num_generations=8)), prompts=[[1, key] for key in range(8)]
-    )
+    config = SimpleNamespace(rollout=SimpleNamespace(num_generations=8))
+    run = SimpleNamespace(config=config, prompts=[[1, key] for key in range(8)])
 
     def replay(step, *, tokens):
         context = StepContext(run, step, 0)
@@ -119,12 +117,6 @@ def test_a_rate_is_a_discounted_mean_with_one_answer_of_the_mean_prompt():
     rates.add([[answer(0, accuracy=0.0)] * 4])
     mean = 5 * left / (8 * left + 4)
     assert rates.rates([0]) == pytest.approx([(left + mean) / (4 * left + 4 + 1)])
-    again = SuccessRates(3)
-    again.load_state_dict(rates.state_dict())
-    for one in (rates, again):
-        one.advance(50)
-        one.add([[answer(2)] * 2])
-    assert again.rates(keys) == rates.rates(keys) and (again.groups, again.failed) == (4, 1)
 
 
 def test_right_answers_are_rare_by_the_first_groups():
@@ -137,42 +129,22 @@ def test_right_answers_are_rare_by_the_first_groups():
     assert rates.rare(0.5) is True and rates.rare(0.51) is False and rates.rare(0)
 
 
-def test_advantage_is_that_of_a_large_group_that_is_right_as_often():
-    n, right = 10_000, 500
-    rewards = torch.tensor([1.0] * right + [0.0] * (n - right))
-    p = torch.tensor([right / n])
-    assert against_chance(p, deviations=True)[0].item() == pytest.approx(
-        ((1 - rewards.mean()) / rewards.std()).item(), rel=1e-3
-    )
-    assert against_chance(p, deviations=False)[0].item() == pytest.approx(0.95)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "wanted"),
-    [
-        ({}, math.sqrt(0.9 / 0.1)),
-        ({"scale_rewards": "batch"}, math.sqrt(0.9 / 0.1)),
-        ({"scale_rewards": "none"}, 0.9),
-        ({"advantage": "rloo"}, 0.9),
-        ({"advantage": "reinforce++"}, math.sqrt(0.9 / 0.1)),
-        ({"advantage": "gae"}, math.sqrt(0.9 / 0.1)),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "wanted"), [
+    ({}, math.sqrt(0.9 / 0.1)),
+    ({"scale_rewards": "batch"}, math.sqrt(0.9 / 0.1)),
+    ({"scale_rewards": "none"}, 0.9),
+    ({"advantage": "rloo"}, 0.9),
+    ({"advantage": "reinforce++"}, math.sqrt(0.9 / 0.1)),
+])  # fmt: skip
 def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, wanted):
     fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
     lone = answer(1, group=1, reward=1.0, expected=0.1, importance_cap=1.0)
     config = AlgorithmConfig(**algorithm)
     batches = [Batch(rollouts, config, 10, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
-    for batch in batches:
-        if algorithm.get("advantage") == "gae":
-            batch.values = torch.full(batch.scored.shape, 0.25)
     facts = [batch.set_advantages() for batch in batches]
     alone, both = (batch.advantages for batch in batches)
     assert torch.allclose(both[4], torch.tensor(wanted))
     assert torch.equal(both[:4], alone) and facts[0] == facts[1]
-    if algorithm.get("advantage") == "gae":
-        alone, both = (batch.returns for batch in batches)
-        assert torch.equal(both[:4], alone) and both[4].isnan().all(), "a critic learns nothing of it"
 
 
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
@@ -197,26 +169,23 @@ def test_they_are_in_no_metric_of_groups():
     assert rollout_statistics(stored) == {"reward_std": pytest.approx(0.5**0.5), "frac_reward_zero_std": 0.0}
 
 
+SMALL_GROUPS = {"num_generations": 2, "prompts_per_step": 8}
+EVEN = {"reward": "conftest:even"}
+
+
 @pytest.mark.parametrize(
-    ("enabled", "algorithm", "dynamic"),
-    [(["rhyme"], {}, True), (["rhyme", "drafts"], {"advantage": "gae", "num_iterations": 2}, False)],
+    ("further", "options"),
+    [
+        ([], {"rollout": SMALL_GROUPS | {"dynamic_sampling": True, "max_sampling_rounds": 2}}),
+        (["drafts"], {"rollout": SMALL_GROUPS, "algorithm": {"advantage": "gae", "num_iterations": 2}}),
+    ],
 )
-def test_a_run_uses_them_and_resumes_with_the_same_weights(
-    make_config, tmp_path, monkeypatch, enabled, algorithm, dynamic
-):
+def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path, monkeypatch, further, options):
     monkeypatch.setattr(sampling, "RESCUERS", 0)
+    accelerators = {"enabled": ["rhyme", *further], "rhyme": {"rare_share": 0, "history_ratio": 0}}
 
     def run(folder, steps, resume=False):
-        options = {"enabled": enabled, "rhyme": {"rare_share": 0, "history_ratio": 0}}
-        config = make_config(
-            max_steps=steps,
-            rollout={
-                "num_generations": 2, "prompts_per_step": 8, "dynamic_sampling": dynamic, "max_sampling_rounds": 2
-            },
-            accelerators=options,
-            algorithm=algorithm,
-            task={"reward": "conftest:even"},
-        )  # fmt: skip
+        config = make_config(max_steps=steps, accelerators=accelerators, task=EVEN, **options)
         return train(config, tmp_path / folder, resume=resume)
 
     whole = run("whole", 8)
@@ -234,12 +203,7 @@ def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, t
     monkeypatch.setattr("python_trainer.accelerators.rhyme.replay.FIRST_GROUPS", 16)
 
     def run(folder, steps, resume=False, **accelerators):
-        config = make_config(
-            max_steps=steps,
-            rollout={"num_generations": 2, "prompts_per_step": 8},
-            accelerators=accelerators,
-            task={"reward": "conftest:even"},
-        )
+        config = make_config(max_steps=steps, rollout=SMALL_GROUPS, accelerators=accelerators, task=EVEN)
         lines = io.StringIO()
         trainer = Trainer(config, tmp_path / folder, console=Console(file=lines, width=300), resume=resume)
         trainer.run()

@@ -71,17 +71,14 @@ def test_objections_and_prediction_are_those_of_the_settings():
     torch.testing.assert_close(by_accuracy["w"], 6 * step)
 
 
-@pytest.mark.parametrize(
-    ("setting", "error", "message"),
-    [
-        ({"predictor": "oracle"}, ValueError, "predictor must be one of .* got 'oracle'"),
-        ({"horizon": 1}, ValueError, "horizon must be above 1, got 1"),
-        ({"horizon": "2"}, TypeError, "horizon must be a number, got '2'"),
-        ({"prompts": 0}, ValueError, "prompts must be >= 1, got 0"),
-        ({"max_tries": 1.5}, TypeError, "max_tries must be an integer, got 1.5"),
-        ({"shrink": 1.0}, ValueError, r"shrink must be between 0 and 1 \(exclusive\), got 1.0"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "error", "message"), [
+    ({"predictor": "oracle"}, ValueError, "predictor must be one of .* got 'oracle'"),
+    ({"horizon": 1}, ValueError, "horizon must be above 1, got 1"),
+    ({"horizon": "2"}, TypeError, "horizon must be a number, got '2'"),
+    ({"prompts": 0}, ValueError, "prompts must be >= 1, got 0"),
+    ({"max_tries": 1.5}, TypeError, "max_tries must be an integer, got 1.5"),
+    ({"shrink": 1.0}, ValueError, r"shrink must be between 0 and 1 \(exclusive\), got 1.0"),
+])  # fmt: skip
 def test_bad_settings_are_named(setting, error, message):
     with pytest.raises(error, match=message):
         Attempt(**setting)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import every_isa
 from test_compiled_ops import problems
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -34,11 +35,7 @@ def fenced(value, at_end):
 
 
 def run_all():
-    for isa in ("portable", "avx2", "avx512", "amx"):
-        try:
-            torch.ops.rlkernels.set_cpu_isa(isa)
-        except ValueError:  # what is missing here is named by the tests of single ops
-            continue
+    for isa in every_isa():
         for dim in (5, 19, 32):
             for name, args in problems(dim).items():
                 for at_end in (False, True):

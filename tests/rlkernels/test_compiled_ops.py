@@ -6,6 +6,7 @@ import torch
 import rlkernels.logprobs  # registers the gradient of its op
 
 pytestmark = pytest.mark.usefixtures("compiled")
+LAYOUT = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
 
 
 def ints(*values):
@@ -20,12 +21,11 @@ def paged(dim=8):
 
 def grouped(dim=8):
     """Query, key, value, output and log-sum-exp of nine packed tokens, and how they are packed."""
-    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
     query, key, value = torch.randn(9, 2, dim), torch.randn(9, 1, dim), torch.randn(9, 1, dim)
     out, lse = rlkernels.shared_prefix_attention(
-        query, key[:, None], value[:, None], *layout.paged, scale=0.3, return_lse=True
+        query, key[:, None], value[:, None], *LAYOUT.paged, scale=0.3, return_lse=True
     )
-    return (query, key, value, out, lse), (layout.prefix_lens, layout.suffix_lens, layout.group_starts)
+    return (query, key, value, out, lse), (LAYOUT.prefix_lens, LAYOUT.suffix_lens, LAYOUT.group_starts)
 
 
 def problems(dim=8):
@@ -87,15 +87,12 @@ def test_opcheck():
         torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, args)
 
 
-@pytest.mark.parametrize(
-    ("op", "changes", "message"),
-    [
-        ("write_kv", {3: torch.zeros(1, 4, 1, 8)}, "value_cache must be like key_cache"),
-        ("grouped_attention_backward", {6: torch.tensor([-4])}, "prefix_lens must be >= 0"),
-        ("grouped_attention_backward", {7: torch.tensor([-3, 8])}, "suffix_lens must be >= 0"),
-        ("grouped_attention_backward", {6: torch.tensor([4, 0]), 8: torch.tensor([0, 9, 2])}, "group_starts must rise"),
-    ],
-)
+@pytest.mark.parametrize(("op", "changes", "message"), [
+    ("write_kv", {3: torch.zeros(1, 4, 1, 8)}, "value_cache must be like key_cache"),
+    ("grouped_attention_backward", {6: torch.tensor([-4])}, "prefix_lens must be >= 0"),
+    ("grouped_attention_backward", {7: torch.tensor([-3, 8])}, "suffix_lens must be >= 0"),
+    ("grouped_attention_backward", {6: torch.tensor([4, 0]), 8: torch.tensor([0, 9, 2])}, "group_starts must rise"),
+])  # fmt: skip
 def test_no_direct_call_leaves_its_tensors(op, changes, message):
     args = list(problems()[op])
     for place, value in changes.items():
@@ -113,11 +110,7 @@ def test_a_wrong_temperature_draws_nothing(temperature):
 
 @pytest.mark.parametrize("subsequence", [False, True])
 def test_shapes_of_the_op_that_only_gpus_have(subsequence):
-    x, y, lengths = (
-        torch.empty(2, 5, 1, device="meta"),
-        torch.empty(3, 6, 1, device="meta"),
-        torch.empty(0, device="meta"),
-    )
+    x, y, lengths = (torch.empty(shape, device="meta") for shape in ((2, 5, 1), (3, 6, 1), (0,)))
     found = torch.ops.rlkernels.dtw_warps(x, y, lengths, lengths, -1, subsequence)
     places = [(torch.int64, (2 if subsequence else 0, 3))] * 2
     assert [(t.dtype, tuple(t.shape)) for t in found] == [(torch.float32, (2, 3)), *places]
@@ -126,35 +119,48 @@ def test_shapes_of_the_op_that_only_gpus_have(subsequence):
     torch.ops.rlkernels.dtw_warps_(bounds, lengths, x, y, lengths, lengths, -1)
 
 
-def in_one_graph(function, *args):
+def attend(query, keys, values, *tables):
+    return rlkernels.paged_attention(query, keys, values, *tables, scale=0.3, return_lse=True)[0] * 2
+
+
+def attend_in_groups(query, key, value):
+    return rlkernels.grouped_attention(query, key, value, LAYOUT, scale=0.3).square()
+
+
+def score(logits, ids):
+    return sum(rlkernels.token_logprobs(logits, ids, temperature=0.7, return_entropy=True))
+
+
+def score_hidden(hidden, weight, bias, ids):
+    logprobs, entropy = rlkernels.linear_token_logprobs(hidden, weight, ids, bias=bias, return_entropy=True, chunk=20)
+    return logprobs * 2 + entropy
+
+
+def distances(x, y, lengths):
+    cost = rlkernels.dtw(x * 2, y, x_lengths=lengths, band=3)
+    return cost + 1, rlkernels.dtw(x, y, mode="subsequence"), rlkernels.dtw_topk(x, y, 2)
+
+
+GRAPHS = {  # function -> inputs, and how many of them get a gradient
+    attend: (paged, 0),
+    attend_in_groups: (lambda: grouped()[0][:3], 3),
+    score: (lambda: (torch.randn(4, 13), torch.tensor([0, 12, 3, 3])), 1),
+    score_hidden: (lambda: (torch.randn(4, 8), torch.randn(50, 8), torch.randn(50), torch.tensor([0, 49, 3, 3])), 3),
+    distances: (lambda: (torch.randn(3, 5), torch.randn(4, 6), torch.tensor([5, 1, 0])), 0),
+}
+
+
+@pytest.mark.parametrize("function", GRAPHS)
+def test_compiles_into_one_graph(function):
+    make, differentiable = GRAPHS[function]
+    given = make()
+    leaves = [t.requires_grad_() for t in given[:differentiable]]
     torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
-    torch.testing.assert_close(compiled, function(*args))
-    return compiled
-
-
-def test_paged_attention_compiles_into_one_graph():
-    args = paged()
-    in_one_graph(lambda *a: rlkernels.paged_attention(*a, scale=0.3, return_lse=True)[0] * 2, *args)
-
-
-def test_grouped_attention_compiles_into_one_graph():
-    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
-    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
-    leaves = [t.requires_grad_() for t in (query, key, value)]
-    attend = lambda *a: rlkernels.grouped_attention(*a, layout, scale=0.3).square()  # noqa: E731
-    out = in_one_graph(attend, *leaves)
-    wanted = torch.autograd.grad(attend(*leaves).sum(), leaves)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), leaves), wanted)
-
-
-def test_token_logprobs_compiles_into_one_graph():
-    logits, ids = torch.randn(4, 13, requires_grad=True), torch.tensor([0, 12, 3, 3])
-    score = lambda x, i: sum(rlkernels.token_logprobs(x, i, temperature=0.7, return_entropy=True))  # noqa: E731
-    out = in_one_graph(score, logits, ids)
-    (grad,) = torch.autograd.grad(out.sum(), logits)
-    (wanted,) = torch.autograd.grad(score(logits, ids).sum(), logits)
-    torch.testing.assert_close(grad, wanted)
+    found, wanted = torch.compile(function, fullgraph=True, backend="aot_eager")(*given), function(*given)
+    torch.testing.assert_close(found, wanted)
+    if leaves:
+        grads = (torch.autograd.grad(out.sum(), leaves) for out in (found, wanted))
+        torch.testing.assert_close(*grads)
 
 
 def test_what_compiled_graphs_write_counts_as_a_change():

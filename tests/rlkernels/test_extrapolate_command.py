@@ -11,14 +11,16 @@ transformers = pytest.importorskip("transformers", reason="this machine lacks tr
 STEPS = (10, 20, 30, 40)
 
 
+def llama(width):
+    sizes = {"hidden_size": 24, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes))
+
+
 @pytest.fixture
 def training(tmp_path):
     """(base, checkpoints, direction): every projection moves along one direction of rank 1, the rest by itself."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(32)
     model.save_pretrained(tmp_path / "base")
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     direction = {
@@ -77,12 +79,7 @@ def test_reasons_not_to(training, tmp_path, capsys):
         assert extrapolate(base, paths, out, *more) == 1
         assert f"rlkernels extrapolate: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
         assert not out.exists()
-    other = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=16, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-        )
-    )
-    other.save_pretrained(tmp_path / "other")
+    llama(48).save_pretrained(tmp_path / "other")
     assert extrapolate(base, [*folders[:3], tmp_path / "other"], out) == 1
     assert "other has no model.layers.0.mlp.down_proj.weight of shape [24, 32], as " in capsys.readouterr().err
 

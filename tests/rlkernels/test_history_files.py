@@ -3,8 +3,8 @@
 import math
 import os
 import struct
-import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,31 +41,25 @@ def test_save_and_load(tmp_path):
 
 
 def test_savers_of_one_path_do_not_meet(tmp_path):
-    path, errors, start = tmp_path / "h.bin", [], threading.Barrier(6)
+    path = tmp_path / "h.bin"
     rlkernels.RolloutHistory().save(path)
 
     def save(seed):
-        try:
-            history = rlkernels.RolloutHistory()
-            start.wait()
-            for i in range(12):
-                history.add([seed], range(300 * (i % 3), 500))
-                history.save(path)
-        except Exception as error:
-            errors.append(error)
+        history = rlkernels.RolloutHistory()
+        for i in range(12):
+            history.add([seed], range(300 * (i % 3), 500))
+            history.save(path)
 
-    threads = [threading.Thread(target=save, args=(seed,)) for seed in range(6)]
     before = os.umask(0o002)
     try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            rlkernels.RolloutHistory.load(path)
+        with ThreadPoolExecutor(6) as pool:
+            savers = [pool.submit(save, seed) for seed in range(6)]
+            while not all(saver.done() for saver in savers):
+                rlkernels.RolloutHistory.load(path)
     finally:
         os.umask(before)
-        for thread in threads:
-            thread.join()
-    assert not errors and rlkernels.RolloutHistory.load(path).stats["rollouts"] > 0
+    assert not any(saver.exception() for saver in savers)
+    assert rlkernels.RolloutHistory.load(path).stats["rollouts"] > 0
     assert path.stat().st_mode & 0o777 == 0o664  # as any new file
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
@@ -126,23 +120,16 @@ def test_damaged_file(tmp_path, damage):
     history.add([1], list(range(50)))
     path = tmp_path / "h.bin"
     history.save(path)
-    data = bytearray(path.read_bytes())
-    message = "damaged"
-    if damage == "empty":
-        data, message = bytearray(), "not a rollout history"
-    elif damage == "magic":
-        data[0] ^= 1
-        message = "not a rollout history"
-    elif damage == "version":
-        data[8] = 9
-        message = "version 9"
-    elif damage == "cut":
-        data = data[:-5]
-    elif damage == "longer":
-        data += b"12345"
-    else:
-        data[60] ^= 4
-    path.write_bytes(data)
+    data = path.read_bytes()
+    broken, message = {
+        "empty": (b"", "not a rollout history"),
+        "magic": (b"X" + data[1:], "not a rollout history"),
+        "version": (data[:8] + b"\x09" + data[9:], "version 9"),
+        "cut": (data[:-5], "damaged"),
+        "longer": (data + b"12345", "damaged"),
+        "flip": (data[:60] + bytes([data[60] ^ 4]) + data[61:], "damaged"),
+    }[damage]
+    path.write_bytes(broken)
     with pytest.raises(ValueError, match=message):
         rlkernels.RolloutHistory.load(path)
     with pytest.raises(FileNotFoundError):

@@ -28,16 +28,10 @@ def test_rule_is_twice_the_error_of_plain_torch():
     assert passes(gate(exact, plain).judge(close)) and not passes(gate(exact, plain).judge(far))
 
 
-@pytest.mark.parametrize(
-    "ours",
-    [
-        torch.tensor([1.0, math.nan]),
-        torch.tensor([1.0, math.inf]),
-        torch.ones(3),
-        torch.ones(2, dtype=torch.float64),
-        (torch.ones(2), torch.ones(2)),
-    ],
-)
+@pytest.mark.parametrize("ours", [
+    torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf]), torch.ones(3), torch.ones(2, dtype=torch.float64),
+    (torch.ones(2), torch.ones(2)),
+])  # fmt: skip
 def test_wrong_values_shapes_and_dtypes_fail(ours):
     assert not passes(gate(torch.ones(2)).judge(ours))
 

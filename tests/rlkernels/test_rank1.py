@@ -7,7 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank1_cases import angle, check_matvec, exact, planted, with_spectrum
+from rank1_cases import (
+    angle,
+    check_directions,
+    check_in_place,
+    check_matvec,
+    check_statuses,
+    exact,
+    planted,
+    with_spectrum,
+)
 from scipy import stats
 
 import rlkernels
@@ -39,8 +48,6 @@ def test_every_field_means_what_it_says(shape):
     for scalar in (got.sigma, got.frobenius, got.gap, got.residual, got.angle_bound, got.changed):
         assert type(scalar) is float
     assert type(got.passes) is int
-    assert repr(got).startswith(f"Rank1Update([{m}, {n}], sigma=") and repr(got).endswith("status='ok')")
-    assert len(repr(got)) < 200
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
@@ -54,7 +61,7 @@ def test_any_mix_of_dtypes(weight_dtype, base_dtype):
     assert abs(got.sigma - s[0]) <= 1e-4 * s[0]
 
 
-def test_views_and_scales():
+def test_views():
     weight, base = planted(90, 70, 1e-2, dtype=torch.float32)
     plain = rlkernels.top1_delta(weight, base)
     for w, b in [
@@ -64,38 +71,21 @@ def test_views_and_scales():
     ]:
         again = rlkernels.top1_delta(w, b)
         assert angle(again.v, plain.v) < 1e-5 and again.passes == plain.passes
-    delta = weight - base
-    for scale in (2.0**-70, 2.0**80):  # squares leave float32
-        scaled = rlkernels.top1_delta(delta * scale, torch.zeros_like(delta))
-        assert abs(scaled.sigma / (plain.sigma * scale) - 1) < 1e-4 and angle(scaled.v, plain.v) < 1e-2
 
 
-def test_statuses():
-    base = torch.randn(40, 30).bfloat16()
-    zero = rlkernels.top1_delta(base.clone(), base)
-    assert (zero.status, zero.sigma, zero.frobenius, zero.changed) == ("zero", 0.0, 0.0, 0.0)
-    assert not zero.u.any() and not zero.v.any() and zero.angle_bound == math.pi / 2
-    assert rlkernels.top1_delta(-torch.zeros(3, 3), torch.zeros(3, 3)).status == "zero"
-
-    nothing = torch.zeros(200, 150)
-    equal, _ = with_spectrum(200, 150, torch.tensor([1.0, 1.0, 0.3, 0.2]))
-    assert rlkernels.top1_delta(equal, nothing).status == "ill_defined"
-    close, _ = with_spectrum(200, 150, torch.tensor([1.0, 0.995, 0.3, 0.2]))
-    assert rlkernels.top1_delta(close, nothing).status == "ill_defined"
-    flat, _ = with_spectrum(200, 150, torch.linspace(1.0, 0.5, 150))
-    stopped = rlkernels.top1_delta(flat, nothing, max_passes=2)
-    assert stopped.status == "not_converged" and stopped.passes == 2 and stopped.angle_bound > 1e-2
-
-
-def test_one_entry_and_one_direction():
+def test_directions_at_the_edges_of_a_matrix():
     for i, j in [(0, 0), (57, 3), (63, 99)]:
         weight = torch.zeros(64, 100)
         weight[i, j] = -2.5
         got = rlkernels.top1_delta(weight, torch.zeros(64, 100))
-        assert got.status == "ok" and abs(got.sigma - 2.5) < 1e-6
-        assert got.v.argmax() == j and got.u.argmin() == i and abs(got.gap - 1) < 1e-3
+        assert got.v.argmax() == j and got.u.argmin() == i
     ones = rlkernels.top1_delta(torch.ones(64, 100), torch.zeros(64, 100), tol=1e-5)
     assert torch.allclose(ones.v, torch.full((100,), 0.1), atol=1e-6) and ones.passes <= 2
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_statuses(backend):
+    check_statuses(backend)
 
 
 def test_warm_start_saves_reads_and_zeros_are_no_start():
@@ -187,26 +177,12 @@ def test_add_rank1_rounds_once_and_works_on_views(dtype):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_add_rank1_takes_rows_and_columns_of_the_weight(backend):
-    weight = torch.randn(30, 40)
-    before = weight.clone()
-    rlkernels.add_rank1_(weight, weight[:, 7], weight[11], 0.5, backend=backend)
-    torch.testing.assert_close(weight, before + 0.5 * torch.outer(before[:, 7], before[11]))
+def test_add_rank1_takes_parts_of_the_weight_and_counts_as_a_change(backend):
+    check_in_place(backend)
     vector = torch.randn(40)
     before = vector.clone()
     rlkernels.add_rank1_(vector[:, None], vector, torch.ones(1), 0.5, backend=backend)
     torch.testing.assert_close(vector, 1.5 * before)
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_autograd_knows_that_add_rank1_changed_the_weight(backend):
-    weight, x = torch.randn(3, 4), torch.randn(2, 3, requires_grad=True)
-    y = x @ weight
-    version = weight._version
-    rlkernels.add_rank1_(weight, torch.ones(3), torch.ones(4), 1.0, backend=backend)
-    assert weight._version > version
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
     with torch.inference_mode():
         weight = torch.zeros(3, 4)  # has no version, and needs none
         assert (rlkernels.add_rank1_(weight, torch.ones(3), torch.ones(4), 1.0, backend=backend) == 1).all()
@@ -288,7 +264,7 @@ GOOD = torch.zeros(3, 4)
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], "1"), TypeError, "scale must be a number, got '1'"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[:, 0], GOOD[0], 1, seed=0.5), TypeError, "seed must be an integer"),
         (lambda: rlkernels.add_rank1_(GOOD, GOOD[0], GOOD[0], 1.0), ValueError, r"u must have shape \[3\], got \[4\]"),
-        (lambda: rlkernels.top1_delta(GOOD, GOOD, backend="gpu"), ValueError, "backend must be one of"),
+        (lambda: rlkernels.top1_delta(GOOD, GOOD, backend="gpu"), ValueError, "backend must be one of .* got 'gpu'"),
     ],
 )  # fmt: skip
 def test_bad_arguments(call, error, message):
@@ -298,17 +274,19 @@ def test_bad_arguments(call, error, message):
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_further_directions_come_from_the_same_reads(backend):
-    pairs = {"a": planted(60, 90, 1e-3), "b": planted(7, 5, 1e-3, seed=1)}
+    shapes = [(1, 1), (1, 7), (7, 1), (7, 5), (60, 90)]
+    pairs = {str(shape): planted(*shape, 1e-3) for shape in shapes}
     alone = rlkernels.top1_deltas(pairs, backend=backend)
-    for name, (update, left, right) in leading_deltas(pairs, rank=4, min_passes=1, backend=backend).items():
+    for name, (update, *_) in leading_deltas(pairs, rank=4, min_passes=1, backend=backend).items():
         assert update.passes == alone[name].passes and update.sigma == alone[name].sigma
         torch.testing.assert_close(update.v, alone[name].v, rtol=0, atol=1e-6)
-        assert torch.equal(right[:, 0], update.v) and left.shape[1] == right.shape[1] == 4
-        torch.testing.assert_close(left[:, 0], update.sigma * update.u)
-        torch.testing.assert_close(right.T @ right, torch.eye(4), rtol=0, atol=1e-5)
-    update, left, right = leading_deltas({"a": pairs["a"]}, rank=58, max_passes=1, backend=backend)["a"]
+    pairs["(60, 90)"] = with_spectrum(60, 90, 0.8 ** torch.arange(60))[0], torch.zeros(60, 90)
+    for name, found in leading_deltas(pairs, rank=4, min_passes=6, backend=backend).items():
+        check_directions(found, *pairs[name], 4)
+    delta, _ = with_spectrum(60, 33, torch.tensor([3.0, 1.0]))
+    _, left, right = leading_deltas({"a": (delta, delta * 0)}, rank=4, backend=backend)["a"]
+    torch.testing.assert_close(left @ right.T, delta, rtol=0, atol=1e-5)  # of rank 2: held entirely
+    update, left, _ = leading_deltas({"a": planted(60, 90, 1e-3)}, rank=58, max_passes=1, backend=backend)["a"]
     assert update.passes == 15 and left.shape == (60, 58), "four columns a read"
-    weight, base = (t.float() for t in pairs["a"])
-    torch.testing.assert_close(left, (weight - base) @ right, rtol=1e-3, atol=1e-5)
     with pytest.raises(ValueError, match="rank must be between 1 and 2147483647, got 0"):
         leading_deltas(pairs, rank=0, backend=backend)

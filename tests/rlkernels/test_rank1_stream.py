@@ -165,12 +165,10 @@ print((peak - before) / 2**20)
     assert 8 < float(out.stdout) < 16 + 20  # one pair is 16 MiB; the rest is the solver's vectors and the loader
 
 
-def tiny_llama():
+def tiny_llama(size=32):
     transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": size, "intermediate_size": size + 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
 
 
 @pytest.mark.parametrize("scale", [1.0, "alpha", -0.5])
@@ -196,9 +194,8 @@ def test_peft_reproduces_the_update(tmp_path, scale):
 def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
     peft = pytest.importorskip("peft", reason="this machine lacks peft")
     transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=1, n_head=2)
-    )
+    sizes = {"n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **sizes))
     name = "transformer.h.0.attn.c_proj.weight"  # Conv1D, and square
     base = dict(model.named_parameters())[name].detach().clone()
     update = rlkernels.top1_delta(base + 1e-3 * torch.randn_like(base), base)
@@ -208,17 +205,8 @@ def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
     assert torch.allclose(dict(merged.named_parameters())[name], wanted, atol=1e-7)
 
 
-LAYOUTS = [
-    "model",
-    "index",
-    "shards",
-    "consolidated",
-    "variant",
-    "optimizer",
-    "other index",
-    "named file",
-    "named index",
-]
+LAYOUTS = ["model", "index", "shards", "consolidated", "variant", "optimizer", "other index", "named file",
+           "named index"]  # fmt: skip
 
 
 def lay_out(folder, state, kinds):
@@ -245,10 +233,8 @@ def lay_out(folder, state, kinds):
 @hypothesis.given(st.lists(st.sampled_from(LAYOUTS), unique=True))
 def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds):
     transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    state = transformers.LlamaForCausalLM(config).state_dict()
+    model = tiny_llama(8)
+    config, state = model.config, model.state_dict()
     folder = tmp_path_factory.mktemp("layout") / "checkpoint"
     lay_out(folder, state, kinds)
     named = {"named file": "mine.safetensors", "named index": "mine.safetensors.index.json"}

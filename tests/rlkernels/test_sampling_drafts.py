@@ -1,15 +1,11 @@
-"""verify_drafts: equal to the reference, token by token to sampling without drafts, and statistically."""
+"""verify_drafts: equal to the reference, and token by token to sampling without drafts."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from sampling_cases import SETTINGS, distribution, rows_of_every_kind, uniforms
-from scipy import stats
+from sampling_cases import SETTINGS, rows_of_every_kind, uniforms
 from support import WaitsForNothing
 
 import rlkernels
@@ -57,34 +53,16 @@ def decode(sample: int, length: int, vocab: int, settings: dict, draft_of) -> tu
     return tokens, scores, steps
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS)
-def test_drafts_change_no_token(temperature, top_p, top_k):
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    vocab, length = 11, 24
-    for sample in range(3):
-        plain, scores, steps = decode(sample, length, vocab, settings, lambda prefix: [])
-        assert steps == length
-        drafters = {
-            "right": lambda prefix, plain=plain: plain[len(prefix) : len(prefix) + 5],
-            "wrong": lambda prefix, plain=plain: [(t + 1) % vocab for t in plain[len(prefix) : len(prefix) + 5]],
-            "likely": lambda prefix: [int(target_logits(prefix, vocab).argmax())] * 4,
-            "unlikely": lambda prefix: [int(target_logits(prefix, vocab).argmin())] * 4,
-            "mixed": lambda prefix, plain=plain: [*plain[len(prefix) : len(prefix) + 3], 0, 0, 0],
-        }
-        taken = {}
-        for name, draft_of in drafters.items():
-            tokens, drafted_scores, taken[name] = decode(sample, length, vocab, settings, draft_of)
-            assert tokens == plain and drafted_scores == scores, name
-        assert taken["right"] == length / 6 and taken["wrong"] == length and taken["mixed"] <= length / 4
-
-
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 17, 300, 1023, 2053, 20_011]), st.sampled_from(SETTINGS), st.integers(0, 2**31), st.data()
 )
 def test_drafts_change_no_token_in_any_vocabulary(vocab, setting, sample, data):
     settings = dict(zip(("temperature", "top_p", "top_k"), setting))
-    plain, scores, _ = decode(sample, 9, vocab, settings, lambda prefix: [])
+    plain, scores, steps = decode(sample, 9, vocab, settings, lambda prefix: [])
+    right = decode(sample, 9, vocab, settings, lambda prefix: plain[len(prefix) : len(prefix) + 2])
+    wrong = decode(sample, 9, vocab, settings, lambda prefix: [(plain[len(prefix)] + 1) % vocab])
+    assert steps == 9 and right == (plain, scores, 3) and (vocab == 1 or wrong == (plain, scores, 9))
 
     def draft_of(prefix):
         """Right for a while, then anything."""
@@ -92,29 +70,6 @@ def test_drafts_change_no_token_in_any_vocabulary(vocab, setting, sample, data):
         return plain[len(prefix) : len(prefix) + right] + data.draw(st.lists(st.integers(0, vocab - 1), max_size=3))
 
     assert decode(sample, 9, vocab, settings, draft_of)[:2] == (plain, scores)
-
-
-@pytest.mark.parametrize("draft", ["likely", "unlikely"])
-def test_chi_square_of_tokens_drawn_with_drafts(draft):
-    """Sequences of two tokens, the second of which depends on the first: both marginals and the pair."""
-    vocab, n = 6, 20_000
-    first = target_logits((), vocab)
-    guess = int(first.argmax() if draft == "likely" else first.argmin())
-    rows = torch.stack([first, target_logits((guess,), vocab)]).repeat(n, 1)
-    accepted, ids, _ = rlkernels.verify_drafts(
-        rows, torch.full((n,), guess), torch.arange(0, 2 * n + 1, 2), uniforms(2 * n, 11)
-    )
-    drawn = ids.view(n, 2)
-    counts = np.bincount(drawn[:, 0].numpy(), minlength=vocab)
-    assert stats.chisquare(counts, distribution(first, 1.0, 1.0, 0).numpy() * n).pvalue > 1e-3
-    assert torch.equal(accepted == 1, drawn[:, 0] == guess)
-    second = drawn[accepted == 1, 1].numpy()
-    wanted = distribution(rows[1], 1.0, 1.0, 0).numpy() * len(second)
-    many = wanted >= 5
-    counts = np.bincount(second, minlength=vocab)
-    counts = np.append(counts[many], counts[~many].sum())
-    wanted = np.append(wanted[many], wanted[~many].sum() + 1e-9)
-    assert len(second) > 50 and stats.chisquare(counts, wanted * counts.sum() / wanted.sum()).pvalue > 1e-3
 
 
 def test_ragged_batch_equals_one_sequence_at_a_time():
@@ -143,32 +98,18 @@ def test_verification_without_validation_waits_for_nothing():
     torch.testing.assert_close(got, wanted, atol=2e-7, rtol=2e-7)
 
 
-def test_acceptance_rate_is_the_probability_of_the_draft():
-    row, n = torch.tensor([0.0, 1.0, 2.0, -1.0]), 20_000
-    starts = torch.arange(0, 2 * n + 1, 2)
-    for token in range(4):
-        accepted, _, _ = rlkernels.verify_drafts(
-            row.expand(2 * n, -1), torch.full((n,), token), starts, uniforms(2 * n, token), temperature=0.8
-        )
-        p = float(torch.softmax(row / 0.8, 0)[token])
-        assert abs(float(accepted.float().mean()) - p) < 4 * math.sqrt(p * (1 - p) / n)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "starts", "error", "message"),
-    [
-        ([[1], [2]], [0, 2, 3], ValueError, r"drafts must have the lengths \[1, 0\] .* got \[1, 1\]"),
-        ([[1], []], [0, 2], ValueError, "starts must run from 0 to the number of rows, 3"),
-        ([[1], []], [0, 0, 3], ValueError, "starts must ascend"),
-        ([[1], []], None, TypeError, "starts must be a tensor or a list of integers, got None"),
-        ([[2**70], []], [0, 2, 3], ValueError, "an entry of drafts must be between .* got 1180591620717411303424"),
-        (torch.zeros(2).long(), [0, 2, 3], ValueError, r"drafts must have shape \[1\], got \[2\]"),
-        ([[1.5], []], [0, 2, 3], TypeError, "an entry of drafts must be an integer, got 1.5"),
-        ([1], [0, 2, 3], TypeError, r"drafts must be a tensor of all tokens or hold a sequence .* got \[1\]"),
-        ([[1], []], [0, 2.5, 3], TypeError, "an entry of starts must be an integer, got 2.5"),
-        ([[1], []], torch.tensor([0.0, 2.0, 3.0]), TypeError, "starts must have dtype .* got torch.float32"),
-    ],
-)
+@pytest.mark.parametrize(("drafts", "starts", "error", "message"), [
+    ([[1], [2]], [0, 2, 3], ValueError, r"drafts must have the lengths \[1, 0\] .* got \[1, 1\]"),
+    ([[1], []], [0, 2], ValueError, "starts must run from 0 to the number of rows, 3"),
+    ([[1], []], [0, 0, 3], ValueError, "starts must ascend"),
+    ([[1], []], None, TypeError, "starts must be a tensor or a list of integers, got None"),
+    ([[2**70], []], [0, 2, 3], ValueError, "an entry of drafts must be between .* got 1180591620717411303424"),
+    (torch.zeros(2).long(), [0, 2, 3], ValueError, r"drafts must have shape \[1\], got \[2\]"),
+    ([[1.5], []], [0, 2, 3], TypeError, "an entry of drafts must be an integer, got 1.5"),
+    ([1], [0, 2, 3], TypeError, r"drafts must be a tensor of all tokens or hold a sequence .* got \[1\]"),
+    ([[1], []], [0, 2.5, 3], TypeError, "an entry of starts must be an integer, got 2.5"),
+    ([[1], []], torch.tensor([0.0, 2.0, 3.0]), TypeError, "starts must have dtype .* got torch.float32"),
+])  # fmt: skip
 def test_bad_drafts(drafts, starts, error, message):
     with pytest.raises(error, match=message):
         rlkernels.verify_drafts(torch.zeros(3, 4), drafts, starts, torch.zeros(3))

@@ -223,13 +223,10 @@ def test_own_generation_and_evaluation(train, tmp_path):
     assert "rlkernels" not in (tmp_path / "saved/config.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "reason"),
-    [
-        ("gemma2", {}, "final_logit_softcapping"),
-        ("mistral", {}, "longer than the sliding window of 16 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "settings", "reason"), [
+    ("gemma2", {}, "final_logit_softcapping"),
+    ("mistral", {}, "longer than the sliding window of 16 tokens"),
+])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):
         found = train(kind, **settings)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_plain
-from paged_problems import DTYPES, Problem, paged
+from paged_problems import DTYPES, Problem, check_merge, check_write_kv, paged
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -24,9 +24,9 @@ SHAPES = {  # keys and queries per sequence, then the rest
 }
 
 
-def check(problem: Problem, backend="cpu"):
+def check(problem: Problem):
     exact = reference.paged_attention(*problem.to(torch.float64).args(), problem.scale)
-    ours = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True, backend=backend)
+    ours = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True, backend="cpu")
     assert_as_plain(ours, low_precision(problem), exact, floor=1e-6)
     return ours
 
@@ -136,21 +136,9 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(cpu_isa, set_threads):
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_write_kv(cpu_isa, dtype, cache_dtype):
-    key, value = (torch.randn(2, 300, 3, 40) * 3).to(dtype)
-    slots = torch.randperm(40 * 16)[:300]
-    ours, wanted = torch.zeros(2, 2, 40, 16, 3, 40, dtype=cache_dtype)
-    rlkernels.write_kv(key, value, *ours, slots, backend="cpu")
-    rlkernels.write_kv(key, value, *wanted, slots, backend="torch")
-    assert torch.equal(ours, wanted)
+    check_write_kv("cpu", 300, dtype, cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_attention(cpu_isa, dtype):
-    outs = torch.randn(2, 1023, 3, 20).to(dtype)
-    lses = torch.randn(2, 1023, 3) * 20
-    lses[0, ::7], lses[1, ::5] = -torch.inf, -torch.inf
-    outs[0, ::7], outs[1, ::5] = torch.nan, torch.nan
-    ours = rlkernels.merge_attention(outs[0], lses[0], outs[1], lses[1], backend="cpu")
-    plain = reference.merge_attention(outs[0], lses[0], outs[1], lses[1])
-    exact = reference.merge_attention(*(t.double() for t in (outs[0], lses[0], outs[1], lses[1])))
-    assert_as_plain(ours, plain, exact, floor=1e-6)
+    check_merge("cpu", 1023, 3, 20, dtype, floor=1e-6)

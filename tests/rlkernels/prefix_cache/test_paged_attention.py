@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from paged_problems import Problem, paged
+from paged_problems import Problem, check_change, check_write_kv, paged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernels
@@ -59,48 +59,21 @@ def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     assert largest.numbers == reference.PIECE
 
 
-def test_shared_equals_unshared():
-    problem = paged([11, 9, 13, 6, 8], [1, 1, 3, 2, 1], dtype=torch.float64)
-    problem.block_tables[1:3, :2] = problem.block_tables[0, :2]
-    whole, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True)
-    group_lens = torch.tensor([8, 0, 4], dtype=torch.int32)
-    starts = torch.tensor([0, 3, 4, 5], dtype=torch.int32)
-    groups = torch.full((3, 2), -1, dtype=torch.int32)
-    groups[0], groups[2, 0] = problem.block_tables[0, :2], problem.block_tables[4, 0]
-    own = torch.full_like(problem.block_tables, -1)
-    own[:3, :-2], own[3], own[4, :-1] = (
-        problem.block_tables[:3, 2:],
-        problem.block_tables[3],
-        problem.block_tables[4, 1:],
-    )
-    own_lens = problem.seq_lens - group_lens.repeat_interleave(starts.diff())
-    shared = rlkernels.shared_prefix_attention(
-        problem.query, problem.key_cache, problem.value_cache, groups, group_lens, starts, own, own_lens,
-        problem.query_starts, scale=problem.scale, return_lse=True,
-    )  # fmt: skip
-    torch.testing.assert_close(shared[0], whole)
-    torch.testing.assert_close(shared[1], lse)
-
-
-def test_merge_is_attention_over_the_union():
+@pytest.mark.parametrize("first", [0, 3, 10])
+def test_merge_is_attention_over_the_union(first):
+    """A part without keys may hold anything."""
     score = torch.randn(2, 6, 10, dtype=torch.float64)
     value = torch.randn(10, 6, 8, dtype=torch.float64)
 
     def part(keys):
         s = score[..., keys]
-        return torch.einsum("thk,khd->thd", s.softmax(-1), value[keys]), s.logsumexp(-1)
+        out = torch.einsum("thk,khd->thd", s.softmax(-1), value[keys])
+        return out if s.numel() else torch.full_like(out, torch.nan), s.logsumexp(-1)
 
-    out, lse = rlkernels.merge_attention(*part(slice(0, 3)), *part(slice(3, 10)))
-    torch.testing.assert_close((out, lse), part(slice(0, 10)))
-
-
-def test_merge_ignores_a_side_without_keys():
-    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
-    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
-    for merged in (rlkernels.merge_attention(out, lse, *nothing), rlkernels.merge_attention(*nothing, out, lse)):
-        torch.testing.assert_close(merged, (out, lse))
-    merged = rlkernels.merge_attention(*nothing, *nothing)
-    assert (merged[0] == 0).all() and (merged[1] == -torch.inf).all()
+    merged = rlkernels.merge_attention(*part(slice(first)), *part(slice(first, 10)))
+    torch.testing.assert_close(merged, part(slice(10)))
+    out, lse = rlkernels.merge_attention(*part(slice(0)), *part(slice(0)))
+    assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 LAYOUT = ([5, 0, 3], [2, 4, 1, 0, 6, 3], [0, 3, 5, 6])
@@ -151,14 +124,7 @@ def test_layout():
 
 
 def test_write_kv_writes_only_its_slots():
-    caches = torch.full((2, 3, 4, 2, 8), torch.nan, dtype=torch.bfloat16)
-    key, value = torch.randn(2, 5, 2, 16)[..., ::2]
-    slots = torch.tensor([11, 0, 5, 6, 2])
-    rlkernels.write_kv(key, value, *caches, slots)
-    flat = caches.flatten(1, 2)
-    assert torch.equal(flat[0, slots], key.bfloat16()) and torch.equal(flat[1, slots], value.bfloat16())
-    assert flat.isnan().sum() == 2 * 7 * 16
-    rlkernels.write_kv(key[:0], value[:0], *caches, slots[:0])
+    check_write_kv("torch", 5, torch.float32, torch.bfloat16)
 
 
 def arguments(op):
@@ -191,28 +157,18 @@ def test_a_gradient_that_would_be_lost_raises(op, backend):
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_autograd_knows_that_write_kv_changed_the_cache(backend):
-    given = arguments("write_kv")
-    caches = given["key_cache"], given["value_cache"]
-    product = torch.ones(32, requires_grad=True) * given["key_cache"]
-    versions = [cache._version for cache in caches]
-    rlkernels.write_kv(**given, backend=backend)
-    assert all(cache._version > version for cache, version in zip(caches, versions))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+    check_change(backend)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seq_lens": [9, 2]}, "seq_lens must count the queries too, got 2 keys for 3 queries of sequence 1"),
-        ({"seq_lens": [17, 5]}, "seq_lens must be between 0 and 16"),
-        ({"seq_lens": [-1, 5]}, "seq_lens must be between 0 and 16"),
-        ({"query_starts": [0, 1, 3]}, "query_starts must rise from 0 to 4"),
-        ({"query_starts": [0, 5, 4]}, "query_starts must rise from 0 to 4"),
-        ({"block_tables": [[0, 1, 99, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got 99 at \[0, 2\]"),
-        ({"block_tables": [[0, 1, -1, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got -1 at \[0, 2\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"seq_lens": [9, 2]}, "seq_lens must count the queries too, got 2 keys for 3 queries of sequence 1"),
+    ({"seq_lens": [17, 5]}, "seq_lens must be between 0 and 16"),
+    ({"seq_lens": [-1, 5]}, "seq_lens must be between 0 and 16"),
+    ({"query_starts": [0, 1, 3]}, "query_starts must rise from 0 to 4"),
+    ({"query_starts": [0, 5, 4]}, "query_starts must rise from 0 to 4"),
+    ({"block_tables": [[0, 1, 99, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got 99 at \[0, 2\]"),
+    ({"block_tables": [[0, 1, -1, -1], [3, 4, -1, -1]]}, r"block_tables must hold .* got -1 at \[0, 2\]"),
+])  # fmt: skip
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_wrong_values_are_named(change, message, backend):
     problem = paged([9, 5], [1, 3])
@@ -223,30 +179,27 @@ def test_wrong_values_are_named(change, message, backend):
 
 
 def test_wrong_types_and_shapes_are_named():
-    p = paged([9, 5], [1, 3])
-    with pytest.raises(ValueError, match="query must have a multiple of 2"):
-        rlkernels.paged_attention(p.query[:, :3], *p.tables(), scale=1.0)
-    with pytest.raises(ValueError, match=r"query must have shape \[any, any, 32\]"):
-        rlkernels.paged_attention(p.query[..., :16], *p.tables(), scale=1.0)
+    p, one = paged([9, 5], [1, 3]), rlkernels.GroupedLayout([1], [2], [0, 1])
     narrow = p.key_cache.repeat_interleave(2, -1)[..., ::2]
-    wanted = rlkernels.paged_attention(p.query, *p.tables(), scale=1.0)
-    torch.testing.assert_close(rlkernels.paged_attention(p.query, narrow, *p.tables()[1:], scale=1.0), wanted)
+    settings, lse, keys, outside = {"scale": 1.0}, p.query[..., 0], p.query[:1, :2], torch.tensor([-1])
+    wanted = rlkernels.paged_attention(*p.args(), **settings)
+    torch.testing.assert_close(rlkernels.paged_attention(p.query, narrow, *p.args()[2:], **settings), wanted)
     if rlkernels.backend.extension_error() is None:
         with pytest.raises(ValueError, match="key_cache must be contiguous in its last dimension with backend='cpu'"):
-            rlkernels.paged_attention(p.query, narrow, *p.tables()[1:], scale=1.0, backend="cpu")
-    with pytest.raises(TypeError, match="block_tables must have dtype torch.int32"):
-        rlkernels.paged_attention(
-            p.query, p.key_cache, p.value_cache, p.block_tables.long(), p.seq_lens, p.query_starts, scale=1.0
-        )
-    with pytest.raises(TypeError, match="scale must be a number, got '1'"):
-        rlkernels.paged_attention(*p.args(), scale="1")
-    with pytest.raises(ValueError, match="scale must be finite"):
-        rlkernels.paged_attention(*p.args(), scale=float("nan"))
-    with pytest.raises(ValueError, match="slots must be between 0 and 31, got -1"):
-        rlkernels.write_kv(p.query[:1, :2], p.query[:1, :2], p.key_cache, p.value_cache, torch.tensor([-1]))
-    with pytest.raises(TypeError, match="lse_a must have dtype torch.float32"):
-        rlkernels.merge_attention(p.query, p.query[..., 0].double(), p.query, p.query[..., 0])
-    with pytest.raises(TypeError, match="layout must be a GroupedLayout, got int"):
-        rlkernels.grouped_attention(p.query, p.query, p.query, 4, scale=1.0)
-    with pytest.raises(ValueError, match="layout must be for the 4 tokens of query"):
-        rlkernels.grouped_attention(p.query, p.query, p.query, rlkernels.GroupedLayout([1], [2], [0, 1]), scale=1.0)
+            rlkernels.paged_attention(p.query, narrow, *p.args()[2:], **settings, backend="cpu")
+    attend, write = rlkernels.paged_attention, rlkernels.write_kv
+    merge, grouped = rlkernels.merge_attention, partial(rlkernels.grouped_attention, p.query, p.query, p.query)
+    for call, arguments, options, error, message in (
+        (attend, (p.query[:, :3], *p.tables()), settings, ValueError, "query must have a multiple of 2"),
+        (attend, (p.query[..., :16], *p.tables()), settings, ValueError, r"query must have shape \[any, any, 32\]"),
+        (attend, (*p.args()[:3], p.block_tables.long(), *p.args()[4:]), settings, TypeError,
+         "block_tables must have dtype torch.int32"),
+        (attend, p.args(), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+        (attend, p.args(), {"scale": float("nan")}, ValueError, "scale must be finite"),
+        (write, (keys, keys, *p.args()[1:3], outside), {}, ValueError, "slots must be between 0 and 31, got -1"),
+        (merge, (p.query, lse.double(), p.query, lse), {}, TypeError, "lse_a must have dtype torch.float32"),
+        (grouped, (4,), settings, TypeError, "layout must be a GroupedLayout, got int"),
+        (grouped, (one,), settings, ValueError, "layout must be for the 4 tokens of query"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Shared-prefix attention, compiled, against the same sequences unshared in float64."""
+"""Shared-prefix attention, compiled and its reference, against the same sequences unshared in float64."""
 
 import pytest
 import torch
@@ -31,6 +31,13 @@ def test_shared_equals_unshared(cpu_isa, name, dtype):
         exact = reference.paged_attention(*floats, *unshared[3:], scale)
         floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * 0.5
         assert_as_plain(ours, plain, exact, floor)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_reference_equals_sequences_that_share_nothing(name):
+    shared, unshared, scale = shared_prefix(GROUPS[name], torch.float64, 4, 2, 8)
+    found = reference.shared_prefix_attention(*shared, scale)
+    torch.testing.assert_close(found, reference.paged_attention(*unshared, scale))
 
 
 def test_wrong_groups():

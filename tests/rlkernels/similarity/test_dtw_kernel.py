@@ -61,28 +61,22 @@ def test_whole_numbers_are_exact_with_long_trajectories():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.none() | st.integers(0, 12))
-def test_properties_of_dtw(seed, rows, columns, features, band):
+def test_costs_of_any_shape_equal_the_reference(seed, rows, columns, features, band):
     torch.manual_seed(seed)
-    (x, x_lengths), (y, y_lengths) = series(5, rows, features, least=1), series(37, columns, features, least=1)
-    cost = rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, backend="cpu")
+    whole = series(5, rows, features, whole=True), series(37, columns, features, whole=True)
+    for options in ({"band": band}, {"mode": "subsequence"}):
+        found, wanted = (distances(*whole, backend=b, **options) for b in ("cpu", "torch"))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    x, y = series(5, rows, features, least=1), series(37, columns, features, least=1)
+    cost = distances(x, y, band=band, backend="cpu")
     assert cost.isfinite().all()  # the NaN beyond the lengths was not read
-    # symmetry, identity
-    assert torch.equal(rlkernels.dtw(y, x, x_lengths=y_lengths, y_lengths=x_lengths, band=band, backend="cpu"), cost.T)
-    assert not rlkernels.dtw(x, x, x_lengths=x_lengths, y_lengths=x_lengths, band=band, backend="cpu").diagonal().any()
-    # a wider band can only help
-    wider = None if band is None else band + 3
-    assert (rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=wider, backend="cpu") <= cost).all()
-    # neighbours in the bank do not matter
-    order = torch.randperm(37)[:20]
-    shuffled = rlkernels.dtw(x, y[order], x_lengths=x_lengths, y_lengths=y_lengths[order], band=band, backend="cpu")
-    assert torch.equal(shuffled, cost[:, order])
-    # a stretch is at least as cheap as the whole, and costs what it says
-    free, start, end = rlkernels.dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, mode="subsequence", backend="cpu")
-    if band is None:
-        assert (free <= cost).all()
-    i, j = seed % 5, seed % 37
-    stretch = y[j : j + 1, start[i, j] : end[i, j] + 1]
-    assert torch.equal(rlkernels.dtw(x[i : i + 1, : x_lengths[i]], stretch, backend="cpu")[0, 0], free[i, j])
+    assert torch.equal(distances(y, x, band=band, backend="cpu"), cost.T)
+    order = torch.randperm(37)[:20]  # neighbours in the bank do not matter
+    assert torch.equal(distances(x, (y[0][order], y[1][order]), band=band, backend="cpu"), cost[:, order])
+
+
+def distances(x, y, **options):
+    return rlkernels.dtw(x[0], y[0], x_lengths=x[1], y_lengths=y[1], **options)
 
 
 def sigmoids(n, steps, noise):
@@ -131,11 +125,23 @@ def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole):
     all_costs = reference.dtw(x, y, x_lengths, y_lengths, band)
     computed = []
 
-    def bounds(a, b, *_):
+    both = ((x, x_lengths), (y, y_lengths))
+    known = {t.shape[1]: (t, lengths.masked_fill(reference.not_finite(t, lengths), 0)) for t, lengths in both}
+
+    def check_given(a, b, a_lengths, b_lengths, given_band):
+        assert given_band == (-1 if band is None or a.shape[1] == 7 else band)
+        for found, lengths in ((a, a_lengths), (b, b_lengths)):
+            wanted, wanted_lengths = known[found.shape[1]]
+            assert torch.equal(found.numbers.nan_to_num(9), wanted.nan_to_num(9))
+            assert torch.equal(lengths.numbers, wanted_lengths)
+
+    def bounds(a, b, *lengths_and_band):
+        check_given(a, b, *lengths_and_band)
         costs = all_costs if a.shape[1] == x.shape[1] else all_costs.T
         return GPUTensor((costs * torch.rand(costs.shape).clamp_min(0.5)).nan_to_num(torch.nan, torch.nan))
 
-    def warps(cost, pairs, a, b, a_lengths, b_lengths, _):
+    def warps(cost, pairs, a, b, a_lengths, b_lengths, given_band):
+        check_given(a, b, a_lengths, b_lengths, given_band)
         pairs = pairs.numbers.flatten()
         pairs = pairs[pairs >= 0]
         pairs = pairs[(a_lengths.numbers[pairs // m] > 0) & (b_lengths.numbers[pairs % m] > 0)]
@@ -191,14 +197,3 @@ def test_other_dtypes_and_views(dtype):
     expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend="cpu")
     ours = rlkernels.dtw(x, y, backend="cpu")
     assert ours.dtype == torch.float32 and torch.equal(ours, expected)
-
-
-def test_compiles_into_one_graph():
-    x, y, lengths = torch.randn(3, 5), torch.randn(4, 6), torch.tensor([5, 1, 0])
-
-    def distances(x, y, lengths):
-        cost = rlkernels.dtw(x * 2, y, x_lengths=lengths, band=3)
-        return cost + 1, rlkernels.dtw(x, y, mode="subsequence"), rlkernels.dtw_topk(x, y, 2)
-
-    compiled = torch.compile(distances, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, y, lengths), distances(x, y, lengths))

@@ -100,23 +100,16 @@ def test_a_cost_beyond_the_dtype_is_infinite():
     assert rlkernels.soft_dtw(x.double() * 1e200, -x.double()) == math.inf
 
 
-@pytest.mark.parametrize("band", [None, 0, 2])
-@pytest.mark.parametrize("features", [None, 2])
-def test_gradcheck(band, features):
-    shape = [features] if features else []
-    x = torch.randn(4, 6, *shape, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(4, 5, *shape, dtype=torch.float64, requires_grad=True)
-    lengths = {"x_lengths": torch.tensor([6, 1, 4, 3]), "y_lengths": torch.tensor([5, 5, 1, 3])}
-    assert torch.autograd.gradcheck(lambda a, b: rlkernels.soft_dtw(a, b, gamma=0.7, band=band, **lengths), (x, y))
-
-
 @pytest.mark.parametrize("gamma", [1e-12, 1e-2, 1.0, 50.0])
-def test_value_and_gradient_equal_the_reference(gamma):
-    x, y = torch.randn(6, 23, 2).double(), torch.randn(6, 31, 2).double()
+@pytest.mark.parametrize(("band", "features"), [(None, 2), (0, 1), (2, None), (6, 2)])
+def test_value_and_gradient_equal_the_reference(gamma, band, features):
+    x, y = (torch.randn(6, steps, features or 1).double() for steps in (23, 31))
     x_lengths, y_lengths = torch.tensor([23, 0, 5, 0, 9, 23]), torch.tensor([31, 4, 0, 0, 12, 7])
     x[0, 22, 0] = math.nan
     x[4, 9:] = math.nan  # beyond the length
-    settings = {"gamma": gamma, "x_lengths": x_lengths, "y_lengths": y_lengths, "band": 6}
+    if features is None:
+        x, y = x[..., 0], y[..., 0]
+    settings = {"gamma": gamma, "x_lengths": x_lengths, "y_lengths": y_lengths, "band": band}
     results = []
     for function in (rlkernels.soft_dtw, reference.soft_dtw):
         leaves = [t.clone().requires_grad_() for t in (x, y)]

@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_as_plain, with_gradients
+from paged_problems import check_grouped, check_grouped_without_tokens_or_gradients
 
 import rlkernels
-from rlkernels.prefix_cache import reference
 
 triton_grouped = pytest.importorskip("rlkernels.prefix_cache.triton_grouped", reason="this machine lacks triton")
 LAYOUTS = {
@@ -20,23 +19,8 @@ LAYOUTS = {
 
 def check(layout, heads, kv_heads, dim, dtype):
     """-> a function that computes output and gradients again, and what it gave."""
-    layout = rlkernels.GroupedLayout(*layout)
-    shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
-    *tensors, grad = [torch.randn(s).to(dtype) for s in shapes]
-    scale = dim**-0.5
-
-    def run():
-        attend = partial(rlkernels.grouped_attention, layout=layout, scale=scale, backend="triton")
-        return with_gradients(attend, tensors, grad)
-
-    ours = run()
-    plain = with_gradients(lambda *a: reference.grouped_attention(*a, layout, scale), tensors, grad)
-    exact = with_gradients(
-        lambda *a: reference.grouped_attention(*a, layout, scale), [t.double() for t in tensors], grad
-    )
-    # the backward pass starts from the rounded output, where plain torch keeps its weights
-    assert_as_plain(ours, plain, exact, floor=0, relative=3e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
-    return run, ours
+    attend = partial(rlkernels.grouped_attention, backend="triton")
+    return check_grouped(attend, rlkernels.GroupedLayout(*layout), heads, kv_heads, dim, dtype)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -109,12 +93,4 @@ def test_head_dims(dim):
 
 
 def test_nothing_and_no_gradient():
-    empty = torch.zeros(0, 2, 8, requires_grad=True)
-    layout = rlkernels.GroupedLayout([], [], [0])
-    rlkernels.grouped_attention(empty, empty, empty, layout, scale=1.0, backend="triton").sum().backward()
-    assert empty.grad.shape == (0, 2, 8)
-    query, key, value = torch.randn(3, 9, 2, 8)
-    layout = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
-    out = rlkernels.grouped_attention(query, key, value.requires_grad_(), layout, scale=0.5, backend="triton")
-    out.sum().backward()
-    assert value.grad is not None and query.grad is None
+    check_grouped_without_tokens_or_gradients("triton")

@@ -1,8 +1,6 @@
-from functools import partial
-
 import pytest
 import torch
-from accuracy import assert_as_plain, with_gradients
+from accuracy import check_linear_logprobs, check_logprobs
 
 import rlkernels
 from rlkernels import _check
@@ -13,16 +11,10 @@ from rlkernels.logprobs import reference
 @pytest.mark.parametrize("vocab", [1, 1023, 4099])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_error_is_that_of_plain_torch(vocab, dtype, scale):
-    logits = (torch.randn(4, vocab) * scale + 5).to(dtype)
+    logits, ids = (torch.randn(4, vocab) * scale + 5).to(dtype), torch.randint(vocab, (4,))
     logits[1, ::3] = -torch.inf
-    logits[1, -1] = 0
-    ids, grads = torch.randint(vocab, (4,)), torch.randn(2, 4)
-    ids[1] = vocab - 1
-    plain, exact = (
-        with_gradients(lambda x: reference.token_logprobs(x, ids, 0.7), [x], *grads) for x in (logits, logits.double())
-    )
-    score = partial(rlkernels.token_logprobs, ids=ids, temperature=0.7, return_entropy=True, backend="triton")
-    assert_as_plain(with_gradients(score, [logits], *grads), plain, exact, floor=1e-6 * (1 + scale))
+    logits[1, -1], ids[1] = 0, vocab - 1
+    check_logprobs("triton", logits, ids, 0.7, floor=1e-6 * (1 + scale))
 
 
 def test_log_probabilities_alone_and_rows_without_a_distribution():
@@ -79,17 +71,7 @@ def test_gradient_of_the_gradient_raises():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "chunk"), [(17, 5), (1023, 400)])
 def test_from_hidden_states(vocab, chunk, dtype):
-    hidden, weight = torch.randn(9, 16).to(dtype), torch.randn(vocab, 16).to(dtype)
-    bias = torch.randn(vocab).to(dtype)
-    bias[: chunk + 3] = -torch.inf
-    ids, grads = torch.randint(chunk + 3, vocab, (9,)), torch.randn(2, 9)
-    options = {"temperature": 0.7, "return_entropy": True, "chunk": chunk, "backend": "triton"}
-    tensors = hidden, weight, bias
-    found = with_gradients(
-        lambda h, w, b: rlkernels.linear_token_logprobs(h, w, ids, bias=b, **options), tensors, *grads
-    )
-    plain, exact = (
-        with_gradients(lambda h, w, b: reference.linear_token_logprobs(h, w, ids, 0.7, b), given, *grads)
-        for given in (tensors, [t.double() for t in tensors])
-    )
-    assert_as_plain(found, plain, exact, floor=1e-5)
+    tensors = [torch.randn(shape).to(dtype) for shape in ((9, 16), (vocab, 16), (vocab,))]
+    tensors[2][: chunk + 3] = -torch.inf
+    ids = torch.randint(chunk + 3, vocab, (9,))
+    check_linear_logprobs("triton", tensors, ids, 0.7, chunk, floor=1e-5)

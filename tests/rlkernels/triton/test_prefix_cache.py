@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from accuracy import assert_as_plain
-from paged_problems import DTYPES, check_attention, paged, shared_prefix
+from paged_problems import DTYPES, check_attention, check_change, check_merge, check_write_kv, paged, shared_prefix
 
 import rlkernels
-from rlkernels.prefix_cache import reference
 
 triton_kernels = pytest.importorskip("rlkernels.prefix_cache.triton_kernels", reason="this machine lacks triton")
 
@@ -70,38 +68,18 @@ def test_shared_prefix(splits, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 1), (7, 3, 80), (0, 2, 16)])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 1), (9, 3, 80), (0, 2, 16)])
 def test_merge(tokens, heads, dim, dtype):
-    a, b = torch.randn(2, tokens, heads, dim).to(dtype)
-    lse_a, lse_b = torch.randn(2, tokens, heads) * 10
-    if tokens > 3:
-        lse_a[:2], lse_b[1:3] = -torch.inf, -torch.inf  # row 1: neither side saw a key
-        a[:2], b[1:3] = torch.nan, torch.nan
-    ours = rlkernels.merge_attention(a, lse_a, b, lse_b, backend="triton")
-    plain = reference.merge_attention(a, lse_a, b, lse_b)
-    exact = reference.merge_attention(a.double(), lse_a.double(), b.double(), lse_b.double())
-    assert_as_plain(ours, plain, exact)
+    check_merge("triton", tokens, heads, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_write_only_the_slots(dtype):
-    caches = torch.full((2, 5, 4, 3, 20), torch.nan, dtype=dtype)
-    key, value = torch.randn(2, 6, 3, 40)[..., ::2]
-    slots = torch.tensor([19, 0, 5, 6, 12, 2])
-    rlkernels.write_kv(key, value, *caches, slots, backend="triton")
-    flat = caches.flatten(1, 2)
-    assert torch.equal(flat[0, slots], key.to(dtype)) and torch.equal(flat[1, slots], value.to(dtype))
-    assert flat.isnan().sum() == 2 * 14 * 60
-    rlkernels.write_kv(key[:0], value[:0], *caches, slots[:0], backend="triton")
+    check_write_kv("triton", 6, torch.float32, dtype)
 
 
 def test_writing_counts_as_a_change():
-    caches, new = torch.zeros(2, 5, 4, 3, 20), torch.randn(2, 1, 3, 20)
-    version = caches._version
-    rlkernels.write_kv(*new, *caches, torch.tensor([7]), backend="triton")
-    assert caches._version > version
-    with pytest.raises(ValueError, match="key must not require grad, because write_kv has no gradient"):
-        rlkernels.write_kv(new[0].requires_grad_(), new[1], *caches, torch.tensor([7]), backend="triton")
+    check_change("triton")
 
 
 def test_no_queries():

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from sampling_cases import rows_of_every_kind
+from sampling_cases import check_no_gradient, rows_of_every_kind
 
 import rlkernels
 
@@ -68,10 +68,7 @@ def test_verification_equals_the_reference():
 
 
 def test_no_gradient_is_recorded():
-    logits, u = torch.randn(3, 9, requires_grad=True), torch.full((3,), 0.5)
-    assert not rlkernels.sample_tokens(logits, u, backend="triton")[1].requires_grad
-    drafts, starts = torch.tensor([1]), torch.tensor([0, 2, 3])
-    assert not rlkernels.verify_drafts(logits, drafts, starts, u, backend="triton")[2].requires_grad
+    check_no_gradient("triton")
 
 
 def test_it_is_one_op_to_the_compiler_which_would_fuse_its_rounding():
