@@ -15,7 +15,9 @@ from typing import Any
 
 from triton_aot import ROOT, TARGETS, Built, Kernel, compile_for
 
-OTHER = os.environ.get("RLKERNELS_OTHER_TRITON", "")  # `pip install --no-deps --target FOLDER triton==3.6.0`
+# `pip install --no-deps --target FOLDER triton==3.6.0`; of several folders, joined as in PATH, the first is compiled by
+OTHERS = os.environ.get("RLKERNELS_OTHER_TRITON", "").split(os.pathsep)
+OTHER = OTHERS[0]
 CUDA_PROPERTIES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
 
 PAGED, GROUPED = "rlkernels.prefix_cache.triton_kernels:", "rlkernels.prefix_cache.triton_grouped:"

@@ -81,7 +81,7 @@ def statement(line: str) -> Statement:
     found = re.match(r"(?:@(!?%\w+) )?([\w.:]+)\s*(.*)$", line)
     assert found, f"no statement: {line}"
     operands = tuple(operand.strip() for operand in OPERAND.findall(found[3]))
-    parts = tuple(found[2].replace("::", "_").split("."))
+    parts = tuple(found[2].replace("shared::cta", "shared").replace("::", "_").split("."))  # Triton 3.9 adds the first
     return Statement(line, found[1] or "", parts[0], parts, operands)
 
 
