@@ -69,9 +69,9 @@ def recomputes(model: Any) -> bool:
 
 def recompute_activations(model: Any) -> None:
     """Recomputes what the layers hold in the backward pass; no module changes its mode, so dropout stays off."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # does nothing in evaluation mode but to be a mark
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = True  # a mark: Transformers heeds it in training mode alone
             # the forward of the class, with the module as an argument, so that a copy runs itself
             module.forward = partial(_recomputed, type(module).forward, module)
 

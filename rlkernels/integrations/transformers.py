@@ -2,7 +2,7 @@
 
     kv = paged_kv_cache(model, memory_bytes=1 << 30)
     with PagedCache(kv, **inputs) as cache:
-        output = model.generate(**inputs, past_key_values=cache)
+        output = model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
 
 Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
 """
@@ -31,7 +31,8 @@ from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_at
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
 
-if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if not (5, 19) <= VERSION < (6, 0):
     raise ImportError(
         f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
     )

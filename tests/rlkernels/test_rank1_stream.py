@@ -302,7 +302,7 @@ def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
         rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0)
     rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT warns of keys that it misses
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
         merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     for (name, got), wanted in zip(merged.named_parameters(), trained.parameters()):
         assert torch.allclose(got, wanted, atol=1e-6), name

@@ -12,6 +12,7 @@ import rlkernels
 transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
 integration = pytest.importorskip("rlkernels.integrations.transformers")
 PagedCache, paged_kv_cache = integration.PagedCache, integration.paged_kv_cache
+CACHE = "past_key_values" if integration.VERSION < (5, 24) else "cache"  # the newer name of the argument
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,7 +63,7 @@ def padded(*lengths, beginning=0):
 
 def generate(model, inputs, cache=None, **settings):
     if cache is not None:
-        settings["past_key_values"] = cache
+        settings[CACHE] = cache
     return model.generate(**inputs, max_new_tokens=9, **{"do_sample": False, **settings})
 
 
@@ -155,7 +156,7 @@ def test_copies_that_do_not_fit_leave_the_cache_as_it_was(model):
                 generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
             assert kv.stats["blocks_pinned"] == 3 and cache.num_cached == [0, 0]
         with torch.no_grad():
-            torch.testing.assert_close(model(**inputs, **positions, past_key_values=cache).logits[:, -1], plain)
+            torch.testing.assert_close(model(**inputs, **positions, **{CACHE: cache}).logits[:, -1], plain)
     assert kv.stats["blocks_pinned"] == 0
 
 
@@ -171,7 +172,7 @@ def test_a_second_turn_in_the_same_cache(model):
             with pytest.raises(ValueError, match=rf"then 1 for every new column, got 0 at \[{row}, {column}\]"):
                 generate(model, {"input_ids": ids, "attention_mask": gap}, cache)
         with pytest.raises(ValueError, match=r"attention_mask must have shape \[2, 23\], got \[2, 22\]"):
-            model(ids[:, cache.get_seq_length() :], attention_mask=mask[:, :-1], past_key_values=cache)
+            model(ids[:, cache.get_seq_length() :], attention_mask=mask[:, :-1], **{CACHE: cache})
         second = {"input_ids": ids, "attention_mask": mask}
         paged = generate(model, second, cache)
     model.set_attn_implementation("sdpa")
@@ -195,13 +196,13 @@ def test_a_failed_pass_leaves_nothing_behind(model, passes):
             kv.advance_version()
             with PagedCache(kv, ids[:, :5]) as cache:
                 if passes:
-                    model(ids[:, :5], past_key_values=cache)
+                    model(ids[:, :5], **{CACHE: cache})
                 hook = model.lm_head.register_forward_pre_hook(fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
-                    model(wrong[:, 5 * passes :], past_key_values=cache)
+                    model(wrong[:, 5 * passes :], **{CACHE: cache})
                 hook.remove()
                 if again:
-                    got = model(right[:, 5 * passes :], past_key_values=cache).logits[:, -1]
+                    got = model(right[:, 5 * passes :], **{CACHE: cache}).logits[:, -1]
                     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
             asked = torch.cat([right if again else wrong, ids[:, :1]], 1)
             with PagedCache(kv, asked) as cache:
@@ -270,7 +271,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         generate(plain, inputs, PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
     inputs = padded(6)
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
-        model(**inputs, past_key_values=PagedCache(paged_kv_cache(model, num_blocks=8), **inputs))
+        model(**inputs, **{CACHE: PagedCache(paged_kv_cache(model, num_blocks=8), **inputs)})
 
 
 @pytest.mark.parametrize(("kind", "layer", "extra"), [
@@ -301,10 +302,10 @@ def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_
     assert torch.equal(plain, paged)
     kv.advance_version()
     with torch.no_grad(), PagedCache(kv, plain[:1, :12]) as cache:
-        model(plain[:1, :12], past_key_values=cache)
+        model(plain[:1, :12], **{CACHE: cache})
         with pytest.raises(ValueError, match="at most 16 tokens, the original length of .* rotary factors, got 17"):
-            model(plain[:1, 12:], past_key_values=cache)
-        got = model(plain[:1, 12:-1], past_key_values=cache).logits[:, -1]  # the cache is as it was
+            model(plain[:1, 12:], **{CACHE: cache})
+        got = model(plain[:1, 12:-1], **{CACHE: cache}).logits[:, -1]  # the cache is as it was
         model.set_attn_implementation("sdpa")
         torch.testing.assert_close(got, model(plain[:1, :-1]).logits[:, -1], rtol=1e-4, atol=1e-4)
 
@@ -316,7 +317,7 @@ def own_loop(model, inputs, cache, *, positions, steps=4):
         for _ in range(steps):
             start = cache.get_seq_length() if cache is not None else 0
             given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, start:]} if positions else {}
-            given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+            given |= {"attention_mask": mask, CACHE: cache, "use_cache": cache is not None}
             logits = model(ids[:, start:], **given).logits
             out.append(logits[:, -1])
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
@@ -396,14 +397,14 @@ def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
             ("encoder_hidden_states", torch.zeros(1, 6, 32)),
         ):
             with pytest.raises(ValueError, match=f"{name} must not be given to GPT2LMHeadModel with a PagedCache"):
-                gpt2(ids, past_key_values=cache, **{name: value})
+                gpt2(ids, **{CACHE: cache, name: value})
         with pytest.raises(ValueError, match="token_type_ids must not be given"):
             generate(gpt2, {"input_ids": ids, "token_type_ids": torch.ones_like(ids)}, cache)
         with pytest.raises(ValueError, match="position_ids must count .* got 5 for token 0 of row 0"):
-            gpt2(ids, position_ids=torch.arange(5, 11)[None], past_key_values=cache)
+            gpt2(ids, position_ids=torch.arange(5, 11)[None], **{CACHE: cache})
         with pytest.raises(ValueError, match=r"GPT2LMHeadModel must be in eval mode, got resid_pdrop 0.1"):
-            gpt2.train()(ids, past_key_values=cache)
-        gpt2.eval()(ids, past_key_values=cache)
+            gpt2.train()(ids, **{CACHE: cache})
+        gpt2.eval()(ids, **{CACHE: cache})
     kv, inputs = paged_kv_cache(model, num_blocks=32, block_size=4), padded(9, 6)
     mask = inputs["attention_mask"]
     with PagedCache(kv, **inputs) as cache:
@@ -411,13 +412,13 @@ def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
     with torch.no_grad(), PagedCache(kv, **inputs) as cache:
         start = cache.get_seq_length()
         with pytest.raises(ValueError, match=r"attention_mask must be given, got None: .* \[0, 3\] columns of padding"):
-            model(inputs["input_ids"][:, start:], past_key_values=cache)
+            model(inputs["input_ids"][:, start:], **{CACHE: cache})
         with pytest.raises(ValueError, match=r"position_ids must be given .* Give \(attention_mask.cumsum"):
-            model(inputs["input_ids"][:, start:], mask, past_key_values=cache)
+            model(inputs["input_ids"][:, start:], mask, **{CACHE: cache})
         given = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
-        model(inputs["input_ids"][:, start:], mask, past_key_values=cache, position_ids=given)
+        model(inputs["input_ids"][:, start:], mask, position_ids=given, **{CACHE: cache})
         with pytest.raises(ValueError, match="position_ids must be given for rows with padding"):
-            model(inputs["input_ids"][:, :1], torch.cat([mask, mask[:, -1:]], 1), past_key_values=cache)
+            model(inputs["input_ids"][:, :1], torch.cat([mask, mask[:, -1:]], 1), **{CACHE: cache})
 
 
 @pytest.fixture
