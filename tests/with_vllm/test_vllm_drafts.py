@@ -106,8 +106,9 @@ def test_training_with_drafts(folder, tmp_path):
     rows = train(settings, tmp_path / "run")[1:]
     plain = train(settings | {"accelerators": {"enabled": []}}, tmp_path / "plain")[1:]
     assert rows[0]["drafts/offered_tokens"] == 0 and rows[0]["drafts/tokens_per_step"] == 1
-    for name in ("reward", "loss", "tokens/generated"):
+    for name in ("reward", "tokens/generated"):
         assert rows[0][name] == plain[0][name], name  # nothing is drafted that would change what is drawn
+    assert rows[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # vLLM's log-probabilities may round otherwise
     for row in rows[1:]:
         assert 0 < row["drafts/accepted_tokens"] < row["drafts/offered_tokens"]
         assert 0 < row["drafts/off_share"] < 1 < row["drafts/tokens_per_step"]
