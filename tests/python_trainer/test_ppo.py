@@ -188,7 +188,7 @@ def named_weights(module):
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_critic_learns_from_the_value_loss_alone(make_config, tmp_path, separate):
-    """Two steps, as the head starts at zero. The gradient within the policy is in test_values_are_those_of_the_state."""
+    """Two steps, as the head starts at zero. test_values_are_those_of_the_state... has the gradient in the policy."""
     for coef in (0.0, 1.0):
         config = make_config(
             max_steps=2, algorithm={"advantage": "gae", "vf_coef": coef, "lam": 1.0, "scale_rewards": "none"},
