@@ -51,7 +51,7 @@ class EvaluationConfig(Section):
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """summary.json tells when an evaluation first reaches this accuracy: seconds_to_target, tokens_to_target."""
     sets: dict[str, str] = Field({})
-    """More test sets, as name -> file: {hard: hard.jsonl}. The metrics are eval/NAME/accuracy and so on."""
+    """More test sets by name, each a place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy."""
 
 
 class SftConfig(Section):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from python_trainer.config import describe_settings, load_config
+from python_trainer.config import Config, describe_settings, flatten, load_config
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
 
@@ -137,7 +137,10 @@ def test_wrong_files_are_named(tmp_path, text, message):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
-    load_config(path)
+    assert isinstance(load_config(path), Config)
+    known = {key for key, *_ in describe_settings()}
+    flat = flatten(yaml.safe_load(path.read_text()))
+    assert {"task.columns" if key.startswith("task.columns.") else key for key in flat} <= known
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
