@@ -37,7 +37,7 @@ COPIES = ("paged attention", "shared prefix", "grouped attention", "rank-1, rows
 NO_WIDE_ACCESS = ("dtw", "rank-1, step")
 KIB = 1024
 # kernels at other settings -> most bytes of stack on sm_80 and sm_90, and of shared memory
-OTHERS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
+OTHER_SETTINGS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
     **{f"paged attention, {name}": (kernel, (64, 0), 100 * KIB) for name, kernel in {
         "decode, group of 6": attend(128, 16, group=6),
         "shared prefix": attend(128, 128, causal=False, group=6),
@@ -99,8 +99,8 @@ def test_kernels_compile_for_blackwell():
 @pytest.mark.slow
 def test_other_settings_compile():
     """Odd heads and dtypes, a vocabulary of one token, rows that are not aligned."""
-    built = iter(compile_for([kernel for kernel, *_ in OTHERS.values()]))
-    for name, (_, stack, shared) in OTHERS.items():
+    built = iter(compile_for([kernel for kernel, *_ in OTHER_SETTINGS.values()]))
+    for name, (_, stack, shared) in OTHER_SETTINGS.items():
         for most in stack:
             kernel = next(built)
             assert kernel.stack_bytes <= most and kernel.shared_bytes <= shared, (name, kernel)

@@ -1,5 +1,7 @@
 """The compiled attention ops against their references, per instruction set."""
 
+from itertools import product
+
 import pytest
 import torch
 from accuracy import assert_as_plain
@@ -108,8 +110,9 @@ def test_every_nan_is_one_and_stays_in_its_sequence(cpu_isa, bits):
     out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
     assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
     ones, lses = torch.ones(2, 4, 32), (nan.expand(2, 4).contiguous(), torch.zeros(2, 4))
-    for a, b in (lses, lses[::-1]):
-        assert all(t.isnan().all() for t in rlkernels.merge_attention(ones, a, ones, b, backend="cpu"))
+    infinite = torch.full((2, 4), torch.inf)  # no softmax has such a denominator
+    for (a, b), backend in product((lses, lses[::-1], (infinite, lses[1])), ("cpu", "torch")):
+        assert all(t.isnan().all() for t in rlkernels.merge_attention(ones, a, ones, b, backend=backend))
 
 
 def test_empty(cpu_isa):
