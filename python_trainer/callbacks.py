@@ -54,7 +54,8 @@ class Tracker(Callback):
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if self.run is None:
             project = os.environ.get("WANDB_PROJECT", "python_trainer")
-            settings = json.loads(hide_passwords(trainer.config.model_dump_json()))
+            # a setting on each line: in one line, the port of a URL to the next @ would look like a password
+            settings = json.loads(hide_passwords(trainer.config.model_dump_json(indent=1)))
             self.run = self.api.init(project=project, name=trainer.folder.name, config=settings)
         self.api.log(dict(metrics), step=step)
 

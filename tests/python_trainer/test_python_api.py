@@ -94,6 +94,11 @@ def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
     assert begun[1]["name"] == "run" and begun[1]["config"]["max_steps"] == 1
     assert [step for _, step, _ in logged] == [0, 1]
     assert logged[1][2].keys() | {"step"} == row.keys() and logged[1][2]["reward"] == row["reward"]
+    rhyme = {"database": "postgresql://me@h/runs"}
+    changes = {"rollout": {"vllm_server": "http://h:8000"}, "accelerators": {"enabled": ["rhyme"], "rhyme": rhyme}}
+    config = make_config(**changes)
+    CALLBACKS.resolve("wandb")().on_step(SimpleNamespace(config=config, folder=tmp_path), 1, {})
+    assert calls["wandb"][-2][1]["config"] == config.model_dump(mode="json")
 
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
