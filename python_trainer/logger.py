@@ -123,7 +123,7 @@ class Logger:
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._accuracy: float | None = None  # of the newest evaluation
         self._writer: Any = None
-        self._purge: int | None = None  # first step that TensorBoard is to forget
+        self._purge = 0  # first step that TensorBoard is to forget
         self._work = "answers"
         self._last_line = time.monotonic()
         self._step, self._facts, self._began = 0, "", (0, self._last_line)
@@ -144,7 +144,7 @@ class Logger:
             write_rows(path, [row for row in read_rows(path) if after_step is not None and row["step"] <= after_step])
         found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
         self._accuracy = found[-1] if found else None
-        self._purge = None if after_step is None else after_step + 1
+        self._purge = 0 if after_step is None else after_step + 1
         self._step, self._last_line = after_step or 0, time.monotonic()
         self._began = (self._step, self._last_line)
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)

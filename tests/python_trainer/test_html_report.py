@@ -131,6 +131,20 @@ def test_tensorboard_has_every_metric(runs):
     assert [event.value for event in events.Scalars("entropy")] == pytest.approx([r["entropy"] for r in rows[1:]])
 
 
+def test_tensorboard_forgets_a_run_that_begins_anew(tmp_path):
+    """A kill before the first checkpoint has left its curves."""
+    for second, values in enumerate(([1.0, 2.0, 3.0], [4.0, 5.0])):
+        told = Logger(tmp_path, 3, console=QUIET)
+        with told.recording():
+            for step, value in enumerate(values):
+                told.log(step, {"reward": value})
+        (file,) = (tmp_path / "tensorboard").glob("events.out.*")
+        file.rename(file.with_name(f"{second}.tfevents"))  # names have whole seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(0, 4.0), (1, 5.0)]
+
+
 def rollout(accuracy, *, text="42", cap=None):
     facts = {"text": text, "reward": accuracy, "accuracy": accuracy, "importance_cap": cap}
     return Rollout([1], [2, 3], 1, [0.0], "stop", **facts)
