@@ -170,7 +170,7 @@ class Checkpointer:
             step,
             contents if sharded else contents | learned,
             keep=self.config.save.save_total_limit,
-            spare=best_evaluated(self.state.evaluations, {step, *map(step_of, list_checkpoints(self.checkpoints))}),
+            spare=best_evaluated(self.state, {step, *map(step_of, list_checkpoints(self.checkpoints))}),
             ranks=self.ranks,
             shards=learned if sharded else None,
         )
@@ -230,7 +230,7 @@ class Checkpointer:
         if lora is not None:
             parts = (adapter_weights(policy.model), policy.model, policy.inference_model, lora)
             self._write("adapter", partial(save_adapter, *parts, base=base_name(self.config.model)))
-        best = self.ranks.first(best_evaluated(self.state.evaluations, set(steps)))
+        best = self.ranks.first(best_evaluated(self.state, set(steps)))
         if best is not None and best != self.state.step:
             self._load_step(best)
             self._write_policy("best")

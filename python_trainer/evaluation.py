@@ -148,9 +148,8 @@ class Evaluator:
             if name is not None:
                 save_evaluation(self.folder, name, correct)
                 state.results[name] = dict(row)
-        accuracy = row["eval/accuracy"]
         state.costs.append(cost)
-        state.evaluations.append([state.step, accuracy, accuracy if state.judged else row.get("eval/reward", accuracy)])
+        state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])
         return row
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:

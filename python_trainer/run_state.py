@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,7 @@ class RunState:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
-    # [step, accuracy, score]: the score ranks checkpoints; it is the accuracy, or the reward where nothing is right
-    evaluations: list[list[float]] = field(default_factory=list)
+    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy, reward]
     costs: list[list[float]] = field(default_factory=list)  # [training seconds, generated tokens] before each of them
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
@@ -36,9 +35,12 @@ class RunState:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
 
 
-def best_evaluated(evaluations: Sequence[Sequence[float]], steps: Collection[int]) -> int | None:
-    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated."""
-    rows = [(row[-1], int(row[0])) for row in evaluations if row[0] in steps]
+def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
+    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
+
+    The accuracy decides, or the reward if nothing is right or wrong.
+    """
+    rows = [(row[1 if state.judged else 2], int(row[0])) for row in state.evaluations if row[0] in steps]
     return max(rows)[1] if rows else None
 
 

@@ -8,12 +8,13 @@ from conftest import train
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluator
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run_state import best_evaluated
+from python_trainer.run_state import RunState, best_evaluated
 
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 
@@ -32,8 +33,22 @@ def grades(monkeypatch):
 
 
 def test_best_of_those_that_are_there():
-    rows = [[0, 0.9, 0.9], [2, 0.5, 0.5], [4, 0.5, 0.5], [6, 0.8, 0.1]]
-    assert best_evaluated(rows, [2, 4, 5, 6]) == 4 and best_evaluated(rows, [5]) is None
+    state = RunState(evaluations=[[0, 0.9, -1], [2, 0.5, 0.5], [4, 0.5, 0.4], [6, 0.1, 0.8]])
+    assert best_evaluated(state, [2, 4, 5, 6]) == 4 and best_evaluated(state, [5]) is None
+
+
+class Unjudged(Callback):
+    def on_step(self, trainer, step, metrics):
+        trainer.state.judged = step == 1
+
+
+def test_rewards_decide_between_all_checkpoints_once_nothing_is_right_or_wrong(make_config, tmp_path, grades):
+    """Also those that were evaluated before a reward has shown it."""
+    grades[1] = 0.9  # the fewer right, the higher the reward here
+    options = {"task": JUDGED, "evaluation": {"eval_steps": 1}, "save": {"save_steps": 1, "save_total_limit": 9}}
+    config = make_config(max_steps=3, **options)
+    train(config, tmp_path / "run", callbacks=[Unjudged])
+    assert not (tmp_path / "run" / "best").exists()  # the last is
 
 
 def test_the_best_checkpoint_is_kept_and_written_as_a_model(make_config, tmp_path):
