@@ -64,9 +64,9 @@ def time_update(trainer: Trainer, groups: Groups) -> float:
         for answer in group[: settings.num_generations]
     ]
     warm = next((g for g in groups if len({answer.reward for answer in g}) > 1), groups[0])
-    trainer.learn([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
+    trainer.learner.update([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
     begun = time.perf_counter()
-    trainer.learn(part, 1)
+    trainer.learner.update(part, 1)
     if trainer.policy.device.type == "cuda":
         torch.cuda.synchronize(trainer.policy.device)
     return (time.perf_counter() - begun) * settings.prompts_per_step * settings.num_generations / len(part)

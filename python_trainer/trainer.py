@@ -234,7 +234,8 @@ class Trainer:
             self.engine.sleep()
         for number, batch in enumerate(batches, 1):
             with self.clock.measure("train"):
-                self.learn(batch, context.step, stored_rise=number / REHEARSAL_RISE)
+                learned = self.learner.rehearse(batch, number / REHEARSAL_RISE)
+            self.state.count("trained_tokens", learned["tokens/trained"])
             self.logger.log_work("stored answers in batches", number, len(batches))
         self.engine.policy_updated()
 
@@ -243,27 +244,13 @@ class Trainer:
         with self.clock.measure("rollout"):
             self.engine.sleep()
         with self.clock.measure("train"):
-            context.telemetry |= self.learn(rollouts, context.step)
+            learned = self.learner.update(rollouts, context.step)
+        self.state.count("trained_tokens", learned["tokens/trained"])
+        context.telemetry |= learned
         self.engine.policy_updated()
         for accelerator in self.accelerators:
             with self.timed(accelerator):
                 accelerator.after_update(context)
-
-    def learn(self, rollouts: list[Rollout], number: int, *, stored_rise: float | None = None) -> dict[str, float]:
-        """Updates the weights -> metrics.
-
-        Args:
-            stored_rise: of stored answers alone: share of the full learning rate.
-
-        Raises:
-            NotFinite: NaN or infinity in loss or gradients.
-        """
-        if stored_rise is None:
-            learned = self.learner.update(rollouts, number)
-        else:
-            learned = self.learner.rehearse(rollouts, stored_rise)
-        self.state.count("trained_tokens", learned["tokens/trained"])
-        return learned
 
     def evaluate_if_due(self) -> dict[str, float]:
         """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
