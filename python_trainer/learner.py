@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.algorithms.settings import POLICY_LOSSES, AlgorithmConfig
 from python_trainer.batch import Batch, MetricSums, Minibatch, put
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
@@ -108,7 +108,8 @@ class Learner:
         """Tells of each sample whether it has a gradient; samples without need no pass."""
         algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
-        if self.critic is not None or algorithm.entropy_coef or kl_in_loss:
+        own = algorithm.policy_loss not in POLICY_LOSSES.names()  # which may have one where the advantage is 0
+        if self.critic is not None or algorithm.entropy_coef or kl_in_loss or own:
             return [True] * len(batch.rollouts)
         assert batch.advantages is not None
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()

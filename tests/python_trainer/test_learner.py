@@ -156,7 +156,13 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).input_ids.numel()
 
 
-@pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"beta": 0.1}, {"advantage": "gae"}])
+def less_sure(logprobs, ratio, advantages, settings):
+    return logprobs - ratio * advantages
+
+
+@pytest.mark.parametrize("algorithm", [
+    {"entropy_coef": 0.1}, {"beta": 0.1}, {"advantage": "gae"}, {"policy_loss": "test_learner:less_sure"},
+])  # fmt: skip
 def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
     steps = rollouts([1] * 16)
