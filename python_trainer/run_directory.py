@@ -40,13 +40,13 @@ def check_run_directory(folder: Path, *, resume: bool) -> None:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         problem = f"{there} is a file" if not there.is_dir() else f"{there} is not writable"
         usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        if usable and (folder / LOCK).exists():
+            with locked(folder):
+                pass
     except OSError as error:
         raise unusable_output_dir(folder, error.strerror) from error
     if not usable:
         raise unusable_output_dir(folder, problem)
-    if (folder / LOCK).exists():
-        with locked(folder):
-            pass
     begun = any((folder / "checkpoints").glob("step-*"))
     if not resume and (begun or any(row["step"] for row in read_metrics(folder))):
         raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")

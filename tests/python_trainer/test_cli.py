@@ -152,12 +152,19 @@ def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_p
 
 @pytest.mark.parametrize(
     ("folder", "reason"),
-    [("file/run", "file is a file"), ("n" * 300, "File name too long"), ("unwritable", "is not writable")],
+    [
+        ("file/run", "file is a file"),
+        ("n" * 300, "File name too long"),
+        ("unwritable", "is not writable"),
+        ("locked", "Is a directory"),
+    ],
 )
 def test_output_dir_that_cannot_be_made(run, tmp_path, monkeypatch, folder, reason):
     (tmp_path / "file").write_text("")
     if folder == "unwritable":
         monkeypatch.setattr(os, "access", lambda *_: False)
+    if folder == "locked":  # stands for the lock of another user, which cannot be opened either
+        (tmp_path / folder / ".lock").mkdir(parents=True)
     told = f"--output-dir must be a folder that can be written, got {tmp_path / folder}"
     one_clear_line(run(folder=folder), tmp_path, told, reason)
 
