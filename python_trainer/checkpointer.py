@@ -240,8 +240,7 @@ class Checkpointer:
             shutil.rmtree(self.folder / "best", ignore_errors=True)  # of a run that was shorter
 
     def _write_policy(self, name: str) -> None:
-        if self.policy.streams_weights:
-            self.policy.restore_inference_model()
+        self.policy.restore_inference_model()
         self._write(name, self.policy.save)
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
