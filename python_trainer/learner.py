@@ -56,7 +56,7 @@ class Learner:
         self.reference = policy.frozen_copy(partial(self.ranks.copy, trains=False)) if algorithm.beta else None
         self.critic = None
         if algorithm.judge.critic:
-            self.critic = Critic(policy, critic, optimizer, copied=self.ranks.copy, shard=self.ranks.shard)
+            self.critic = Critic(policy, critic, optimizer, self.ranks)
         self.optimizer = PolicyOptimizer(policy.model, optimizer)
         self.max_completion_length, self.prefix_in_loss = max_completion_length, prefix_in_loss
         self.changed = False

@@ -1,7 +1,5 @@
 """The critic of PPO: the reward that is still to come, predicted before every response token."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,33 +20,22 @@ class Critic(torch.nn.Module):
     ``separate``, those of a second model that starts as a copy of the policy and shares nothing with it afterwards.
 
     Args:
-        copied: makes that model of the policy's, ``copied(module, trains=True)``; None: as a plain copy.
-        shard: called with the critic before an optimizer is made of its parameters.
+        ranks: the RankGroup that shares the run; it copies that model of the policy's, and cuts the critic into shards.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        config: CriticConfig,
-        optimizer: OptimizerConfig,
-        *,
-        copied: Callable[..., Any] | None = None,
-        shard: Callable[[torch.nn.Module], None] | None = None,
-    ):
+    def __init__(self, policy: Policy, config: CriticConfig, optimizer: OptimizerConfig, ranks: Any):
         super().__init__()
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.body: Any = None
         if config.separate:
-            plain = policy.inference_model.base_model
-            self.body = copied(plain, trains=True) if copied else copy.deepcopy(plain).requires_grad_(True)
+            self.body = ranks.copy(policy.inference_model.base_model, trains=True)
             self.body.set_attn_implementation(IMPLEMENTATION)
             if recomputes(policy.model):  # not so what adapters were merged into, which only generates
                 recompute_activations(self.body)
         self.head = torch.nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        if shard is not None:
-            shard(self)
+        ranks.shard(self)
         self.optimizer = PolicyOptimizer(self, optimizer)
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 

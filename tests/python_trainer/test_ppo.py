@@ -11,6 +11,7 @@ from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch, take
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.critic import Critic
 from python_trainer.model.packing import pack
@@ -148,7 +149,7 @@ def test_empty_answers_and_an_empty_batch():
 
 
 def critic_of(policy, separate):
-    critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig())
+    critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig(), RankGroup())
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
         critic.head.bias.fill_(0.3)
