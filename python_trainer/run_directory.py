@@ -58,6 +58,15 @@ def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
     return UserError(f"--output-dir must be a folder that can be written, got {folder}: {problem}")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names a file in the OSError of a write to it, which Python's own does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: readers see either the old text or the new one."""
     write_bytes(path, text.encode())
@@ -66,10 +75,11 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces a file in one step, as :func:`write_text` does."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(data)
-    flush(aside)
-    aside.replace(path)
-    flush(path.parent)
+    with naming(path):
+        aside.write_bytes(data)
+        flush(aside)
+        aside.replace(path)
+        flush(path.parent)
 
 
 def usual_mode(folder: Path) -> None:
@@ -139,12 +149,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a row to a JSON-lines file; an OSError names the file, which Python's own does not."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    """Appends a row to a JSON-lines file."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from conftest import QUIET
 from test_checkpoint import assert_same_run
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.checkpointer import Checkpointer
 from python_trainer.errors import UserError
 from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
@@ -51,6 +52,12 @@ def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch, full_di
     monkeypatch.setattr(Trainer, "step", original)
     assert run({}, "--resume")[0] == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch, full_disk):
+    monkeypatch.setattr(Checkpointer, "save_models", lambda self: full_disk(10))
+    code, said = run({"max_steps": 1})
+    assert code == 2 and f"too large: '{tmp_path / 'run' / 'summary.json'}'\n" in said
 
 
 def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path, full_disk):
