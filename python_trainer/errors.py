@@ -29,9 +29,9 @@ class NotFinite(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether memory ran out: in Python, in C++, or in torch on a CPU or GPU."""
+    """Tells whether memory ran out: in Python, in C++, in torch on a CPU or GPU, or in CUDA's libraries."""
     said = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(text in str(error) for text in said)
+    return isinstance(error, MemoryError) or any(text in str(error) for text in (*said, "_STATUS_ALLOC_FAILED"))
 
 
 def is_lost_connection(error: BaseException) -> bool:

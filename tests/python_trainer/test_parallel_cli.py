@@ -67,6 +67,7 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("error", "said"), [
     (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of memory; CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     (UserError("model.path: there is no model here"), "model.path: there is no model here"),
     (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
 ])  # fmt: skip
