@@ -309,7 +309,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def settings_used(folder: Path) -> dict[str, str]:
     """Reads the settings of the run in a folder as :func:`flatten` writes them; empty without a run."""
     path = folder / "config.yaml"
-    return flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+    return flatten(read_yaml(path)) if path.exists() else {}
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:

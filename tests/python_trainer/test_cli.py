@@ -137,7 +137,7 @@ def test_a_reader_that_has_seen_enough(tmp_path):
     assert process.stderr.read() == b"" and process.wait() == 0
 
 
-def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path):
+def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path, capsys):
     """Without it, a finished run stays as it is."""
     assert "has no checkpoint to resume" in run({"max_steps": 1}, "--resume")[1]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -148,6 +148,10 @@ def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_p
     _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
     assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
     assert "-> 0.25" in error
+    (tmp_path / "run" / "config.yaml").write_text("max_steps: [")  # mended by hand
+    assert run({}, "--resume")[0] == main(["report", str(tmp_path / "run")]) == 2
+    (error,) = set(capsys.readouterr().err.splitlines())
+    assert error.startswith(f"error: {tmp_path / 'run' / 'config.yaml'} is not valid YAML: ")
 
 
 @pytest.mark.parametrize(
