@@ -91,6 +91,7 @@ def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
     assert jobs[0].seed - jobs[1].seed == 6 and 0 < jobs[1].seed < 2**62
     assert settings["stop_token_ids"] == [5, 63] and settings["ignore_eos"]
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
+    assert settings["repetition_penalty"] == 1 and not settings["min_p"], "not those of the model's generation config"
     engine.generate(requests, SamplingParams(0.5, seed=4))
     assert abs(backend.asked[1][0][0].seed - jobs[0].seed) > 1000
     assert engine.stats["prompt_tokens"] == 28 == engine.stats["prefill_tokens"]

@@ -1,6 +1,7 @@
 """Tests inside the real vLLM, which has an environment of its own: ``make test-vllm``."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -30,12 +31,18 @@ def poison_uninitialised_memory():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers."""
+    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers.
+
+    Its generation config has penalties, which a server applies to whoever does not say otherwise.
+    """
     from rollouts import LIMIT
     from tiny import save_tiny_policy
 
     size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+    folder = save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+    options = {"eos_token_id": 63, "repetition_penalty": 1.5, "presence_penalty": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(options))
+    return folder
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def load(folder):
 def own_greedy(model, prompt, count):
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         eos_token_id=EOS, pad_token_id=0)  # fmt: skip
+                         eos_token_id=EOS, pad_token_id=0, repetition_penalty=1.0)  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 

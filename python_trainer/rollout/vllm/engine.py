@@ -202,6 +202,11 @@ class VLLMEngine(Engine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            # a server takes what is left out from the model's generation_config.json
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop": list(sampling.stop),
             "stop_token_ids": self.eos_token_ids,
             "ignore_eos": True,  # those above are all
