@@ -1,6 +1,10 @@
 """Several vLLM servers: where they are, what each is asked and sent; tests/with_vllm has real ones."""
 
+import shutil
+import ssl
+import subprocess
 import threading
+import time
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -10,6 +14,7 @@ from conftest import merged, run_settings
 from fake_vllm import EOS, draw, serving, urls
 from gloo import run_on_ranks, train
 from safetensors.torch import load_file
+from support import lacks
 from torch.testing import assert_close
 
 from python_trainer.config import load_config
@@ -22,7 +27,8 @@ from python_trainer.model.weights import checkpoint_weights
 from python_trainer.parts import make_engine
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
+from python_trainer.rollout.vllm import servers as servers_module
+from python_trainer.rollout.vllm.servers import AdapterFiles, Servers, read
 
 
 @pytest.fixture
@@ -133,6 +139,23 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
     servers = Servers(model, urls(fakes[:1]), blocked / "weights")
     with pytest.raises(UserError, match="the weights for rollout.vllm_server cannot be written: .*file"):
         servers.load(model)
+
+
+def test_a_server_behind_tls_may_answer_late(fakes, tmp_path, monkeypatch):
+    """TLS 1.3 sends tickets first: the socket has bytes long before the answer begins."""
+    if shutil.which("openssl") is None:
+        lacks("openssl")
+    request = "req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -subj /CN=x -addext subjectAltName=DNS:localhost"
+    subprocess.run(["openssl", *request.split()], cwd=tmp_path, check=True, capture_output=True)
+    context, looks = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    fakes[0].socket = context.wrap_socket(fakes[0].socket, server_side=True)
+    fakes[0].answers["/late"] = lambda body: time.sleep(1.0) or "at last"
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert"))
+    monkeypatch.setattr(servers_module, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
+    address = f"https://localhost:{fakes[0].server_address[1]}/late"
+    assert read(address, b"{}", lambda: looks.append(1)) == (200, "at last") and looks
 
 
 @pytest.mark.parametrize(("answers", "settings", "difference"), [
