@@ -141,6 +141,23 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
         servers.load(model)
 
 
+def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch):
+    over = threading.Event()
+    fakes[0].answers["/v1/completions"] = lambda body: over.wait(5) and draw(body)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    engine = VLLMEngine(model, Servers(model, urls(fakes[:1]), tmp_path / "weights"), eos_token_ids=[63])
+    monkeypatch.setattr(servers_module, "wait", interrupt)
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([Request([1])] * 200, SamplingParams())
+    assert time.monotonic() - before < 4
+    over.set()
+    assert len(fakes[0].asked()) <= servers_module.CONNECTIONS
+
+
 def test_a_server_behind_tls_may_answer_late(fakes, tmp_path, monkeypatch):
     """TLS 1.3 sends tickets first: the socket has bytes long before the answer begins."""
     if shutil.which("openssl") is None:

@@ -302,12 +302,11 @@ class Servers(Backend):
         plan, futures = balance(lengths, tokens, len(self.servers)), dict[int, Future[list[Drawn]]]()
         with ExitStack() as held:
             for server, part in zip(self.servers, plan):
-                pool = held.enter_context(ThreadPoolExecutor(CONNECTIONS))
+                pool = ThreadPoolExecutor(CONNECTIONS)
+                # after a failure or Ctrl-C: what has not been asked yet never is
+                held.callback(pool.shutdown, wait=False, cancel_futures=True)
                 futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
-            done, left = wait(futures.values(), return_when=FIRST_EXCEPTION)
-            for future in left:  # one has failed: what has not been asked yet never is
-                future.cancel()
-            for future in done:
+            for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
                 future.result()  # raises what failed
             return [futures[i].result() for i in range(len(asked))]
 
