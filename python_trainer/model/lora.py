@@ -1,6 +1,7 @@
 """Low-rank adapters by PEFT: the model stays as it is, and what trains is a product of two thin matrices per layer."""
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,13 +62,14 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
     if modules == ALL_LINEAR:
         # within a module that has no config: by the model type in one PEFT adds fused experts and their router
         part, output = torch.nn.ModuleDict({"model": model}), model.get_output_embeddings()
-        modules = [n for n, m in part.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
+        plain = torch.nn.Linear.forward  # the router of Phimoe has another
+        modules = [n for n, m in part.named_modules() if type(m).forward is plain and m is not output]
     wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(keyed_seed("lora"))
         try:
             inject_adapter_in_model(wanted, part, ADAPTER)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, re.error) as error:
             raise UserError(
                 f"model.lora.target_modules: {settings.target_modules!r} fits no layers: {error}"
             ) from error

@@ -143,6 +143,7 @@ def test_a_checkpoint_of_other_layers_is_refused(make_config, tmp_path):
 EXPERTS = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # whose router is a class made from linear layers
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},  # and a shared expert
 }
 
@@ -157,14 +158,15 @@ def test_all_linear_adapts_what_it_can_of_a_mixture_of_experts(make_config, tmp_
     plain.save_pretrained(folder)
     options = {"model": {"path": str(folder), "lora": {"r": 2, "target_modules": "all-linear"}}}
     trainer = train(make_config(max_steps=2, **options), tmp_path / "run")
-    wanted = {n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
+    wanted = {n for n, m in plain.named_modules() if type(m) is torch.nn.Linear} - {"lm_head"}
     assert {name for name, _ in adapted_layers(trainer.policy.model)} == wanted
     start, exported = plain.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
     assert {n for n, p in exported.items() if not torch.equal(p, start[n])} == {f"{name}.weight" for name in wanted}
 
 
 def test_bad_settings_are_named(make_config, tiny_policy, monkeypatch):
-    for modules, message in ((["nothing"], "fits no layers"), (["embed_tokens"], "must name linear layers"),
+    for modules, message in ((["nothing"], "fits no layers"), ("*_proj", "fits no layers: nothing to repeat"),
+                             (["embed_tokens"], "must name linear layers"),
                              (["lm_head"], r"must not name the output layer, got \['lm_head'\]")):  # fmt: skip
         config = ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA | {"target_modules": modules})
         with pytest.raises(UserError, match=f"model.lora.target_modules.*{message}"):
