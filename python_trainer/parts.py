@@ -16,7 +16,7 @@ from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
-from python_trainer.model.loading import keep_dtype
+from python_trainer.model.loading import base_folder, keep_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
@@ -112,7 +112,7 @@ def make_engine(
         policy.streams_weights = ranks.sharded
         backend = InProcess(
             model,
-            policy.name,
+            base_folder(Path(policy.name)),
             trust_remote_code=chosen.model.trust_remote_code,
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),

@@ -12,7 +12,7 @@ class FakeLLM:
     """Says in ``events`` what happens to it, and fails where the real one would: without weights or a cache."""
 
     def __init__(self, folder, **options):
-        self.options, self.events, self.loaded = options, [], {}
+        self.folder, self.options, self.events, self.loaded = folder, options, [], {}
         self.there = {"weights", "kv_cache"}
         self.model_config = SimpleNamespace(max_model_len=LIMIT)
         self.prompt_tokens = 0

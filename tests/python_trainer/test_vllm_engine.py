@@ -1,19 +1,23 @@
 """What the vLLM engine does on its own; tests/with_vllm has the rest."""
 
+import json
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_llm import install
+from fake_llm import FakeLLM, install
 from fake_vllm import LIMIT, serving
 from safetensors.torch import load_file
 from tiny import save_tiny_policy
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.model.policy import load_policy
 from python_trainer.model.weights import checkpoint_weights
+from python_trainer.parts import make_engine
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, import_vllm
@@ -169,6 +173,16 @@ def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):
         else:
             with pytest.raises(UserError, match=f"needs vllm >= 0.32; the package vllm is {version}"):
                 import_vllm()
+
+
+def test_vllm_reads_the_folder_of_an_adapters_base(make_config, tiny_policy, tmp_path, monkeypatch):
+    install(monkeypatch, sleeps=False)
+    config = make_config(rollout={"engine": "vllm"})
+    policy = load_policy(config.model)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_policy)}))
+    policy.name = str(tmp_path)
+    make_engine(config, policy, tmp_path, RankGroup())
+    assert FakeLLM.last.folder == str(tiny_policy)
 
 
 @pytest.fixture
