@@ -13,7 +13,6 @@ import torch
 
 from python_trainer.config import Config
 from python_trainer.errors import UserError
-from python_trainer.hub import hub_model
 from python_trainer.model.fused import MAX_BYTES, MODEL_TYPES
 from python_trainer.model.loading import (
     base_folder,
@@ -85,8 +84,8 @@ class Shape:
 
 def read_shape(config: ModelConfig, kind: str) -> Shape:
     """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
-    files = [("*.json", "*.py")] if hub_model(config.path) else []
-    folder = base_folder(policy_folder(config.path, *files))
+    files = "*.json", "*.py"
+    folder = base_folder(policy_folder(config.path, files), files)
     with loading_errors(folder):
         settings = read_settings(folder, config)
     dtype = choose_dtype(config.dtype, torch.device(kind), lambda: count_described(settings, config))

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
-from python_trainer.hub import hub_model, policy_folder
+from python_trainer.hub import FILES, hub_model, policy_folder
 from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
@@ -23,8 +23,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by torch's names; bf16 is Arm's
 
 
-def base_folder(folder: Path) -> Path:
-    """Finds the folder of the model itself: the base of an adapter, else the given folder.
+def base_folder(folder: Path, files: Sequence[str] = FILES) -> Path:
+    """Finds the folder of the model itself: below an adapter, or several on one another, else the given folder."""
+    below = adapter_base(folder, files)
+    return folder if below == folder else base_folder(below, files)
+
+
+def adapter_base(folder: Path, files: Sequence[str] = FILES) -> Path:
+    """Finds the folder that an adapter names as its base; the given one if it holds no adapter.
+
+    Args:
+        files: to get of a base on the Hub.
 
     Raises:
         UserError: an adapter that names no base, or one that is not there.
@@ -34,13 +43,11 @@ def base_folder(folder: Path) -> Path:
     try:
         read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         base, revision = read["base_model_name_or_path"], read.get("revision")
-        base = policy_folder(f"{base}@{revision}" if revision and not Path(base).is_dir() else base)
+        base = policy_folder(f"{base}@{revision}" if revision and not Path(base).is_dir() else base, files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
     except UserError as error:
         raise UserError(f"the base of the adapter {folder}: {error}") from error
-    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
-        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
     return base
 
 
@@ -104,9 +111,11 @@ def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[A
     Raises:
         UserError: one of them is not there, not complete, or does not fit the other.
     """
-    if (base := base_folder(folder)) == folder:
+    if (base := adapter_base(folder)) == folder:
         return _read_plain(folder, config, dtype)
-    model, tokenizer = _read_plain(base, config, torch.float32)
+    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
+        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
+    model, tokenizer = read_model(base, config, torch.float32)
     merged = merge_adapter(model, folder).requires_grad_(True)  # PEFT has frozen it
     for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
         p.data = p.data.to(dtype)

@@ -98,6 +98,8 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     train(again, tmp_path / "again")
     further = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
     assert not torch.equal(logits(further), logits(merged))
+    upon = load_policy(ModelConfig(path=str(tmp_path / "again" / "adapter"), device="cpu"))  # an adapter upon another
+    torch.testing.assert_close(logits(upon.model), logits(further), rtol=1e-4, atol=1e-4)
     other = {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}
     save_file(other, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match="does not fit its model: Found missing adapter keys"):

@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
+from python_trainer.memory import read_shape
 from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
@@ -175,6 +176,20 @@ def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
         assert policy_folder(path) == tmp_path
         assert base_name(ModelConfig(path=path)) == asked[-1]
     assert asked == [("someone/tiny", "refs/pr/1"), ("someone/tiny", None)]
+
+
+def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch, tmp_path, tiny_policy):
+    """Those of an adapter and of its base, which a dry run must not fetch."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/tiny"}')
+    folders, asked = {"someone/adapter": tmp_path, "someone/tiny": tiny_policy}, {}
+
+    def snapshot(name, revision, *, files, **_):
+        asked[name] = files
+        return folders[name]
+
+    monkeypatch.setattr("python_trainer.hub.snapshot", snapshot)
+    assert read_shape(ModelConfig(path="someone/adapter"), "cpu").vocab == 64
+    assert asked == dict.fromkeys(folders, ("*.json", "*.py"))
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "."])
