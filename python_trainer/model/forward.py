@@ -128,24 +128,14 @@ class LogitRule:
         return token_logprobs(logits, targets, temperature=temperature, return_entropy=True)
 
 
-def read_logit_rule(config: Any) -> LogitRule | None:
-    """Reads the rule from a model's config; None: the rule needs all logits."""
-    factor = _number(config, "logit_scale", 1.0) / _number(config, "logits_scaling", 1.0)
-    if factor <= 0 or _number(config, "logits_scale", 1.0) != 1:
-        return None
-    return LogitRule(factor, getattr(config, "final_logit_softcapping", None))
-
-
-def _number(config: Any, name: str, default: float) -> float:
-    value = getattr(config, name, None)
-    return default if value is None else float(value)
-
-
 def observe_logit_rule(model: Any, logits: torch.Tensor, states: torch.Tensor) -> LogitRule | None:
     """Returns the config's rule if logits [R, V] follow from states [R, H] by it."""
-    head, rule = model.get_output_embeddings(), read_logit_rule(model.config.get_text_config())
-    if rule is None:
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
+    factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+    if factor <= 0:
         return None
+    rule = LogitRule(factor, getattr(config, "final_logit_softcapping", None))
     product = rule(linear(states[None], head.weight, head.bias)[0])
     near = 4 * torch.finfo(logits.dtype).eps * logits.abs().max()
     same = logits.dtype == product.dtype and bool((logits - product).abs().max() <= near)
