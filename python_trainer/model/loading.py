@@ -191,8 +191,10 @@ def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], in
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16
+    # emulation is slower than float32; by torch 2.12 and later
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     # in small models calls count as much as products; what matters in large ones is the rate of products
-    large = multiplies_bfloat16() and count_weights() * torch.float32.itemsize > MAX_BYTES
+    large = any(found.get(product) for product in PRODUCTS) and count_weights() * torch.float32.itemsize > MAX_BYTES
     return torch.bfloat16 if large else torch.float32
 
 
@@ -204,12 +206,6 @@ def find_dtype(config: ModelConfig) -> torch.dtype:
         choose_device(config.device),
         lambda: count_weights(policy_folder(config.path), config),
     )
-
-
-def multiplies_bfloat16() -> bool:
-    """Tells whether the processor multiplies in bfloat16; emulation is slower than float32."""
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
-    return any(found.get(name, False) for name in PRODUCTS)
 
 
 def count_weights(folder: Path, config: ModelConfig) -> int:
