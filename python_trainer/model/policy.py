@@ -1,6 +1,7 @@
 """The policy: a causal language model of Transformers, its tokenizer, and log-probabilities of packed answers."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -105,13 +106,6 @@ def mend_generation_config(model: PreTrainedModel) -> None:
     except ValueError:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         model.generation_config = GenerationConfig(**{name: getattr(found, name) for name in names})
-
-
-def _layer_of(name: str) -> str:
-    """Returns a name up to its first number; the whole name if it has none."""
-    parts = name.split(".")
-    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: end + 1])
 
 
 class Policy:
@@ -259,7 +253,8 @@ class Policy:
         """
         for parameter in self.inference_model.parameters():
             parameter.untyped_storage().resize_(0)
-        for _, layer in groupby(self._gather(), lambda pair: _layer_of(pair[0])):
+        # names of a layer agree up to its number, the first in them
+        for _, layer in groupby(self._gather(), lambda pair: re.sub(r"(\.\d+)\..*", r"\1", pair[0])):
             yield from checkpoint_weights(self.inference_model, layer)
 
     @torch.no_grad()
