@@ -86,11 +86,13 @@ def read_settings(base: Path, config: ModelConfig) -> Any:
 
 
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
-    """Reads the tokenizer of a folder.
+    """Reads the tokenizer of a folder; that of its base if an adapter brings none.
 
     Raises:
         UserError: there is none, or an empty one.
     """
+    if not (folder / "tokenizer_config.json").is_file() and (base := adapter_base(folder)) != folder:
+        return read_tokenizer(base, config)
     with loading_errors(folder):
         tokenizer = AutoTokenizer.from_pretrained(**source_options(folder, config))
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -111,19 +113,25 @@ def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[A
     Raises:
         UserError: one of them is not there, not complete, or does not fit the other.
     """
-    if (base := adapter_base(folder)) == folder:
-        return _read_plain(folder, config, dtype)
-    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
-        raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
-    model, tokenizer = read_model(base, config, torch.float32)
-    merged = merge_adapter(model, folder).requires_grad_(True)  # PEFT has frozen it
-    for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
-        p.data = p.data.to(dtype)
-    return merged, tokenizer
+    tokenizer, model = read_tokenizer(folder, config), _read_weights(folder, config, dtype)
+    if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
+        raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
+    if (known := model.get_input_embeddings().num_embeddings) < len(tokenizer):
+        raise UserError(
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, more than the {known} that its model "
+            "knows"
+        )
+    return model, tokenizer
 
 
-def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    tokenizer = read_tokenizer(folder, config)
+def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+    if (base := adapter_base(folder)) != folder:
+        if not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle instead
+            raise UserError(f"model.path: {folder} lacks adapter_model.safetensors")
+        merged = merge_adapter(_read_weights(base, config, torch.float32), folder).requires_grad_(True)  # PEFT froze it
+        for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
+            p.data = p.data.to(dtype)
+        return merged
     with loading_errors(folder):
         # without this Transformers raises an error that does not name the weights
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -138,14 +146,7 @@ def _read_plain(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[
     if loaded["missing_keys"]:
         some = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
-    if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
-        raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
-    if (known := model.get_input_embeddings().num_embeddings) < len(tokenizer):
-        raise UserError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, more than the {known} that its model "
-            "knows"
-        )
-    return model, tokenizer
+    return model
 
 
 def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:

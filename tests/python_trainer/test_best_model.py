@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import train
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.callbacks import Callback
@@ -100,6 +100,15 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     assert not torch.equal(logits(further), logits(merged))
     upon = load_policy(ModelConfig(path=str(tmp_path / "again" / "adapter"), device="cpu"))  # an adapter upon another
     torch.testing.assert_close(logits(upon.model), logits(further), rtol=1e-4, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
+    tokenizer.eos_token, tokenizer.chat_template = "A", "{{ messages }}"
+    tokenizer.save_pretrained(adapter)  # as trainers of adapters do
+    policy = load_policy(ModelConfig(path=str(adapter), device="cpu"))
+    assert policy.eos_token_ids == [17, 63] and policy.tokenizer.chat_template
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: weight * torch.nan for name, weight in weights.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"4 weights of {adapter} hold NaN or infinity"):
+        load_policy(ModelConfig(path=str(adapter), device="cpu"))
     other = {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}
     save_file(other, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match="does not fit its model: Found missing adapter keys"):
