@@ -86,9 +86,6 @@ class PagedEngine(Engine):
         assert min(block_size, max_sequences, max_batch_tokens) >= 1
         self.model, self.tokenizer = model, tokenizer
         self.device = next(model.parameters()).device
-        self.max_sequences = max_sequences
-        # a decode step must fit
-        self.max_batch_tokens = max(max_batch_tokens, max_sequences + 1)
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         self.share_from: int | None = None
         if rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch":
@@ -116,7 +113,8 @@ class PagedEngine(Engine):
         recordable &= rlkernels.backend.choose("paged_attention", self.device) == "triton"  # which waits for nothing
         self.graphs = DecodeGraphs(model, self.cache) if recordable else None
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
-        self._scheduler = Scheduler(self.cache, max_sequences, self.max_batch_tokens, self._stats)
+        max_batch_tokens = max(max_batch_tokens, max_sequences + 1)  # a decode step must fit
+        self._scheduler = Scheduler(self.cache, max_sequences, max_batch_tokens, self._stats)
         self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate
         self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
         self._begin(SamplingParams())
