@@ -142,7 +142,7 @@ class Learner:
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
         """Yields this rank's micro-batches of these samples."""
         longest = self.settings.micro_batch_tokens
-        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest, share=True):
+        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest):
             packed = batch.pack(part)
             yield (packed if counts else replace(packed, mask=torch.zeros_like(packed.mask))).to(self.policy.device)
 

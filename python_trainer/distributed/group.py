@@ -130,11 +130,11 @@ class RankGroup:
         )
 
     def micro_batches(
-        self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool
+        self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int
     ) -> Iterator[tuple[list[int], bool]]:
         """Yields the micro-batches of this rank, and whether each counts: some only keep step with other ranks."""
-        stretches = split_evenly(rollouts, samples, self.size, share=share)
-        parts = [list(micro_batches(rollouts, stretch, max_tokens, share=share)) for stretch in stretches]
+        stretches = split_evenly(rollouts, samples, self.size)
+        parts = [list(micro_batches(rollouts, stretch, max_tokens)) for stretch in stretches]
         yield from ((part, True) for part in parts[self.rank])
         missing = max(map(len, parts)) - len(parts[self.rank])
         if self.lockstep and missing:

@@ -108,14 +108,12 @@ def _tokens(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple
     return key, len(key[0]) + len(key[1]), max(len(rollouts[index].response_ids) - len(key[1]) - 1, 0)
 
 
-def split_evenly(
-    rollouts: Sequence[Rollout], samples: Sequence[int], parts: int, *, share: bool = True
-) -> list[list[int]]:
+def split_evenly(rollouts: Sequence[Rollout], samples: Sequence[int], parts: int) -> list[list[int]]:
     """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
     seen: set[tuple] = set()
     middles, total = [], 0
     for index in samples:
-        key, shared, own = _tokens(rollouts, index, share)
+        key, shared, own = _tokens(rollouts, index, share=True)
         needed = max(own if key in seen else own + shared, 1)
         seen.add(key)
         middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
