@@ -24,7 +24,7 @@ class ModelConfig(Section):
     path: str = "sums"
     """Causal language model: a folder in Hugging Face format, a Hub id (`owner/name`, or `owner/name@revision` for a
     branch, tag or commit), or the name of a shipped policy, such as `sums`. For a PEFT adapter the trainer loads the
-    base model and merges the adapter."""
+    base model and merges the adapter; a tokenizer beside the adapter takes the place of the base's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights. With bfloat16 the optimizer keeps float32 master weights. auto: bfloat16 on a GPU, and on a
     CPU with bfloat16 products if float32 weights would take more than 256 MB; else float32."""
