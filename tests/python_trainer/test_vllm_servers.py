@@ -125,6 +125,11 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
     fakes[1].answers["/v1/completions"] = 500
     with pytest.raises(UserError, match=f"/v1/completions of the vLLM server {fakes[1].url} answers 500: refused"):
         engine.generate(requests, SamplingParams())
+    fakes[1].answers["/v1/completions"] = lambda body: {
+        "choices": [draw(body)["choices"][0] | {"finish_reason": "abort"}]
+    }
+    with pytest.raises(UserError, match=rf"{fakes[1].url} ended answers early \(abort\): it was stopped or paused"):
+        engine.generate(requests, SamplingParams())
     fakes[2].answers["/collective_rpc"] = 500
     engine.policy_updated()
     reason = r"does not take weights \(load_policy: .*500: refused.*start it with"

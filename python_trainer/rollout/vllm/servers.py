@@ -87,11 +87,13 @@ class Server:
         """Generates the samples of one; ``settings`` are those that all have in common, by vLLM's names."""
         common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
         body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
-        choices = sorted(self._ask("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
-        return [
-            Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-            for choice in choices
-        ]
+        choices = sorted(self._ask("/v1/completions", body, "choices"), key=lambda choice: choice["index"])
+        drawn = [Drawn(one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"]) for one in choices]
+        if other := {answer.finish_reason for answer in drawn} - {"stop", "length"}:  # such as "abort", with a part
+            raise UserError(
+                f"rollout.vllm_server: {self.url} ended answers early ({', '.join(other)}): it was stopped or paused"
+            )
+        return drawn
 
     def counters(self) -> dict[str, float]:
         """Reads counts since the server was started, by the keys of ``COUNTERS``."""
