@@ -167,7 +167,7 @@ class Logger:
             if finite(value) is not None:
                 self._tensorboard().add_scalar(key, value, step)
         self._accuracy = row.get("eval/accuracy", self._accuracy)
-        facts = " ".join(
+        told = [
             text.format(row[key])
             for key, text in (
                 ("reward", "reward {:.3f}"),
@@ -176,10 +176,11 @@ class Logger:
                 ("grad_norm", "grad {:.2f}"),
             )
             if key in row
-        )
+        ]
         if self._accuracy is not None:
-            facts = f"accuracy {self._accuracy:.3f} {facts}"
-        self._step, self._facts = step, facts
+            told.insert(0, f"accuracy {self._accuracy:.3f}")
+        facts = " ".join(told)
+        self._step, self._facts = step, " ".join(told[:2])  # leaves room for the next step's work in 80 columns
         self._progress.update(self._bar, completed=step, facts=facts)
         first, began = self._began
         left = (time.monotonic() - began) / max(step - first, 1) * (self.max_steps - step)

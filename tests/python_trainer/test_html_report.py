@@ -1,5 +1,6 @@
 """The page of a run: complete, closed to the network, and no text of a model or a file becomes markup."""
 
+import io
 import json
 import shutil
 from html.parser import HTMLParser
@@ -7,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from conftest import QUIET, merged, run_settings
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from python_trainer.config import check_config, flatten
@@ -198,6 +200,15 @@ def test_samples_of_a_resumed_run_are_those_of_its_steps(tmp_path):
     with Logger(tmp_path, 100, console=QUIET).recording(after_step=3):
         assert list(read_samples(tmp_path)) == [1, 2, 3]
     assert read_samples(tmp_path / "nowhere") == {}
+
+
+def test_a_step_at_work_fits_into_80_columns(tmp_path):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    logger = Logger(tmp_path, 1000, console=console)
+    logger.log(999, {"eval/accuracy": 0.5, "reward": 0.25, "tokens_per_second": 12345.0, "grad_norm": 0.5})
+    logger.log_work("evaluation", 512, 512)
+    console.print(logger._progress.get_renderable())
+    assert console.file.getvalue().endswith(" 999/1000 accuracy 0.500 reward 0.250  evaluation 512/512 -:--:--\n")
 
 
 def test_small_parts():
