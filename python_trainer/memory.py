@@ -242,8 +242,8 @@ def memory_lines(memory: Memory) -> list[str]:
     """Writes a plan in lines, in gigabytes of 10^9 bytes."""
     device = memory.device
     lines = [f"memory of each {device.kind} device ({device.count} of {device.memory / 1e9:.1f} GB), in GB:"]
-    lines += [f"  {name:<24}{size / 1e9:9.2f}" for name, size in memory.parts.items()]
-    lines += [f"  most in {name:<16}{size / 1e9:9.2f}" for name, size in memory.phases.items()]
+    lines += [f"  {name:<27}{size / 1e9:9.2f}" for name, size in memory.parts.items()]
+    lines += [f"  most in {name:<19}{size / 1e9:9.2f}" for name, size in memory.phases.items()]
     if memory.cache_tokens is not None:
         lines.append(f"  answers of full length in the KV cache: {memory.cache_tokens // memory.longest}")
     return lines
