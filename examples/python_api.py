@@ -1,6 +1,6 @@
 """Training from Python: a task, rewards, a loss, an accelerator and a callback of one's own, all as objects.
 
-    python examples/python_api.py OUTPUT_DIR
+    python examples/python_api.py [OUTPUT_DIR]
 
 Takes a minute on a CPU.
 """
@@ -82,6 +82,7 @@ config = load_config(
 )
 
 if __name__ == "__main__":
-    trainer = Trainer(config, sys.argv[1], callbacks=[Watch()])
+    output_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/python_api"
+    trainer = Trainer(config, output_dir, callbacks=[Watch()])
     summary = trainer.run()
     print(f"accuracy {summary['eval_accuracy_start']:.3f} -> {summary['eval_accuracy_final']:.3f}")

@@ -59,7 +59,7 @@ class JSONLSettings(TaskSettings):
         if not self.rewards:
             raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(f"reward_weights needs {len(self.rewards)} numbers, got {self.reward_weights}")
+            raise ValueError(f"reward_weights needs a number for each of {self.rewards}, got {self.reward_weights}")
         return self
 
     @property
