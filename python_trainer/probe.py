@@ -96,6 +96,7 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
     train = len(trainer.prompts.ids["train"])
     return {
         "p": [n / size for n in right],
+        "prompts": [group[0].prompt_key for group in groups],  # whose p this is: indices in the training set
         "mean_p": sum(right) / size / count,
         "group_size": size,
         "judged": judged,

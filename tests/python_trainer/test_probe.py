@@ -23,6 +23,7 @@ def test_the_command(settings, tmp_path, monkeypatch, capsys):
     assert progress.index("answers 16/16") < progress.index("probe 0/1  update 0/1")
     count = len(seen["p"])
     assert 4 <= count <= 12 and len(seen["lengths"]) == count and seen["group_size"] == 4
+    assert len(set(seen["prompts"])) == count and set(seen["prompts"]) <= set(range(12))
     assert all(x * 4 == pytest.approx(round(x * 4)) for x in seen["p"])
     assert seen["spread"] == pytest.approx(sum(0 < x < 1 for x in seen["p"]) / count) == seen["reward_spread"]
     assert seen["all_wrong"] == pytest.approx(seen["p"].count(0) / count)
