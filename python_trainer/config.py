@@ -265,7 +265,7 @@ def suggest(key: str, section: type[Section] | None) -> str:
     known = [] if section is None else list(section.model_fields)
     if near := did_you_mean(last, known):
         return near
-    elsewhere = [row[0] for row in describe_settings() if row[0].rpartition(".")[2] == last]
+    elsewhere = [row[0] for row in describe_settings() if row[0].rpartition(".")[2] == last and row[0] != key]
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere)}?"
     return f"; known here: {', '.join(known)}" if known else ""

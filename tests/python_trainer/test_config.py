@@ -41,6 +41,7 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
     [
         ("max_step=3", r"max_step: unknown setting; did you mean max_steps"),
         ("learning_rate=3", r"learning_rate: unknown setting; did you mean optimizer.learning_rate or .*\?"),
+        ("task={name: lattice_paths, variant: short}", "task.variant: unknown setting; known here: name, train_size"),
         ("rollout.n=3", "rollout.n: unknown setting; known here: engine"),
         ("accelerators.rpo.cut=3", "accelerators.rpo.cut: unknown setting; known here: cut_share"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: .*greater than 0, got -1"),
