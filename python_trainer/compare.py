@@ -11,6 +11,7 @@ from python_trainer.config import Config, changed_settings, check_config, dump_c
 from python_trainer.errors import UserError
 from python_trainer.report.page import report
 from python_trainer.report.runs import BASELINE
+from python_trainer.tasks.settings import load_task
 
 
 def enabled_in(variant: str) -> list[str]:
@@ -57,6 +58,10 @@ def compare(
             raise UserError(
                 f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
             )
+    task = load_task(config.task)
+    for settings in (settings for *_, wanted in plans for settings in wanted.accelerators.chosen()):
+        settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
+    del task  # with its reward models
     for number, (variant, folder, wanted) in enumerate(plans):
         if not finished(folder):
             from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost

@@ -167,7 +167,8 @@ class Logger:
             if finite(value) is not None:
                 self._tensorboard().add_scalar(key, value, step)
         self._accuracy = row.get("eval/accuracy", self._accuracy)
-        told = [
+        told = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
+        told += [
             text.format(row[key])
             for key, text in (
                 ("reward", "reward {:.3f}"),
@@ -177,8 +178,6 @@ class Logger:
             )
             if key in row
         ]
-        if self._accuracy is not None:
-            told.insert(0, f"accuracy {self._accuracy:.3f}")
         facts = " ".join(told)
         self._step, self._facts = step, " ".join(told[:2])  # leaves room for the next step's work in 80 columns
         self._progress.update(self._bar, completed=step, facts=facts)

@@ -129,7 +129,7 @@ def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     variants = by_variant(runs)
     columns = {name: summary_column(mine, variants.get(BASELINE)) for name, mine in variants.items()}
     rows = dict.fromkeys(row for column in columns.values() for row in column)  # supervised steps have no reward
-    kept = [row for row in rows if any(column.get(row, "-") not in ("-", "0") for column in columns.values())]
+    kept = [row for row in rows if any(column.get(row, "-") not in ("-", "0", "0 %") for column in columns.values())]
     return {name: {row: column.get(row, "-") for row in kept} for name, column in columns.items()}
 
 

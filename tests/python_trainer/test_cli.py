@@ -180,6 +180,11 @@ def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
         trainer.run()
 
 
+def test_compare_learns_what_its_variants_need_before_one_trains(run, tmp_path):
+    code, error = run({}, "--variants", "baseline,alpha", command="compare")
+    assert code == 2 and "alpha needs prompts that training has not seen" in error and not (tmp_path / "run").exists()
+
+
 def test_compare_skips_what_is_finished_and_reports(run, tmp_path, monkeypatch):
     arguments = ("--variants", "baseline,all", "--seeds", "2")
     changes = {"max_steps": 2, "evaluation": {"target_accuracy": 0.9}, "task": {"gate_size": 2}}
