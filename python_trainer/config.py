@@ -191,7 +191,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {known}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is not UTF-8, a date such as 2026-02-30
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict | None):
         raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
@@ -205,7 +205,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"--set takes key=value, for example optimizer.learning_rate=1e-5, got {override!r}")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30
         form = {"[": "[A, B]", "{": "{A: B}"}.get(text.lstrip()[:1])
         quoted = f"; a shell cuts it at spaces, so write it in quotes: '{key}={form}'" if form else ""
         raise UserError(f"--set {key}: {text!r} is not valid YAML{quoted}") from error

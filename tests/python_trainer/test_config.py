@@ -66,6 +66,7 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
         ("task={name:", r"'\{name:' is not valid YAML; a shell .* in quotes: 'task=\{A: B\}'"),
         ("accelerators.enabled=[drafts,", r"'\[drafts,' is not .* in quotes: 'accelerators.enabled=\[A, B\]'"),
         ("rollout.stop=a: b:", "'a: b:' is not valid YAML$"),
+        ("model.path=2026-02-30", "--set model.path: '2026-02-30' is not valid YAML$"),
         ("accelerators.enabled=rpo, drafts", r"'accelerators.enabled=\[rpo, drafts\]', got 'rpo, drafts'$"),
         ("rollout.stop=8", r"rollout.stop: must be a list, .*: 'rollout.stop=\[8\]', got 8$"),
         ("rollout.stop=null", r"rollout.stop: must be a list, .*'rollout.stop=\[A, B\]', got None$"),
@@ -125,7 +126,8 @@ def test_all_problems_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a: [1", "is not valid YAML"), ("- 1\n- 2", "must hold a mapping of settings, got list"),
-     ("max_steps: x", "max_steps: .*got 'x'"), (None, "cannot read the config file .*a.yaml: No such file")],
+     ("max_steps: x", "max_steps: .*got 'x'"), ("seed: 2026-02-30", "YAML: day is out of range"),
+     (None, "cannot read the config file .*a.yaml: No such file")],
 )  # fmt: skip
 def test_wrong_files_are_named(tmp_path, text, message):
     path = tmp_path / "a.yaml"
