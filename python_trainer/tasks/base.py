@@ -61,7 +61,7 @@ class Task:
         """Hashes the training prompts in their order: what a run stores by prompt number belongs to this hash."""
         digest = hashlib.blake2b(digest_size=16)
         for example in self.train:
-            digest.update(json.dumps(example.prompt).encode() + b"\n")
+            digest.update(json.dumps(example.prompt, default=str).encode() + b"\n")  # Parquet has dates
         return digest.hexdigest()
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from conftest import QUIET, save_tiny_policy
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
+from python_trainer.accelerators.rhyme.database import prompt_key
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
 from python_trainer.memory import read_shape
@@ -72,6 +75,16 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
     write(rows, tmp_path / "train.parquet")
     found = settings_of(tmp_path / "train.parquet", columns={}).load().train
     assert [row.prompt for row in found] == [row["messages"] for row in rows]
+
+
+def test_messages_may_hold_dates(tmp_path):
+    """As those of WildChat do. What a checkpoint and the retrospective database take of a prompt is text."""
+    rows = [{"talk": [{"role": "user", "content": "A", "at": datetime(2026, 1, day)}]} for day in (1, 2)]
+    write(rows, tmp_path / "train.parquet")
+    task = settings_of(tmp_path / "train.parquet", columns={"prompt": "talk"}).load()
+    assert [row.prompt for row in task.train] == [row["talk"] for row in rows]
+    assert task.fingerprint != replace(task, train=task.train[::-1]).fingerprint
+    assert len({prompt_key(row.prompt) for row in task.train}) == 2
 
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):

@@ -115,8 +115,8 @@ FACTS = [name for name in StoredAnswer.__dataclass_fields__ if name not in ("res
 
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
     """Names a prompt by its text or messages, for models of every tokenizer: 32 hexadecimal digits."""
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:

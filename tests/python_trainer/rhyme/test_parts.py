@@ -212,6 +212,7 @@ def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
 def test_prompts_are_named_by_their_text():
     assert prompt_key("12+3=") != prompt_key("12+4=") and len(prompt_key("é")) == 32
     assert prompt_key([{"role": "user", "content": "a"}]) == prompt_key([{"content": "a", "role": "user"}])
+    assert len(prompt_key([{"role": "user", "content": "a", "name": "half of a character: \ud83d"}])) == 32
 
 
 def candidates_of(answers, behaviour):
