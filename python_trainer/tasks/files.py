@@ -1,5 +1,6 @@
 """Tasks whose prompts are read from files or the Hugging Face Hub; a problem names the file and the line."""
 
+import glob
 import json
 import random
 import re
@@ -162,7 +163,7 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
     datasets.disable_progress_bars()
     options: dict[str, Any] = {"path": place}
     if Path(place).suffix in TABLES:
-        options = {"path": TABLES[Path(place).suffix], "data_files": place}
+        options = {"path": TABLES[Path(place).suffix], "data_files": glob.escape(place)}
     elif is_hub(place) and (hub := HUB.fullmatch(place)):
         folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting="task.train_path", files=None)
         options = {"path": str(folder), "name": hub["config"]}
