@@ -57,7 +57,7 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     target = next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
     for axes, (x, words) in zip(both, AXES.items()):
         for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
-            label: str | None = name
+            label: str | None = name.replace("$", r"\$")  # no formula begins there
             for run in mine:
                 rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
                 if rows:
@@ -84,7 +84,7 @@ def svg_of(figure: "Figure") -> Markup:
     for text in figure.findobj(Text):
         text.set_color(INK)
     file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rlkernels", "text.parse_math": False}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rlkernels"}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Type": None})
     svg = file.getvalue().replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)

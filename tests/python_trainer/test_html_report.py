@@ -91,6 +91,13 @@ def test_page_of_two_runs(runs):
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
 
 
+def test_a_name_is_no_formula(runs):
+    (runs / "other").rename(runs / "lr_$LR_$SEED")
+    report([runs], QUIET)
+    text = (runs / "report.html").read_text()
+    assert "lr_$LR_$SEED" in Page(text[text.index("<svg") : text.index("</figure>")]).texts
+
+
 def test_variants_have_a_verdict_and_one_order(runs, capsys):
     """The baseline comes first wherever it lies; what did not do the same, or has not ended, is said."""
     (runs / "other").rename(runs / "baseline")
