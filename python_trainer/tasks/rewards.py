@@ -49,6 +49,7 @@ class Scores:
     merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
 
 
+LARGEST = 1e30  # value of a reward function: their sums stay finite in float32
 TEXT = (str, bytes, bytearray)
 
 
@@ -59,9 +60,9 @@ def _value(value: Any, name: str, row: int) -> float | None:
         number = math.nan if isinstance(value, TEXT) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST:
         raise UserError(
-            f"reward function {name} returned {value!r:.80} for completion {row}; allowed: finite numbers, None"
+            f"reward function {name} returned {value!r:.80} for completion {row}; allowed: numbers to {LARGEST:g}, None"
         )
     return number
 
@@ -91,7 +92,7 @@ def _call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
     for name, function in functions.items():
         try:
             found[name] = _as_list(function(**copy_nested(arguments)))
-        except (Exception, SystemExit) as error:  # sys.exit ends a reward function, not the run without a word
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # sys.exit ends it, not the run
             found[name] = error
     waiting = {name: value for name, value in found.items() if inspect.isawaitable(value)}
 
@@ -132,7 +133,7 @@ def _place(function: Any, error: BaseException) -> str:
 def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any) -> list[float | None]:
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
-    if isinstance(found, Exception | SystemExit):
+    if isinstance(found, BaseException):
         about, pattern = _place(function, found), r"unexpected keyword argument|missing \d+ required"
         call = isinstance(found, TypeError) and re.search(pattern, str(found))
         if call or isinstance(found, KeyError):  # a missing or an unexpected column

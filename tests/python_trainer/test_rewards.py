@@ -68,15 +68,20 @@ def test_async_functions_keep_their_loop():
     assert asyncio.run(notebook()).total == [1.0, 2.0]
 
 
-def test_sys_exit_in_an_async_function_is_an_error_of_its_own():
+@pytest.mark.parametrize("error", [SystemExit("no key"), asyncio.CancelledError()])
+def test_what_ends_a_program_or_a_task_in_a_function_is_an_error_of_its_own(error):
     async def leaves(completions, **_):
-        sys.exit("no key")
+        raise error
+
+    def leaves_at_once(completions, **_):
+        raise error
 
     async def stays(completions, **_):
         return [1.0, 2.0]
 
-    with pytest.raises(UserError, match="reward function leaves raised SystemExit: no key"):
-        judge(leaves=leaves, stays=stays)
+    for function in (leaves, leaves_at_once):
+        with pytest.raises(UserError, match=f"reward function own raised {type(error).__name__}: "):
+            judge(own=function, stays=stays)
     assert judge(stays=stays).total == [1.0, 2.0]  # the loop goes on
 
 
@@ -171,7 +176,7 @@ def test_numbers_of_every_kind_are_rewards(kind, values):
 @pytest.mark.parametrize(
     "values",
     [{"a": 1.0, "b": 0.0}, {1.0, 0.0}, "10", b"10", 3.0, None, [10**400, 0], [1.0, "0"], [1.0, b"0"], [1.0, [0.0]],
-     [1.0, {}], [1.0, 1j], [1.0, float("inf")], [Decimal("NaN"), 0], [1.0], [1.0, 2.0, 3.0]],
+     [1.0, {}], [1.0, 1j], [1.0, float("inf")], [Decimal("NaN"), 0], [-(1e20**2), 0], [1.0], [1.0, 2.0, 3.0]],
     ids=str,
 )  # fmt: skip
 def test_everything_else_is_one_error(kind, values):
