@@ -15,8 +15,8 @@ from python_trainer.errors import (
     tell_error,
 )
 
-# the user's to mend: a full, small, read-only or broken disk
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM)
+# the user's to mend: a full, small, read-only or broken disk, a file of others
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EACCES)
 
 
 def main(argv: list[str] | None = None) -> int:

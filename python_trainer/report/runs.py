@@ -36,7 +36,9 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     """Return every run in these folders or below them, in the order of their paths."""
     runs = []
     for folder in folders:
-        for path in sorted(folder.rglob("metrics.jsonl")) if folder.is_dir() else []:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}")
+        for path in sorted(folder.rglob("metrics.jsonl")):
             home = path.parent
             name = home.parent.name if home.name.startswith("seed-") else home.name
             if not (rows := read_metrics(home)):

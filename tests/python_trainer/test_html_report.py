@@ -128,7 +128,10 @@ def test_unfinished_runs_have_the_summary_of_their_steps(runs):
     for key in ("training_s", "rollout_s", "train_s"):
         assert 0.5 * run.summary[key] < again.summary[key] <= run.summary[key], key
     with pytest.raises(UserError, match=r"no run \(metrics.jsonl\)"):
-        find_runs([runs / "nowhere"])
+        find_runs([runs / "other" / "checkpoints"])
+    for place in ("nowhere", "other/config.yaml"):
+        with pytest.raises(UserError, match=f"there is no folder .*/{place}$"):
+            find_runs([runs / "other", runs / place])
 
 
 def test_tensorboard_has_every_metric(runs):

@@ -70,6 +70,7 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of memory; CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     (UserError("model.path: there is no model here"), "model.path: there is no model here"),
     (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+    (OSError(errno.EACCES, "Permission denied"), "[Errno 13] Permission denied"),  # the runs of somebody else
 ])  # fmt: skip
 def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, said):
     """Of what all raise together the first tells; what one has alone the others may never know."""
