@@ -34,18 +34,17 @@ class Run:
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
     """Return every run in these folders or below them, in the order of their paths."""
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise UserError(f"there is no folder {missing[0]}")
     runs = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"there is no folder {folder}")
-        for path in sorted(folder.rglob("metrics.jsonl")):
-            home = path.parent
-            name = home.parent.name if home.name.startswith("seed-") else home.name
-            if not (rows := read_metrics(home)):
-                continue
-            counters = {metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of([home])}
-            summary, ended = summary_of(home, rows)
-            runs.append(Run(name, home, summary, counters, ended))
+    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))):
+        home = path.parent
+        name = home.parent.name if home.name.startswith("seed-") else home.name
+        if not (rows := read_metrics(home)):
+            continue
+        counters = {metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of([home])}
+        summary, ended = summary_of(home, rows)
+        runs.append(Run(name, home, summary, counters, ended))
     if not runs:
         raise UserError(f"no run (metrics.jsonl) in {', '.join(map(str, folders))}")
     return runs
