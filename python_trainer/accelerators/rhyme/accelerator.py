@@ -144,12 +144,7 @@ class Rhyme(Accelerator):
     def _adopt(self, context: StepContext) -> None:
         """Moves the answers of earlier runs that may be used into the bank, as this run judges them."""
         ours = sampling.encode_again(self.earlier.answers, context.run.policy.tokenizer, self.recorder.fingerprint)
-        right: dict[str, list[StoredAnswer]] = {}
-        for answer in sampling.judge_again(ours, context.run):
-            right.setdefault(answer.prompt_key, []).append(answer)
-        prompts = [prompt_key(example.prompt) for example in context.run.task.train]
-        pairs = [(number, answer) for number, key in enumerate(prompts) for answer in right.get(key, ())]
-        self.bank.add(pairs, context.step)
+        self.bank.add(sampling.judge_again(ours, context.run), context.step)
         self.earlier.answers = []
 
     def _alone(self, entry: sampling.BankEntry, context: StepContext, rate: float) -> Rollout:

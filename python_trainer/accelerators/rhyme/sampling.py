@@ -9,7 +9,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -137,23 +137,28 @@ def encode_again(answers: Sequence[StoredAnswer], tokenizer: Any, fingerprint: s
     return kept
 
 
-def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[StoredAnswer]:
-    """Returns the answers that this run could give and calls right, with the rewards that fresh ones would get.
+def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[tuple[int, StoredAnswer]]:
+    """Judges answers to the training prompts -> (prompt, answer) of those that are right, with this run's rewards.
 
-    If nothing is right or wrong all stay, as each was better than the mean of its group. Reward functions get as many
-    answers in a call as in a step, which their time limit is for.
+    Where two examples have one prompt, each judges the answers by its own columns. If nothing is right or wrong all
+    that the run could give stay, as each was better than the mean of its group. Reward functions get as many answers
+    in a call as in a step.
     """
-    examples, rollout = {prompt_key(example.prompt): example for example in run.task.train}, run.config.rollout
-    size, right = rollout.prompts_per_step * rollout.num_generations, []
-    possible = [a for a in answers if a.prompt_key in examples and len(a.response_ids) <= rollout.max_completion_length]
+    rollout, right, stored = run.config.rollout, [], dict[str, list[StoredAnswer]]()
+    for answer in answers:
+        if len(answer.response_ids) <= rollout.max_completion_length:
+            stored.setdefault(answer.prompt_key, []).append(answer)
+    prompts = enumerate(prompt_key(example.prompt) for example in run.task.train)
+    possible = [(number, replace(answer)) for number, key in prompts for answer in stored.get(key, ())]
+    size = rollout.prompts_per_step * rollout.num_generations
     for first in range(0, len(possible), size):
         part = possible[first : first + size]
-        ids = [answer.response_ids for answer in part]
-        scores = run.judge([examples[answer.prompt_key] for answer in part], [a.text for a in part], ids)
-        for answer, reward, accuracy in zip(part, scores.total, scores.accuracy):
+        texts, ids = [answer.text for _, answer in part], [answer.response_ids for _, answer in part]
+        scores = run.judge([run.task.train[number] for number, _ in part], texts, ids)
+        for (number, answer), reward, accuracy in zip(part, scores.total, scores.accuracy):
             answer.reward = reward
             if accuracy > 0.5 or scores.merit is not None:
-                right.append(answer)
+                right.append((number, answer))
     return right
 
 

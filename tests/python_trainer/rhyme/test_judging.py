@@ -23,7 +23,7 @@ KEYS = [prompt_key(prompt) for prompt in "ab"]
 
 
 def task_with(function):
-    examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9})]
+    examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9}), Example("a", {"limit": 1})]
     return Task("words", examples, (), {"size": function}, (), {"size": 10.0})
 
 
@@ -48,13 +48,18 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
     samples.append(make_sample(text="x", key=prompt_key("c"), ids=[1]))
     found = judge_again(samples, context(task_with(short), config))
-    assert calls == [4, 4, 4], "12 answers to prompts of this run, none longer than it allows"
-    assert [s.text for s in found] == [*texts[:3], *texts[:6]]
+    assert calls == [4, 4, 4, 4, 2], "6 answers to each prompt of this run, none longer than it allows"
+    # two examples have one prompt: each judges by its own limit
+    assert [(number, s.text) for number, s in found] == [
+        *((0, t) for t in texts[:3]),
+        *((1, t) for t in texts[:6]),
+        (2, "x"),
+    ]
     lost = {"x" * 6: 0.5, "x" * 8: 1.0}
-    assert [s.reward for s in found] == [10.0 - lost.get(s.text, 0.0) for s in found]
+    assert [s.reward for _, s in found] == [10.0 - lost.get(s.text, 0.0) for _, s in found]
     with pytest.raises(UserError, match="size.*raised ZeroDivisionError"):
         judge_again(samples, context(task_with(lambda **columns: 1 / 0), config))
-    assert judge_again([], context(task_with(short), config)) == [] and len(calls) == 3
+    assert judge_again([], context(task_with(short), config)) == [] and len(calls) == 5
 
 
 def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path):
