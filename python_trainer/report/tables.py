@@ -27,9 +27,7 @@ class Interval:
         return not self.low <= 0 <= self.high
 
 
-def difference_of_runs(
-    after: Sequence[Any], before: Sequence[Any], *, resamples: int = 10_000, seed: int = 0
-) -> Interval:
+def difference_of_runs(after: Sequence[Any], before: Sequence[Any]) -> Interval:
     """Return the mean of ``after - before`` over pairs of runs, with a bootstrap interval.
 
     Every resample draws prompts, the same for all runs, and pairs of runs, each with replacement. So the interval
@@ -44,10 +42,10 @@ def difference_of_runs(
         raise ValueError("runs must answer the same prompts, at least one, to be compared")
     values = numpy.stack([a - b for a, b in pairs], 1)  # [N, runs]
     kinds, counts = numpy.unique(values, axis=0, return_counts=True)  # equal rows are drawn together
-    generator = numpy.random.default_rng(seed)
-    means = generator.multinomial(len(values), counts / len(values), size=resamples) @ kinds / len(values)
+    generator = numpy.random.default_rng(0)
+    means = generator.multinomial(len(values), counts / len(values), size=10_000) @ kinds / len(values)
     runs = values.shape[1]
-    weights = generator.multinomial(runs, [1 / runs] * runs, size=resamples) / runs
+    weights = generator.multinomial(runs, [1 / runs] * runs, size=len(means)) / runs
     low, high = numpy.quantile((means * weights).sum(1), [0.025, 0.975])
     return Interval(float(values.mean()), float(low), float(high))
 
