@@ -262,7 +262,7 @@ def step_of(row: sa.Row) -> StepRecord:
 def parse_url(url: str) -> sa.URL:
     """Parses a path or URL."""
     try:
-        parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
+        parsed = sa.make_url(url) if "://" in url else sa.URL.create("sqlite", database=url)
     except (ArgumentError, ValueError) as error:  # ValueError: the port is no number
         named = hide_passwords(url)
         raise UserError(f"{named!r} is neither a path nor a database URL such as postgresql://host/name") from error
@@ -281,8 +281,8 @@ def make_engine(url: sa.URL, is_sqlite: bool, create: bool) -> sa.Engine:
     try:
         engine = sa.create_engine(url, poolclass=sa.NullPool, **options)
     except (ImportError, NoSuchModuleError) as error:
-        missing = getattr(error, "name", None) or error
-        raise UserError(f"{url.drivername} needs {missing}: pip install 'psycopg[binary]'") from error
+        lack = f"{url.drivername} needs {getattr(error, 'name', None) or error}"
+        raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
     if is_sqlite:
 
         @event.listens_for(engine, "connect")

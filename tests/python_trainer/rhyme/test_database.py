@@ -216,6 +216,7 @@ def test_half_a_set_of_tables_is_refused(postgres_url):
     ("/tmp", "is a folder"),
     ("postgresql://://", "neither a path nor a database URL"),
     ("postgresql://nobody:secret@127.0.0.1:1/none", "127.0.0.1"),
+    ("postgresql+pgx://nobody:secret@host/name", "pip install 'psycopg[binary]', and write postgresql://"),
 ])  # fmt: skip
 def test_bad_urls_are_named(url, words):
     if url.startswith("postgresql"):
@@ -223,6 +224,12 @@ def test_bad_urls_are_named(url, words):
     with pytest.raises(UserError) as error:
         RetrospectiveDatabase(url)
     assert words in str(error.value) and "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a?b.db", "50%20a.db"])
+def test_a_path_is_no_url(tmp_path, name):
+    RetrospectiveDatabase(str(tmp_path / name))
+    assert (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("damage", [(b"CREATE TABLE", b"CREATE T\x80BLE"), (b"CREATE TABLE", b"\x80REATE TABLE")])
