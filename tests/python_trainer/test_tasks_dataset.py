@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -69,22 +68,13 @@ def test_splits_cut_out_of_one_file(tmp_path, kind, first, second):
 
 
 def test_messages_lose_the_keys_of_other_messages(tmp_path):
-    """Arrow gives all structures of a column the same keys."""
-    rows = [{"messages": [{"role": "user", "content": "A"}]},
+    """Arrow gives all structures of a column the same keys. WildChat's messages hold dates."""
+    rows = [{"messages": [{"role": "user", "content": "A", "at": datetime(2026, 1, 2)}]},
             {"messages": [{"role": "tool", "content": "B", "name": "f"}]}]  # fmt: skip
     write(rows, tmp_path / "train.parquet")
-    found = settings_of(tmp_path / "train.parquet", columns={}).load().train
-    assert [row.prompt for row in found] == [row["messages"] for row in rows]
-
-
-def test_messages_may_hold_dates(tmp_path):
-    """As those of WildChat do. What a checkpoint and the retrospective database take of a prompt is text."""
-    rows = [{"talk": [{"role": "user", "content": "A", "at": datetime(2026, 1, day)}]} for day in (1, 2)]
-    write(rows, tmp_path / "train.parquet")
-    task = settings_of(tmp_path / "train.parquet", columns={"prompt": "talk"}).load()
-    assert [row.prompt for row in task.train] == [row["talk"] for row in rows]
-    assert task.fingerprint != replace(task, train=task.train[::-1]).fingerprint
-    assert len({prompt_key(row.prompt) for row in task.train}) == 2
+    task = settings_of(tmp_path / "train.parquet", columns={}).load()
+    assert [row.prompt for row in task.train] == [row["messages"] for row in rows]
+    assert task.fingerprint and prompt_key(task.train[0].prompt)  # as checkpoints and the database name them
 
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
