@@ -59,7 +59,8 @@ class Walks(Corpus):
         self.rng, self.knowing = random.Random(f"lattice_paths/{seed}/{name}"), knowing
         task = LatticePathsSettings().load()
         self.held_out = {example.prompt for split in (task.train, task.gate, task.test) for example in split}
-        self.grids_rng, self.grids = np.random.default_rng([seed, *name.encode()]), []
+        self.grids_rng = np.random.default_rng([seed, *name.encode()])
+        self.grids: list[tuple[np.ndarray, np.ndarray]] = []  # not yet used, with the chances from each cell
 
     def example(self) -> tuple[list[int], int]:
         prompt = ""
