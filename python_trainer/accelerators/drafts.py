@@ -16,8 +16,6 @@ from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
 
 MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
-
-
 HISTORY_TOKENS = 10_000_000  # of answers that are kept; the oldest and least rewarded go first
 
 
