@@ -176,7 +176,8 @@ def run_sft(args: argparse.Namespace) -> None:
     note_resuming(args, config)
     summary = Sft(config, args.output_dir, resume=args.resume).run()
     losses = [summary[name] for name in ("loss_final", "held_out_loss_start", "held_out_loss_final")]
-    told = "final loss {}, held out {} -> {}".format(*("-" if x is None else f"{x:.3f}" for x in losses))
+    last, *held_out = ("-" if x is None else f"{x:.3f}" for x in losses)
+    told = f"loss of the last step {last}, of held-out examples {' -> '.join(held_out)}"
     print(f"{told}; the model is in {args.output_dir / 'model'}")
 
 

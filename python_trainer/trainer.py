@@ -195,6 +195,8 @@ class Trainer:
                 self.logger.log(number, row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
+        if number == 1 and row.get("completions/clipped_ratio") == 1:
+            self.logger.note("no answer of the first step ended within rollout.max_completion_length")
         self.checkpointer.after_step(self.stop.name, done=self.done)
         return row
 

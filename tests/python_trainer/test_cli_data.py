@@ -27,7 +27,7 @@ def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
 """
 
 
-def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monkeypatch):
+def test_partial_rewards_and_answers_that_are_all_cut_are_noted_once(run, tmp_path, monkeypatch):
     (tmp_path / "part_rewards.py").write_text(PARTIAL)
     monkeypatch.syspath_prepend(tmp_path)
     task = {"reward": ["part_rewards:partial", "part_rewards:clear"]}
@@ -37,6 +37,11 @@ def test_partial_rewards_that_count_as_right_are_noted_once(run, tmp_path, monke
     (line,) = [line for line in error.splitlines() if line.startswith("note: ")]
     assert line.startswith("note: to 1 of 6 answers partial gave neither 0 nor 1 but 0.6 and the like: ")
     assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
+    cut = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 1}
+    code, error = run({"rollout": cut, "max_steps": 2}, folder="cut")
+    assert (
+        code == 0 and error.count("note: no answer of the first step ended within rollout.max_completion_length\n") == 1
+    )
 
 
 REWARDS = """

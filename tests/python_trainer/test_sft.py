@@ -48,7 +48,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert main(["sft", "--config", str(path), "--output-dir", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["loss_final"] < summary["loss_first"] / 10
-    assert f"final loss {summary['loss_final']:.3f}" in capsys.readouterr().out
+    assert f"loss of the last step {summary['loss_final']:.3f}" in capsys.readouterr().out
     assert summary["held_out_loss_final"] != summary["held_out_loss_start"] > 0
     config = config_of(lessons, model={"path": str(tmp_path / "run/model")})
     policy = load_policy(config.model)
