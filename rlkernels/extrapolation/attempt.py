@@ -95,7 +95,7 @@ class Attempt:
                 factor = self.shrink ** len(tries)
                 candidate = {n: torch.lerp(present[n].float(), weight, factor) for n, weight in predicted.items()}
                 # asks for those of `before` first
-                found = gate.compare_in_parts(with_weights(candidate), before, self.prompts)
+                found = gate.compare_in_parts(with_weights(candidate), before, min(self.prompts, available))
                 tries.append({"factor": factor, **asdict(found)})
             gate.position = (gate.position + len(before.known)) % available
         finally:

@@ -13,7 +13,7 @@ def model():
     return [master, (master + 0.5).bfloat16()]
 
 
-def judge(places, right, *, attempt=None, gate=None):
+def judge(places, right, *, attempt=None, gate=None, available=80):
     """Tries to add 1 to the weight; ``right``: mean of the master -> share of right answers."""
     asked, changes, start = [], [], places[0].clone()
 
@@ -23,7 +23,7 @@ def judge(places, right, *, attempt=None, gate=None):
         return [right(float((places[0] - start).mean()))] * len(rows)
 
     tries = (attempt or Attempt(prompts=80)).judge(
-        gate or rlkernels.Gate(0.05), {"w": start + 1}, {"w": places}, evaluate, available=80,
+        gate or rlkernels.Gate(0.05), {"w": start + 1}, {"w": places}, evaluate, available=available,
         changed=lambda: changes.append(places[0].clone()),
     )  # fmt: skip
     return tries, asked, changes
@@ -37,6 +37,11 @@ def test_what_the_gate_accepts_stays_in_every_place():
     assert torch.equal(master, wanted) and torch.equal(param, wanted.bfloat16())
     assert asked == [list(range(10)), list(range(10))] and len(changes) == 2
     assert all(torch.equal(weight, wanted) for weight in changes)
+
+
+def test_no_prompt_is_evidence_twice():
+    tries, asked, _ = judge(model(), lambda moved: float(moved > 0.5), attempt=Attempt(max_tries=1), available=3)
+    assert tries[0]["prompts"] <= 3 and not tries[0]["accepted"], asked
 
 
 @pytest.mark.parametrize("right", [lambda moved: 1.0, lambda moved: float(moved < 0.1)])
