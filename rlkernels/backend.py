@@ -169,9 +169,6 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for _settled
-
-
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Return why ``backend`` cannot run ``op`` on ``device``; None if it can."""
     written = OPS[op]
@@ -190,6 +187,9 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the tensors are on {device}"
     return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
+
+
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for _settled
 
 
 _run: dict[str, str] = {}  # the verdicts of the run, by op

@@ -150,6 +150,7 @@ GRAPHS = {  # function -> inputs, and how many of them get a gradient
 }
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize("function", GRAPHS)
 def test_compiles_into_one_graph(function):
     make, differentiable = GRAPHS[function]
