@@ -8,13 +8,22 @@ import sys
 from rlkernels import __version__
 
 
+def show_info(args: argparse.Namespace) -> int:
+    """Prints what :func:`rlkernels.info` returns -> exit code."""
+    from rlkernels._info import info, print_info
+
+    print(json.dumps(info(), indent=2)) if args.json else print_info()
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Runs the command line and returns its exit code, 2 after an error."""
     parser = argparse.ArgumentParser(prog="rlkernels", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("info", help="what was compiled, which backends work, what each op would use")
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
+    show.set_defaults(run=show_info)
     from rlkernels.extrapolation import cli as extrapolate
     from rlkernels.proof import cli as prove
 
@@ -27,15 +36,15 @@ def main(argv: list[str] | None = None) -> int:
         arguments.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
-        if args.command != "info":
-            return args.run(args)
-        from rlkernels._info import info, print_info
-
-        print(json.dumps(info(), indent=2)) if args.json else print_info()
+        code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
-    return 0
+        return 0
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"rlkernels {args.command}: {error}", file=sys.stderr)
+        return 2
+    return code
 
 
 if __name__ == "__main__":

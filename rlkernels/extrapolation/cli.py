@@ -3,7 +3,6 @@
 import argparse
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,12 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the weights and tells what they are; returns the exit code."""
-    try:
-        attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
-        print(extrapolate_folders(args.base, args.checkpoints, args.output_dir, attempt, accuracy=args.accuracy))
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"rlkernels extrapolate: {error}", file=sys.stderr)
-        return 1
+    attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
+    print(extrapolate_folders(args.base, args.checkpoints, args.output_dir, attempt, accuracy=args.accuracy))
     return 0
 
 

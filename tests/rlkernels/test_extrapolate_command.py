@@ -60,7 +60,7 @@ def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
     names = {path.name for path in out.iterdir()}
     assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= names and "optimizer.pt" not in names
     assert not (tmp_path / ".further.tmp").exists()
-    assert extrapolate(base, folders, out) == 1
+    assert extrapolate(base, folders, out) == 2
     assert "--output-dir must be a new or empty folder" in capsys.readouterr().err
 
 
@@ -76,11 +76,11 @@ def test_reasons_not_to(training, tmp_path, capsys):
         ([base] * 3, [], "refused: no update"),
         ([*folders[:3], tmp_path / "nowhere"], [], "nowhere is not a folder"),
     ):
-        assert extrapolate(base, paths, out, *more) == 1
+        assert extrapolate(base, paths, out, *more) == 2
         assert f"rlkernels extrapolate: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
         assert not out.exists()
     llama(48).save_pretrained(tmp_path / "other")
-    assert extrapolate(base, [*folders[:3], tmp_path / "other"], out) == 1
+    assert extrapolate(base, [*folders[:3], tmp_path / "other"], out) == 2
     assert "other has no model.layers.0.mlp.down_proj.weight of shape [24, 32], as " in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ from support import lacks
 
 import rlkernels
 from rlkernels import _waiting, backend
+from rlkernels.__main__ import main
 from rlkernels._info import print_info
 
 ROOT = Path(__file__).parents[2]
@@ -100,11 +101,13 @@ def test_info_names_what_is_missing_and_for_what(monkeypatch, capsys):
     assert "missing: peft, for model.lora of the trainer\n" in capsys.readouterr().out
 
 
-def test_info_may_be_read_in_part():
+@pytest.mark.parametrize("command", [["info"], ["prove", "--device", "cpu", "--seconds", "0"]])
+def test_output_may_be_read_in_part(command):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "rlkernels", "info"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    command = [sys.executable, "-m", "rlkernels", *command]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
     os.close(writing)
     assert done.returncode == 0 and done.stderr == ""
 
@@ -130,12 +133,14 @@ def test_extension_runs_on_all_threads():
     assert torch.ops.rlkernels.parallel_threads() == torch.get_num_threads()
 
 
-def test_environment_sets_the_default_backend(monkeypatch):
+def test_environment_sets_the_default_backend(monkeypatch, capsys):
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
     assert backend.choose("keyed_uniform", torch.device("cpu")) == "torch"
     monkeypatch.setenv("RLKERNELS_BACKEND", "fast")
     with pytest.raises(ValueError, match="RLKERNELS_BACKEND must be one of"):
         backend.choose("keyed_uniform", torch.device("cpu"))
+    assert main(["info"]) == 2
+    assert "rlkernels info: RLKERNELS_BACKEND must be one of" in capsys.readouterr().err
     monkeypatch.setenv("RLKERNELS_BACKEND", "cpu")
     assert backend.choose("soft_dtw", torch.device("cpu")) == "torch"  # there is no other
 
