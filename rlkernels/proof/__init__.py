@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from rlkernels import _check, verdicts
 from rlkernels import backend as backends
-from rlkernels import verdicts
 from rlkernels.proof.problem import Case
 from rlkernels.proof.process import DeviceLost, Message, Worker
 from rlkernels.proof.workload import Workload
@@ -172,17 +172,24 @@ def prove(
         reason by op without a verdict; ``device``: facts of the GPU.
 
     Raises:
-        ValueError: an op is unknown or has no GPU kernel.
+        TypeError, ValueError: an op is unknown or has no GPU kernel; a time or device that is none.
     """
     wanted = list(PROVABLE if ops is None else ops)
     if unknown := [op for op in wanted if op not in PROVABLE]:
         raise ValueError(f"ops must be out of {', '.join(PROVABLE)}, got {', '.join(unknown)}")
-    workload, on = workload or Workload(), torch.device("cuda" if device is None else device)
+    _check.in_range("seconds", seconds, 0, math.inf)
+    workload = workload or Workload()
+    try:
+        on = torch.device("cuda" if device is None else device)
+    except RuntimeError:
+        raise ValueError(f"device must be one that torch knows, such as 'cuda:1', got {device!r}") from None
     if on.type == "cuda" and not torch.cuda.is_available():
         return {"device": {}, "verdicts": {}, "left_out": dict.fromkeys(wanted, "torch finds no CUDA device")}
     index = 0 if on.type != "cuda" else on.index if on.index is not None else torch.cuda.current_device()
-    on = torch.device("cuda", index) if on.type == "cuda" else on
-    facts = verdicts.device_facts(index) if on.type == "cuda" else {"gpu": "cpu", "torch": torch.__version__}
+    facts = {"gpu": "cpu", "torch": torch.__version__}
+    if on.type == "cuda":
+        on = torch.device("cuda", _check.integer("the index of device", index, 0, torch.cuda.device_count() - 1))
+        facts = verdicts.device_facts(index)
     found: dict[str, verdicts.Verdict] = {}
     left_out: dict[str, str] = {}
     prover, lost = Prover(on, workload, seconds, cases, say), ""
@@ -200,6 +207,8 @@ def prove(
                     verdicts.store(found[op], index)
             except TimeoutError:
                 left_out[op] = f"no time left of {seconds:.0f} s"
+            except BrokenPipeError:  # of `say`, whose reader is gone; it is a ConnectionError too
+                raise
             except (ConnectionError, DeviceLost) as error:
                 left_out[op] = f"not proven: {error}"
                 lost = lost if isinstance(error, ConnectionError) else str(error)

@@ -1,6 +1,7 @@
 """The proof on the user's GPU, with Triton's interpreter and planted kernels in the place of real ones."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -112,8 +113,27 @@ def test_no_time_and_no_gpu_leave_everything_out():
     if not torch.cuda.is_available():
         result = rlkernels.prove(["dtw"])
         assert result["left_out"] == {"dtw": "torch finds no CUDA device"} and not result["verdicts"]
-    with pytest.raises(ValueError, match="ops must be out of paged_attention, .* got rope"):
-        rlkernels.prove(["rope"])
+    for options, message in [
+        ({"ops": ["rope"]}, "ops must be out of paged_attention, .* got rope"),
+        ({"device": "gpu"}, "device must be one that torch knows, .* got 'gpu'"),
+        ({"seconds": math.nan}, "seconds must be between 0 and inf, got nan"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rlkernels.prove(**options)
+
+
+def test_nobody_listens_to_a_proof(monkeypatch):
+    """As where its output goes to ``head``: it ends, and is no finding about an op."""
+    told = []
+
+    def say(line):
+        told.append(line)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(proof.Prover, "op", lambda self, op: self.say(op))
+    with pytest.raises(BrokenPipeError):
+        proof.prove([OP, "dtw"], device="cpu", say=say)
+    assert told == [OP]
 
 
 def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
@@ -221,6 +241,7 @@ def on_a_gpu(monkeypatch):
     """A GPU as far as the choice of a backend looks at it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None if name != "cpu" else "a GPU")
     monkeypatch.setattr(backend, "RECORDS", {})
     backend._say_how_to_prove.cache_clear()
@@ -289,6 +310,8 @@ def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
     assert made == ["dtw"] and found[OP]["backend"] == "triton" and found["dtw"]["backend"] == "torch"
     assert backend.choose("dtw", CUDA) == "torch" and backend.choose(OP, CUDA) == "triton"
     assert proof.prove([OP], say=str, again=True)["verdicts"][OP]["backend"] == "torch"
+    with pytest.raises(ValueError, match="the index of device must be between 0 and 0, got 7"):
+        proof.prove([OP], device="cuda:7")
 
 
 def test_command(monkeypatch, capsys, tmp_path):
@@ -305,7 +328,9 @@ def test_command(monkeypatch, capsys, tmp_path):
     assert written["verdicts"][OP]["backend"] == "triton" and "rlkernels/backend.py" in written["sources"]
     monkeypatch.undo()
     assert main(["prove", "--ops", "rope"]) == 2
-    assert "error: ops must be out of" in capsys.readouterr().err
+    assert "rlkernels prove: ops must be out of" in capsys.readouterr().err
+    assert main(["prove", "--device", "cpu", "--seconds", "0", "--record", str(tmp_path)]) == 2
+    assert "rlkernels prove: [Errno 21] Is a directory" in capsys.readouterr().err
 
 
 def test_the_workload_of_a_run():
