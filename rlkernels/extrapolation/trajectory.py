@@ -97,7 +97,8 @@ class RankOneTrajectory:
                     f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
                 )
         check_settings(tol, 1, seed)
-        self.base, self.rank = dict(base), _check.integer("rank", rank, 1, _check.MOST)
+        self.base = {name: tensor.detach() for name, tensor in base.items()}  # the same memory
+        self.rank = _check.integer("rank", rank, 1, _check.MOST)
         self.tol, self.seed = tol, seed
         self.steps: list[int] = []
         self.accuracy: list[float] = []

@@ -26,7 +26,7 @@ def unit(seed, n):
 def run(update, *, steps=range(4, 25, 4), accuracy=lambda s: 0.4 + 0.01 * s, dtype=torch.float32, modules=("a", "b")):
     """A trajectory of modules whose delta after s steps is ``update(s, seed)``, and the last weights."""
     base = {name: (0.1 * matrix(i, M, N)).to(dtype) for i, name in enumerate(modules)}
-    trajectory = rlkernels.RankOneTrajectory(base)
+    trajectory = rlkernels.RankOneTrajectory({name: torch.nn.Parameter(w) for name, w in base.items()})  # as of a model
     for s in steps:
         weights = {name: (w.float() + update(s, i)).to(dtype) for i, (name, w) in enumerate(base.items())}
         trajectory.track(weights, step=s, accuracy=accuracy(s))
@@ -100,6 +100,7 @@ def test_a_straight_line_is_continued_exactly(predictor, keep_rest):
     assert skill(trajectory, predictor, holdout=2) == pytest.approx(1, abs=1e-3)
     assert refusal(trajectory, predictor) is None
     found = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest)
+    assert not any(weight.requires_grad for weight in found.values())
     for i, name in enumerate(trajectory.base):
         assert torch.allclose(found[name], trajectory.base[name] + line(60, i), atol=2e-6)
     exact = {name: trajectory.points(name) for name in trajectory.base}
