@@ -164,11 +164,6 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
     return register
 
 
-def has_triton() -> bool:
-    """Tell whether triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Return why ``backend`` cannot run ``op`` on ``device``; None if it can."""
     written = OPS[op]
@@ -179,7 +174,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
-        if not has_triton():
+        if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install triton`"
         if device.type != "cuda" and not triton_interpreted():
             return f"the tensors are on {device}; Triton runs on a GPU, or anywhere with TRITON_INTERPRET=1"

@@ -19,12 +19,12 @@ class DeviceLost(RuntimeError):
     """A process outlived SIGKILL: start nothing more on the device."""
 
 
-def kill(process: subprocess.Popen[Any], seconds: float | None = None) -> int | None:
-    """Kill a process and its group -> exit code; None if it is still there after ``seconds``."""
+def kill(process: subprocess.Popen[Any]) -> int | None:
+    """Kill a process and its group -> exit code; None if it is still there after ``AFTER_KILL_S``."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
-        return process.wait(timeout=AFTER_KILL_S if seconds is None else seconds)
+        return process.wait(timeout=AFTER_KILL_S)
     except subprocess.TimeoutExpired:
         return None
 

@@ -99,7 +99,7 @@ def test_process_that_outlives_sigkill_ends_the_call(tmp_path, monkeypatch):
     """As one does that waits in a driver. Nothing more is started, and nothing waits for ever."""
     really, ended = process.kill, []
 
-    def kill(running, seconds=None):
+    def kill(running):
         ended.append(running)
         really(running)
 

@@ -55,8 +55,8 @@ def test_every_op_with_a_gpu_kernel_has_small_and_timed_cases():
 
 @pytest.mark.parametrize("op", ["delta_matvec", pytest.param("add_rank1_", marks=pytest.mark.slow)])
 def test_real_kernels_are_right_and_repeat(op):
-    if not backend.has_triton():
-        lacks("triton")
+    if reason := backend.unavailable(op, "triton", torch.device("cpu")):
+        lacks(reason)
     result, lines = prove(op)
     assert result["left_out"] == {} and result["device"]["gpu"] == "cpu"
     candidates = result["verdicts"][op]["candidates"]
