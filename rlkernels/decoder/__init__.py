@@ -41,7 +41,7 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: shapes that do not fit, or tensors that are not contiguous.
     """
-    mixed = backend == "auto" and residual.dtype == torch.bfloat16 != weight.dtype  # torch gives the larger type
+    mixed = backend == "auto" and residual.dtype != weight.dtype  # torch gives the larger type
     if mixed or not _native("add_rms_norm", residual, backend):
         return reference.add_rms_norm(residual, x, weight, eps)
     if torch.is_grad_enabled():

@@ -130,11 +130,12 @@ def test_other_dtypes_take_the_reference():
         decoder.silu_mul(x, backend="cpu")
 
 
-def test_a_norm_of_two_dtypes_is_of_the_larger():
-    x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
+@pytest.mark.parametrize(("first", "second", "name"), [(*DTYPES, "Float"), (*reversed(DTYPES), "BFloat16")])
+def test_a_norm_of_two_dtypes_is_of_the_larger(first, second, name):
+    x, weight = torch.randn(3, 8).to(first), torch.randn(8).to(second)
     total, out = decoder.add_rms_norm(x, x, weight, 1e-6)
-    assert total.dtype == torch.bfloat16 and out.dtype == torch.float32
-    with pytest.raises(RuntimeError, match="weight must be a contiguous BFloat16"):
+    assert total.dtype == first and out.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=f"weight must be a contiguous {name}"):
         decoder.add_rms_norm(x, x, weight, 1e-6, backend="cpu")
 
 
