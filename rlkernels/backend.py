@@ -184,9 +184,6 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
 
 
-unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for _settled
-
-
 _run: dict[str, str] = {}  # the verdicts of the run, by op
 
 
@@ -233,9 +230,9 @@ def _settled(op: str, index: int | None) -> str:
     return settled(op, index)[0]
 
 
-# torch.compile then takes the result as a constant. torch.compiler.assume_constant_result does just that, but imports
+# torch.compile then takes the results as constants. torch.compiler.assume_constant_result does just that, but imports
 # the compiler.
-_settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_settled._dynamo_marked_constant = unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -98,8 +98,7 @@ class RankOneTrajectory:
                 )
         check_settings(tol, 1, seed)
         self.base = {name: tensor.detach() for name, tensor in base.items()}  # the same memory
-        self.rank = _check.integer("rank", rank, 1, _check.MOST)
-        self.tol, self.seed = tol, seed
+        self.rank, self.tol, self.seed = _check.integer("rank", rank, 1, _check.MOST), tol, seed
         self.steps: list[int] = []
         self.accuracy: list[float] = []
         self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
