@@ -258,7 +258,7 @@ def wanted() -> str:
 def _usable(backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"RLKERNELS_BACKEND must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend in ("auto", "torch"):
+    if backend == "torch":
         return backend
     device = torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
     reasons = [unavailable(op, backend, device) for op, written in OPS.items() if getattr(written, backend)]

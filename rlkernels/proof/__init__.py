@@ -60,8 +60,7 @@ class Prover:
 
     def candidates(self, op: str) -> list[str]:
         """List our backends of the op that run on the device."""
-        names = ("cuda", "triton") if self.device.type == "cuda" else ("cpu", "triton")
-        return [b for b in names if backends.unavailable(op, b, self.device) is None]
+        return [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
 
     def ask(self, job: Message, hear: Callable[[Message], None] = lambda message: None) -> Message:
         """Return the worker's answer.
