@@ -91,6 +91,7 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
     """Write the files of ``last`` with the predicted weights in their dtypes, one weight file at a time in memory."""
     from safetensors.torch import save_file
 
+    output_dir = output_dir.resolve()  # of a link, and of ".", the folder itself is replaced
     aside = output_dir.with_name(f".{output_dir.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
