@@ -95,12 +95,14 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
           ) -> Rows:  # fmt: skip
     """Return the rows of the paged keys of sequences, or of groups of them, which start at the sequences ``groups``.
 
-    Every layer of a model asks for the same ones: the host waits for the device in the first only.
+    Every layer of a model asks for the same ones: the host waits for the device in the first only. Tensors made under
+    ``torch.inference_mode`` count no writes; for them it waits in every layer.
     """
     given = (tables, lens, starts, *groups)
-    versions = [block_size, *(t._version for t in given)]
+    counted = not any(t.is_inference() for t in given)
+    versions = [block_size, *(t._version for t in given)] if counted else []
     refs, known, rows = _known.get(bool(groups), ([], [], None))
-    if rows is not None and known == versions and all(ref() is t for ref, t in zip(refs, given)):
+    if counted and rows is not None and known == versions and all(ref() is t for ref, t in zip(refs, given)):
         return rows
     starts_q = starts[groups[0].long()] if groups else starts
     starts_k = pad(lens.cumsum(0), (1, 0)).int()
@@ -109,7 +111,8 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
     place = torch.arange(total, device=lens.device) - starts_k[row]  # within its sequence or group
     index = tables[row, place // block_size].long() * block_size + place % block_size
     rows = Rows(index, starts_q, starts_k, max_q, max_k)
-    _known[bool(groups)] = [weakref.ref(t) for t in given], versions, rows
+    if counted:
+        _known[bool(groups)] = [weakref.ref(t) for t in given], versions, rows
     return rows
 
 

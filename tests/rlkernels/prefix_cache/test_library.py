@@ -87,15 +87,17 @@ def test_the_host_waits_in_the_first_layer_only(monkeypatch):
     assert not waits
 
 
-def test_lengths_that_change_in_place_are_noticed():
-    pages = attention.Pages(9, 4, 1, 16, F32, CPU)
-    tables, lens, starts = pages.table([12, 12]), pages.ints([5, 12]), pages.ints([0, 1, 2])
-    caches, query = pages.finished(), torch.randn(2, 1, 16)
-    for new in (5, 9):
-        lens[0] = new
-        args = (query, *caches, tables, lens, starts)
-        ours = rlkernels.paged_attention(*args, scale=0.25, backend="torch")
-        torch.testing.assert_close(ours, reference.paged_attention(*args, 0.25)[0])
+@pytest.mark.parametrize("inference", [False, True])
+def test_lengths_that_change_in_place_are_noticed(inference):
+    with torch.inference_mode(inference):
+        pages = attention.Pages(9, 4, 1, 16, F32, CPU)
+        tables, lens, starts = pages.table([12, 12]), pages.ints([5, 12]), pages.ints([0, 1, 2])
+        caches, query = pages.finished(), torch.randn(2, 1, 16)
+        for new in (5, 9):
+            lens[0] = new
+            args = (query, *caches, tables, lens, starts)
+            ours = rlkernels.paged_attention(*args, scale=0.25, backend="torch")
+            torch.testing.assert_close(ours, reference.paged_attention(*args, 0.25)[0])
 
 
 @pytest.mark.parametrize("layout", [([5, 33], [1, 18, 64, 0, 5], [0, 2, 5]), ([0, 3], [2, 4], [0, 1, 2]),
