@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
@@ -22,7 +21,6 @@ from rlkernels.prefix_cache import GroupedLayout
 
 __all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixMixin"]
 
-IMPLEMENTATION = "rlkernels_shared_"  # and the attention that the model had before
 # of configs whose logits are not the head's product, or whose attention is not the plain one
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
 TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
@@ -103,28 +101,34 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: pick(name, part, i) for name in batches[0]} for i, part in enumerate(parts)]
 
 
-def obstacle(config: Any) -> str | None:
-    """Return what keeps a model with this text config from sharing prefixes, or None."""
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Return what keeps a model from sharing prefixes, or None."""
+    config = model.config.get_text_config(decoder=True)
     if others := other_layers(config):
         return f"it has layers of {', '.join(others)}"
     if scaled := [name for name in SCALES if getattr(config, name, None) not in (None, 1.0)]:
         return f"it has {scaled[0]}"
+    if config._attn_implementation == "eager" and not model._supports_sdpa:
+        return "it has eager attention alone"
     return None
 
 
-def _attention_beside(plain: str) -> Any:
-    """Return an attention function: ours where the forward pass says what its packed tokens look at, else ``plain``."""
+def _attend_beside(name: str) -> None:
+    """Let the attention function of this name leave a pass to ours that says what its packed tokens look at."""
+    plain = ALL_ATTENTION_FUNCTIONS[name]
+    if plain.__module__ == __name__:
+        return
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                *args: Any, attention: SharedLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
         if attention is None:
-            return ALL_ATTENTION_FUNCTIONS[plain](module, query, key, value, attention_mask, *args, **kwargs)
+            return plain(module, query, key, value, attention_mask, *args, **kwargs)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # rotary factors leave queries and keys in float32, as SDPA would not
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         return _attend(module, query, key, value, None, *args, attention=attention, **kwargs)
 
-    return attend
+    AttentionInterface.register(name, attend)
 
 
 def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: bool) -> None:
@@ -132,13 +136,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
 
     The second is None unless ``with_entropy`` is true. All else stays as it was.
     """
-    plain = model.config._attn_implementation
-    if plain == "eager":  # a function of the model's own file, which no registry knows
-        plain = "sdpa"
-    if not plain.startswith(IMPLEMENTATION):
-        AttentionInterface.register(IMPLEMENTATION + plain, _attention_beside(plain))
-        AttentionMaskInterface.register(IMPLEMENTATION + plain, ALL_MASK_ATTENTION_FUNCTIONS[plain])
-        model.set_attn_implementation(IMPLEMENTATION + plain)
+    if model.config._attn_implementation == "eager":  # a function of the model's own file, which no registry knows
+        model.set_attn_implementation("sdpa")
     inner = model.forward
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
@@ -147,6 +146,7 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
         if shared_prefix is None:
             return inner(*args, **kwargs)
         packed = shared_prefix
+        _attend_beside(self.config.get_text_config(decoder=True)._attn_implementation)
         no_mask = packed.ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
         hidden = self.base_model(
             input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
@@ -171,7 +171,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, soft caps, scaled logits, a sliding window shorter than the batch, images, a router's loss, Liger's loss.
+    attention, eager attention alone, soft caps, scaled logits, a sliding window shorter than the batch, images, a
+    router's loss, Liger's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
 
     Args:
@@ -200,7 +201,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
         models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
         for model in models:
-            if reason := obstacle(model.config.get_text_config(decoder=True)):
+            if reason := obstacle(model):
                 self._step_back(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
         self._window = sliding_window(models[0].config.get_text_config(decoder=True))

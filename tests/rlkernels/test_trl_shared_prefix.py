@@ -17,6 +17,7 @@ MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "gemma2": ("Gemma2", {"head_dim": 8}),
     "mistral": ("Mistral", {"sliding_window": 16}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
 }
 
 
@@ -213,19 +214,25 @@ def test_a_batch_without_a_token_in_the_loss(train):
 
 
 def test_own_generation_and_evaluation(train, tmp_path):
-    """TRL generates with the attention that the model had; a saved model knows nothing of ours."""
+    """TRL generates with the attention that the model had, by whose name Transformers tells what it can do."""
     trainer, _ = train(max_steps=1)
     trainer.model.eval()
     ids = torch.tensor([[1, 2, 3, 4]])
     found = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
     assert found.shape[1] > 4
-    trainer.save_model(str(tmp_path / "saved"))
-    assert "rlkernels" not in (tmp_path / "saved/config.json").read_text()
+    transformers = importlib.import_module("transformers")
+    batched = trainer.model.generate_batch(
+        ids.tolist(), transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=EOS),
+        transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=16), progress_bar=False,
+    )  # fmt: skip
+    assert [output.generated_tokens for output in batched.values()] == found[:, 4:].tolist()
+    assert trainer.model.config._attn_implementation == "sdpa"  # names with "flash" would be looked up on the Hub
 
 
 @pytest.mark.parametrize(("kind", "settings", "reason"), [
     ("gemma2", {}, "final_logit_softcapping"),
     ("mistral", {}, "longer than the sliding window of 16 tokens"),
+    ("gpt_oss", {}, "eager attention alone"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):
