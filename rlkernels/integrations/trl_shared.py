@@ -108,6 +108,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
         return f"it has layers of {', '.join(others)}"
     if scaled := [name for name in SCALES if getattr(config, name, None) not in (None, 1.0)]:
         return f"it has {scaled[0]}"
+    if dropped := [name for name, share in config.to_dict().items() if "att" in name and "drop" in name and share]:
+        return f"it has {dropped[0]}"
     if config._attn_implementation == "eager" and not model._supports_sdpa:
         return "it has eager attention alone"
     return None
@@ -171,8 +173,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, eager attention alone, soft caps, scaled logits, a sliding window shorter than the batch, images, a
-    router's loss, Liger's loss.
+    attention, eager attention alone, dropout of attention, soft caps, scaled logits, a sliding window shorter than the
+    batch, images, a router's loss, Liger's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
 
     Args:

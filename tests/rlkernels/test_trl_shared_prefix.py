@@ -18,6 +18,7 @@ MODELS = {
     "gemma2": ("Gemma2", {"head_dim": 8}),
     "mistral": ("Mistral", {"sliding_window": 16}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
+    "dropout": ("Qwen2", {"attention_dropout": 0.5}),
 }
 
 
@@ -233,6 +234,7 @@ def test_own_generation_and_evaluation(train, tmp_path):
     ("gemma2", {}, "final_logit_softcapping"),
     ("mistral", {}, "longer than the sliding window of 16 tokens"),
     ("gpt_oss", {}, "eager attention alone"),
+    ("dropout", {}, "attention_dropout"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):
