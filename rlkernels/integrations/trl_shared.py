@@ -174,7 +174,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
     attention, eager attention alone, dropout of attention, soft caps, scaled logits, a sliding window shorter than the
-    batch, images, a router's loss, Liger's loss.
+    batch, images, a router's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
 
     Args:
@@ -197,9 +197,6 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         settings = self.args
         shuffled_for = self._needs_shuffle()
         self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
-        if settings.use_liger_kernel:
-            self._step_back("use_liger_kernel=True has a loss of its own")
-            return
         models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
         models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
         for model in models:

@@ -183,6 +183,12 @@ def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train, caplo
         caplog.clear()
 
 
+def test_layers_of_liger_share_prefixes(train, monkeypatch):
+    """TRL takes Liger's kernels for layers alone and keeps its own loss."""
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: None)
+    assert train(max_steps=1, use_liger_kernel=True)[0].shares_prefixes
+
+
 def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
     trainer, _ = train(max_steps=1)
     with caplog.at_level(logging.WARNING, "rlkernels"):
