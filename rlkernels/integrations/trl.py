@@ -14,6 +14,7 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 import functools
 import inspect
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -221,7 +222,9 @@ class HistoryRecorder(TrainerCallback):
                 raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
             if self._model.training:
                 epoch, rows = int(trainer_state.epoch or 0), zip(self._tokenize(prompts), completion_ids, values)
-                self._new += [(prompt, answer, value or 0.0, epoch) for prompt, answer, value in rows]
+                for prompt, answer, value in rows:  # TRL leaves None and NaN out, too
+                    reward_of = 0.0 if value is None or not math.isfinite(value) else float(value)
+                    self._new.append((prompt, answer, reward_of, epoch))
             return values
 
         return watched
@@ -229,6 +232,8 @@ class HistoryRecorder(TrainerCallback):
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         self._model, tokenizer = kwargs["model"], kwargs["processing_class"]
         self._tokenize = functools.partial(_tokenize, tokenizer=tokenizer, options=args.chat_template_kwargs)
+
+    on_init_end = on_train_begin  # an evaluation may come before training
 
     def on_step_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0:

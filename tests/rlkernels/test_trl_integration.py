@@ -158,6 +158,17 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
         recorder.watch(later)
 
 
+def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path):
+    """And none of an evaluation, which may come before training."""
+    rewards = [True, False, None, float("nan"), torch.tensor(0.5), 1, 0.25, torch.tensor(True)]
+    recorder = trl_integration.HistoryRecorder(tmp_path / "history.bin")
+    added, recorder.history = [], SimpleNamespace(add=lambda *_, **of: added.append(of["reward"]), save=lambda path: None)
+    trainer = make_trainer(recorder.watch(lambda **columns: rewards), steps=1, callbacks=[recorder])
+    trainer.evaluate(trainer.train_dataset)
+    trainer.train()
+    assert added == [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.25, 1.0] and set(map(type, added)) == {float}
+
+
 def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
     suffixes = trl_integration.SuffixRollouts()
     suffixes.answers = {"ABC": [1, 2, 3, EOS], "DE": [1, 2, 3, 4, 5, EOS]}
