@@ -2,7 +2,7 @@
 
     kv = paged_kv_cache(model, memory_bytes=1 << 30)
     with PagedCache(kv, **inputs) as cache:
-        output = model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
+        output = model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
 Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
 """
@@ -62,7 +62,7 @@ def paged_kv_cache(
 ) -> PagedKVCache:
     """Makes the model attend through a paged cache, and the cache that fits it.
 
-    From then on the model runs with ``past_key_values=PagedCache(...)`` only, until another implementation is chosen
+    From then on the model runs with ``cache=PagedCache(...)`` only, until another implementation is chosen
     by ``model.set_attn_implementation``. Call ``advance_version()`` of the cache after the weights have changed.
 
     Args:
@@ -125,7 +125,7 @@ class _Step:
 
 
 class PagedCache(Cache):
-    """The ``past_key_values`` of one batch: a sequence of a :class:`rlkernels.PagedKVCache` for each row.
+    """The ``cache`` of one batch: a sequence of a :class:`rlkernels.PagedKVCache` for each row.
 
     Tokens found in the paged cache are not computed again: ``generate`` feeds the model what follows them, in a batch
     what follows the shortest of them. Rows may be padded on the left. Several samples per prompt share the blocks of
@@ -197,6 +197,8 @@ class PagedCache(Cache):
         input_ids, attention_mask = given.get("input_ids"), given.get("attention_mask")
         if input_ids is None:
             raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
+        if not self._sequences:
+            raise ValueError("cache must be an open PagedCache, got one that is closed or has no rows; open another")
         batch, new = input_ids.shape
         self._undo_failed()
         check_pass(model, given, self._adapters)
@@ -303,7 +305,10 @@ class PagedCache(Cache):
         """Raises unless columns up to ``end`` are 0 for the padding known since the start, and 1 after it."""
         rows = len(self._sequences)
         if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < end:
-            raise ValueError(f"attention_mask must have shape [{rows}, {end}], got {list(mask.shape)}")
+            raise ValueError(
+                f"attention_mask must have shape [{rows}, {end}], got {list(mask.shape)}: the PagedCache holds "
+                f"{self._columns} columns already; open one for each batch"
+            )
         pads = torch.tensor(self._pads, device=mask.device)
         wrong = (mask[:, :end] != 0) != (torch.arange(end, device=mask.device) >= pads[:, None])
         if wrong.any():
@@ -377,7 +382,7 @@ class PagedCache(Cache):
         """Hands the new keys and values on to the attention function, which writes them."""
         if self._step is None:
             raise ValueError(
-                "past_key_values must be a PagedCache of a model prepared by paged_kv_cache(model, ...), got one in a "
+                "cache must be a PagedCache of a model prepared by paged_kv_cache(model, ...), got one in a "
                 "forward pass of another model"
             )
         return key_states, value_states
@@ -448,10 +453,15 @@ def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], 
 def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple) -> None:
     """Checks a forward pass whose keys and values will be found by tokens, positions and adapters alone.
 
-    Raises ValueError if other tensors are given, the adapters are no longer those found when the tokens were looked
-    up, or something is dropped at random.
+    Raises ValueError if the model attends otherwise, other tensors are given, the adapters are no longer those found
+    when the tokens were looked up, or something is dropped at random.
     """
     name = type(model).__name__
+    if (attention := model.config.get_text_config(decoder=True)._attn_implementation) != IMPLEMENTATION:
+        raise ValueError(
+            f"{name} must attend by {IMPLEMENTATION!r} with a PagedCache, got {attention!r}: "
+            f"call set_attn_implementation({IMPLEMENTATION!r})"
+        )
     for argument, value in given.items():
         if argument not in KNOWN and _holds_tensor(value):
             raise ValueError(

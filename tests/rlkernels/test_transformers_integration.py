@@ -248,7 +248,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
     with pytest.raises(ValueError, match=r"each of the 3 layers of the PagedKVCache must .* got \{2: 0\}"):
         generate(model, inputs, PagedCache(deeper, **inputs))
-    with pytest.raises(ValueError, match="needs past_key_values=PagedCache.* got neither"):
+    with pytest.raises(ValueError, match="needs cache=PagedCache.* got neither"):
         generate(model, inputs)
     with pytest.raises(ValueError, match=r"attention_mask must be 0 on the left only .* got 1 at \[1, 0\] and 0 to"):
         PagedCache(kv, inputs["input_ids"], inputs["attention_mask"].flip(1))
@@ -272,6 +272,23 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     inputs = padded(6)
     with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
         model(**inputs, **{CACHE: PagedCache(paged_kv_cache(model, num_blocks=8), **inputs)})
+
+
+def test_a_cache_of_another_batch_or_beside_another_attention_is_refused(model):
+    inputs = padded(9, 6, beginning=5)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    with PagedCache(kv, **inputs) as cache:
+        generate(model, inputs, cache)
+        with pytest.raises(ValueError, match=r"attention_mask must have shape .* holds 17 columns already"):
+            generate(model, inputs, cache)
+    with pytest.raises(ValueError, match="must be an open PagedCache, got one that is closed"):
+        generate(model, inputs, cache)
+    with PagedCache(kv, **inputs) as cache:  # of which a part is cached, in which masks of other attention differ
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="attend by 'rlkernels' with a PagedCache, got 'sdpa': call set_attn"):
+            generate(model, inputs, cache)
+        model.set_attn_implementation("rlkernels")
+        assert generate(model, inputs, cache).shape == (2, 18)
 
 
 @pytest.mark.parametrize(("kind", "layer", "extra"), [

@@ -162,7 +162,8 @@ def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path
     """And none of an evaluation, which may come before training."""
     rewards = [True, False, None, float("nan"), torch.tensor(0.5), 1, 0.25, torch.tensor(True)]
     recorder = trl_integration.HistoryRecorder(tmp_path / "history.bin")
-    added, recorder.history = [], SimpleNamespace(add=lambda *_, **of: added.append(of["reward"]), save=lambda path: None)
+    added = []
+    recorder.history = SimpleNamespace(add=lambda *_, reward, epoch: added.append(reward), save=lambda path: None)
     trainer = make_trainer(recorder.watch(lambda **columns: rewards), steps=1, callbacks=[recorder])
     trainer.evaluate(trainer.train_dataset)
     trainer.train()
