@@ -7,6 +7,7 @@
 Works for decoder models whose layers use Transformers' attention interface. Needs transformers 5.19 or newer, below 6.
 """
 
+import functools
 import inspect
 import weakref
 from collections import Counter
@@ -50,7 +51,7 @@ class _Attached:
 KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "num_items_in_batch")
 
 _attached: "weakref.WeakKeyDictionary[PagedKVCache, _Attached]" = weakref.WeakKeyDictionary()
-_signatures: "weakref.WeakKeyDictionary[torch.nn.Module, inspect.Signature]" = weakref.WeakKeyDictionary()
+_signature = functools.cache(inspect.signature)
 
 
 def paged_kv_cache(
@@ -96,8 +97,7 @@ def paged_kv_cache(
     except BaseException:
         _set_attention(model, before)
         raise
-    if model not in _signatures:
-        _signatures[model] = inspect.signature(model.forward)
+    if _before_forward not in model._forward_pre_hooks.values():  # as in a copy of a model that has them
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
     _attached[kv] = _Attached(weakref.ref(model))
@@ -431,8 +431,8 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
 
 
 def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    signature = _signatures[model]
-    given = signature.bind_partial(*args, **kwargs).arguments
+    signature = _signature(type(model).forward)
+    given = signature.bind_partial(model, *args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})

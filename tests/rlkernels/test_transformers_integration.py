@@ -1,5 +1,6 @@
 """``model.generate`` on the paged cache against plain ``generate``, token for token in float32."""
 
+import copy
 from contextlib import contextmanager, nullcontext
 
 import hypothesis
@@ -207,6 +208,16 @@ def test_a_failed_pass_leaves_nothing_behind(model, passes):
             asked = torch.cat([right if again else wrong, ids[:, :1]], 1)
             with PagedCache(kv, asked) as cache:
                 assert cache.num_cached == [8 if again else 4 * passes]
+
+
+def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
+    """Such as a reference model, copied from a policy that attends through a paged cache."""
+    inputs = padded(7, 4)
+    paged_kv_cache(model, num_blocks=8)
+    for one in (copy.deepcopy(model), model):
+        plain, kv = plain_generate(one, inputs), paged_kv_cache(one, num_blocks=64, block_size=4)
+        with PagedCache(kv, **inputs) as cache:
+            assert torch.equal(generate(one, inputs, cache), plain)
 
 
 def test_another_default_device(model):
