@@ -483,7 +483,9 @@ def adapter_state(model: PreTrainedModel | None) -> tuple:
     state = []
     module: Any
     for module in model.modules() if model is not None else ():
-        if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every layer of PEFT
+        if type(module).__module__ == "peft.tuners.adaption_prompt.layer":  # put in and taken out whole
+            state.append(id(module))
+        if not isinstance(getattr(type(module), "disable_adapters", None), property):  # in every other layer of PEFT
             continue
         for hook in module._forward_pre_hooks.values():
             for name in ("adapter_names", "alora_offsets"):

@@ -486,6 +486,20 @@ def test_adapters_of_peft_have_blocks_of_their_own(calls, loop):
         assert bool(min(cache.num_cached)) == ("none" in calls)
 
 
+def test_prompts_within_layers_have_blocks_of_their_own(model):
+    """Those of LLaMA-Adapter, whose layers PEFT puts into the model and takes out."""
+    peft = pytest.importorskip("peft", reason="this machine lacks peft")
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    adapted, inputs = peft.get_peft_model(model, config).eval(), padded(12)
+    kv = paged_kv_cache(adapted, num_blocks=16, block_size=4)
+    found = []
+    for context in (nullcontext(), adapted.disable_adapter(), nullcontext(), adapted.disable_adapter()):
+        with context, PagedCache(kv, **inputs) as cache:
+            found += cache.num_cached
+            generate(model, inputs, cache)
+    assert found == [0, 0, 8, 8]
+
+
 def test_adapters_within_a_batch_or_changed_in_between_are_refused(adapted):
     inputs = padded(6, 6)
     kv = paged_kv_cache(adapted, num_blocks=32, block_size=4)
