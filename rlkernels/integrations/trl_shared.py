@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 from rlkernels import grouped_attention, linear_token_logprobs
-from rlkernels.integrations.transformers_attention import _attend, other_layers, sliding_window
+from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
 from rlkernels.prefix_cache import GroupedLayout
 
 __all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixMixin"]
@@ -173,8 +173,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, eager attention alone, dropout of attention, soft caps, scaled logits, a sliding window shorter than the
-    batch, images, a router's loss.
+    attention, eager attention alone, dropout of attention, soft caps, scaled logits, a sliding window, or the
+    length at which rotary factors change, shorter than the batch, images, a router's loss.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
 
     Args:
@@ -203,7 +203,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             if reason := obstacle(model):
                 self._step_back(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
-        self._window = sliding_window(models[0].config.get_text_config(decoder=True))
+        config = models[0].config.get_text_config(decoder=True)
+        self._window, self._rotary_limit = sliding_window(config), rotary_limit(config)
         for model in models:
             share_prefixes(model, self.temperature, settings.cast_lm_head_to_fp32)
         if shuffled_for and not self.keep_groups:
@@ -257,6 +258,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             reason = "the loss of the router needs TRL's way"
         elif self._window is not None and int(attention_mask.sum(1).max()) > self._window:
             reason = f"prompt and answer are longer than the sliding window of {self._window} tokens"
+        elif self._rotary_limit is not None and attention_mask.shape[1] > self._rotary_limit:  # TRL counts padding
+            reason = f"a padded batch is longer than {self._rotary_limit} tokens, where rotary factors change"
         else:
             return True
         self._tell(f"prompts are not shared: {reason}")

@@ -19,6 +19,18 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": 16}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
+    "phi3": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+            },
+        },
+    ),
 }
 
 
@@ -187,6 +199,28 @@ def test_layers_of_liger_share_prefixes(train, monkeypatch):
     """TRL takes Liger's kernels for layers alone and keeps its own loss."""
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: None)
     assert train(max_steps=1, use_liger_kernel=True)[0].shares_prefixes
+
+
+def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
+    """Of rows of at most 15 tokens with 22 columns, in the second batch, beyond the original length of 16."""
+
+    class Growing(Answers):
+        def __call__(self, prompts, trainer):
+            found, self.calls = super().__call__(prompts, trainer), self.calls + 1
+            lengths = (
+                [(12, 3) if i < SIZE else (3, 10) for i in range(len(prompts))] if self.calls > 10 else [(4, 4)] * 8
+            )
+            draws = [random.Random(prompt) for prompt in prompts]
+            found["prompt_ids"] = [[draw.randrange(EOS) for _ in range(p)] for draw, (p, _) in zip(draws, lengths)]
+            found["completion_ids"] = [[random.randrange(EOS) for _ in range(a)] for _, a in lengths]
+            return found
+
+    both = []
+    for shared in (True, False):
+        random.seed(0)
+        both.append(train("phi3", shared=shared, rollout=Growing()))
+    assert_same(*both)
+    assert both[0][0]._compared and "where rotary factors change" in caplog.text
 
 
 def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
