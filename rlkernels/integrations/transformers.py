@@ -480,7 +480,7 @@ def adapter_state(model: PreTrainedModel | None) -> tuple:
     Raises:
         ValueError: they differ within a batch.
     """
-    state = []
+    state: list[Any] = []
     module: Any
     for module in model.modules() if model is not None else ():
         if type(module).__module__ == "peft.tuners.adaption_prompt.layer":  # put in and taken out whole
