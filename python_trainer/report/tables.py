@@ -81,9 +81,17 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
 
 
 def describe_alone(name: str, runs: Sequence[Run]) -> str:
-    """Return ``run: accuracy 54.0 % -> 84.0 % in 12 steps, 110 s, 98,304 generated tokens``."""
+    """Return ``run: accuracy 54.0 % -> 84.0 % in 12 steps, 110 s, 98,304 generated tokens``.
+
+    Rewards take the place of an accuracy that stays 0, as it does where no answer is right or wrong.
+    """
     before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ("start", "final"))
     gained = "no evaluation" if before is None or after is None else f"accuracy {before:.1%} -> {after:.1%}"
+    rewards = [
+        [run.summary["evaluation"].get(part, {}).get("eval/reward") for run in runs] for part in ("start", "final")
+    ]
+    if before == after == 0 and not any(None in values for values in rewards):
+        gained = f"reward {fmean(rewards[0]):.3f} -> {fmean(rewards[1]):.3f}"
     steps, seconds, tokens = (mean_of(runs, key) or 0.0 for key in ("steps", "training_s", "generated_tokens"))
     seeds = f", means of {len(runs)} seeds" if len(runs) > 1 else ""
     return f"{name}: {gained} in {steps:.0f} steps, {seconds:,.0f} s, {tokens:,.0f} generated tokens{seeds}"

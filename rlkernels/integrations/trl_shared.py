@@ -185,7 +185,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             ``entropy``, are then of other micro-batches.
 
     Attributes:
-        shares_prefixes: whether prompts are still computed once.
+        shares_prefixes: False once the whole run goes TRL's way; a batch that does so alone leaves it.
     """
 
     args: Any  # TRL's

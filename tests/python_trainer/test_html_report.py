@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -99,6 +100,11 @@ def test_variants_have_a_verdict_and_one_order(runs, capsys):
         file.write(json.dumps({"step": 4, "time/training_s": 60.0, "time/wall_s": 61.0, "reward": None}) + "\n")
     found = find_runs([runs])
     assert [run.ended for run in found] == [True, False] and list(by_variant(found)) == ["baseline", "a&b"]
+    evaluations = {part: {"eval/reward": value} for part, value in (("start", 0.25), ("final", 0.5))}
+    graded = replace(found[0], summary=found[0].summary | {
+        "eval_accuracy_start": 0.0, "eval_accuracy_final": 0.0, "evaluation": evaluations,
+    })  # fmt: skip
+    assert verdicts([graded])[0].startswith("a&b: reward 0.250 -> 0.500 in 3 steps, ")  # nothing is right or wrong
     (verdict,) = verdicts(found)
     assert verdict.startswith("a&b: ") and "generated tokens, " in verdict and "less time, accuracy " in verdict
     ended, steps = caveats(found)

@@ -42,7 +42,7 @@ def task_of(lines, folder, **settings):
 def test_strings_and_chat_messages(folder):
     chat = '{"messages": [{"role": "user", "content": "Say hi"}], "word": "hi"}'
     text = '{"prompt": "Say yes", "word": "yes"}'
-    assert [type(row.prompt) for row in task_of([text, chat], folder).train] == [str, list]
+    assert [type(row.prompt) for row in task_of(["\ufeff" + text, chat], folder).train] == [str, list]  # as of Windows
     mixed = task_of([text, chat], folder, chat=True).train
     assert [row.prompt[0]["content"] for row in mixed] == ["Say yes", "Say hi"] and mixed[1].place == "data.jsonl:2"
     assert task_of([chat], folder).train[0].prompt == [{"role": "user", "content": "Say hi"}]
