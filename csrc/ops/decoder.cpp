@@ -148,9 +148,9 @@ struct Rope {
     rows = x.size(0);
     width = x.size(1);
     dim = cos_.size(1);
-    TORCH_CHECK_VALUE(positions_.size(0) == rows && sin_.sizes() == cos_.sizes() && dim % 2 == 0,
-                      "positions must have one number per row, cos and sin one shape of even width");
-    TORCH_CHECK_VALUE(0 <= q_heads && q_heads <= heads && heads * dim <= width, heads, " heads of ", dim,
+    TORCH_CHECK_VALUE(positions_.size(0) == rows && sin_.sizes() == cos_.sizes() && dim > 0 && dim % 2 == 0,
+                      "positions must have one number per row, cos and sin one shape of even width above 0");
+    TORCH_CHECK_VALUE(0 <= q_heads && q_heads <= heads && heads <= width / dim, heads, " heads of ", dim,
                       " numbers do not fit into rows of ", width);
     TORCH_CHECK_VALUE(q_norm.has_value() == k_norm.has_value(), "q_weight and k_weight come together");
     if (q_norm) {

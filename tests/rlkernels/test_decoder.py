@@ -167,8 +167,11 @@ def test_bad_input_of_rope(backend):
     for bad in (-1, 5):
         with pytest.raises(ValueError, match=f"positions must be between 0 and 4, got {bad}"):
             rope(x, torch.tensor([0, bad, 1]), table, table, 1, 2)
-    with pytest.raises(ValueError, match="3 heads of 4 numbers do not fit into rows of 8"):
-        rope(x, positions, table, table, 1, 3)
+    for heads in (3, 2**62):  # 2**62 * 4 is 0 in 64 bits
+        with pytest.raises(ValueError, match=f"{heads} heads of 4 numbers do not fit into rows of 8"):
+            rope(x, positions, table, table, 1, heads)
+    with pytest.raises(ValueError, match="even"):
+        rope(x, positions, torch.ones(5, 0), torch.ones(5, 0), 1, 2)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
