@@ -81,16 +81,17 @@ int RolloutHistory::gather(uint32_t prompt, const OwnText& text, Place* out) {
   return count + own_places(text, out + count);
 }
 
-// Follows the heaviest continuation while the next token is likely enough to pay for its verification.
-int64_t RolloutHistory::follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, int32_t* out) {
-  if (limit <= 0) return 0;
+// Follows the heaviest continuation while the next token is likely enough to pay for its verification -> out.
+void RolloutHistory::follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit,
+                            std::vector<int32_t>& out) {
+  out.clear();
+  if (limit <= 0) return;
   Place active[kMaxPlaces];
   int count = gather(prompt, text, active);
   double trust = 1;
-  int64_t length = 0;
   int32_t voted[kMaxPlaces] = {};
   double votes[kMaxPlaces] = {};
-  while (count > 0 && length < limit) {
+  while (count > 0 && int64_t(out.size()) < limit) {
     int distinct = 0;
     for (int i = 0; i < count; ++i) {
       const int32_t token = *active[i].at;
@@ -107,7 +108,7 @@ int64_t RolloutHistory::follow(uint32_t prompt, const OwnText& text, double toke
     }
     trust *= 0.95 * votes[best] / total;
     if (trust < token_cost) break;
-    out[length++] = voted[best];
+    out.push_back(voted[best]);
     int kept = 0;
     for (int i = 0; i < count; ++i) {
       const Place next{active[i].at + 1, active[i].end, active[i].weight};
@@ -115,7 +116,6 @@ int64_t RolloutHistory::follow(uint32_t prompt, const OwnText& text, double toke
     }
     count = kept;
   }
-  return length;
 }
 
 std::vector<int32_t> RolloutHistory::draft(Ids prompt, Ids generated, int64_t limit) {
@@ -124,9 +124,9 @@ std::vector<int32_t> RolloutHistory::draft(Ids prompt, Ids generated, int64_t li
   text.append(prompt);
   text.append(kStart);
   text.append(generated);
-  std::vector<int32_t> out(std::min(limit, kMaxWindow));
+  std::vector<int32_t> out;
   uint64_t key;
-  out.resize(follow(find(prompt, key), text, token_cost_, int64_t(out.size()), out.data()));
+  follow(find(prompt, key), text, token_cost_, limit, out);
   return out;
 }
 
@@ -175,18 +175,18 @@ void RolloutHistory::draft_tracked(std::span<const int64_t> handles, int64_t lim
                                    int64_t* lengths) {
   const std::lock_guard lock(mutex_);
   for (int64_t handle : handles) handle_of(handle);  // all or nothing
-  std::vector<int32_t> draft(std::min(limit, kMaxWindow));
+  std::vector<int32_t> draft;
+  draft.reserve(std::min(limit, kMaxWindow));  // no window is longer: nothing below can fail
   for (size_t b = 0; b < handles.size(); ++b, ids += limit) {
     Handle& state = handle_of(handles[b]);
-    lengths[b] = 0;
+    draft.clear();
     state.token_cost = token_cost;
     if (state.cooldown > 0 && state.accepted <= token_cost * state.offered)
       --state.cooldown;
     else
-      lengths[b] =
-          follow(state.prompt, state.text, token_cost, std::min<int64_t>(draft.size(), state.window), draft.data());
-    std::copy_n(draft.begin(), lengths[b], ids);
-    std::fill(ids + lengths[b], ids + limit, -1);
+      follow(state.prompt, state.text, token_cost, std::min(limit, state.window), draft);
+    lengths[b] = int64_t(draft.size());
+    std::fill(std::copy(draft.begin(), draft.end(), ids), ids + limit, -1);
   }
 }
 

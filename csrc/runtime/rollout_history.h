@@ -109,7 +109,7 @@ class RolloutHistory {
   int places(Chain chain, uint32_t prompt, const int32_t* context, Place* out, int& longest);
   int own_places(const OwnText& text, Place* out) const;
   int gather(uint32_t prompt, const OwnText& text, Place* out);
-  int64_t follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, int32_t* out);
+  void follow(uint32_t prompt, const OwnText& text, double token_cost, int64_t limit, std::vector<int32_t>& out);
   Handle& handle_of(int64_t handle);
 
   int64_t max_tokens_;

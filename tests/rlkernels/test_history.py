@@ -33,6 +33,12 @@ def test_replays_a_stored_response():
     assert history.draft([[1, 2], [1, 2]], [[], []], max_tokens=0) == [[], []]
 
 
+def test_a_draft_without_feedback_is_as_long_as_asked_for():
+    history = rlkernels.RolloutHistory(token_cost=0.0)
+    history.add([1], [5] * 70_000)
+    assert history.draft([[1]], [[]], max_tokens=69_000) == [[5] * 69_000]
+
+
 def test_finds_the_longest_prompt_that_a_sequence_begins_with():
     history = rlkernels.RolloutHistory(max_tokens=4)
     assert history.longest_prompt([1, 2, 3]) == 0
