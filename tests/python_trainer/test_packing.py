@@ -7,7 +7,6 @@ import torch
 import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import Policy, load_policy, recompute_activations
 from python_trainer.model.settings import ModelConfig
@@ -45,14 +44,6 @@ def test_micro_batches_keep_to_the_budget(answers):
         assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, parts))
     assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
     assert list(micro_batches(answers, [], 10)) == []
-
-
-def test_pairs_of_a_shared_prefix_exist_once():
-    packed = pack([Rollout([1, 2], [5, 6, 7], 1), Rollout([1, 2], [5, 8], 1)], [0, 1])
-    # [1 2 5 | 6 | ]: 2 -> 5 (shared), 5 -> 6, 6 -> 7 of the first, 5 -> 8 of the second
-    assert packed.input_ids.tolist() == [1, 2, 5, 6]
-    assert packed.rows.tolist() == [1, 2, 3, 2] and packed.targets.tolist() == [5, 6, 7, 8]
-    assert packed.place.tolist() == [[0, 1, 2], [0, 3, 0]] and packed.mask.tolist() == [[True] * 3, [True, True, False]]
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

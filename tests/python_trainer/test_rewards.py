@@ -154,6 +154,15 @@ def test_a_prompt_with_several_answers_has_a_row_for_each():
     assert score(task, [example] * 3, ["a"] * 3, [[1]] * 3).total == [2.0, 2.0, 2.0]
 
 
+def returning(values, kind):
+    """A reward function that returns them."""
+
+    async def later(**_):
+        return values
+
+    return later if kind == "async" else lambda **_: values
+
+
 @pytest.mark.parametrize("kind", ["plain", "async"])
 @pytest.mark.parametrize(
     "values",
@@ -162,13 +171,7 @@ def test_a_prompt_with_several_answers_has_a_row_for_each():
     ids=str,
 )  # fmt: skip
 def test_numbers_of_every_kind_are_rewards(kind, values):
-    def now(**_):
-        return values
-
-    async def later(**_):
-        return values
-
-    found = judge(own=now if kind == "plain" else later, other=lambda **_: [1.0, 0.0])
+    found = judge(own=returning(values, kind), other=lambda **_: [1.0, 0.0])
     assert found.rewards["own"] == [1.0, None if values[1] is None else 0.0]
 
 
@@ -180,12 +183,9 @@ def test_numbers_of_every_kind_are_rewards(kind, values):
     ids=str,
 )  # fmt: skip
 def test_everything_else_is_one_error(kind, values):
-    async def later(**_):
-        return values
-
     allowed = "; allowed: " if not isinstance(values, list) or len(values) == 2 else " values for 2 completions$"
     with pytest.raises(UserError, match=rf"^reward function own returned .*{allowed}"):
-        judge(own=later if kind == "async" else lambda **_: values)
+        judge(own=returning(values, kind))
 
 
 OWN = """

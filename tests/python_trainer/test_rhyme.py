@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import QUIET, digits, even, record_updates, run_settings, same, train
 from test_checkpoint import assert_same_run
+from test_recorded import steps_of
 
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
@@ -16,11 +17,6 @@ from python_trainer.trainer import Trainer
 
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 TRUST_ALL = {"threshold": 0.0, "fraction": 1.0}
-
-
-def steps_of(path):
-    database = RetrospectiveDatabase(str(path))
-    return [len(database.trajectory(run.id)) for run in database.runs()]
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +99,7 @@ def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
     train(rhyme_config(copies[1], max_steps=2, seed=9), tmp_path / "other")
     train(rhyme_config(copies[1], EVERYTHING, max_steps=6), tmp_path / "parts", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    assert steps_of(copies[0]) == [9, 6] and steps_of(copies[1]) == [9, 6, 2]
+    assert [list(map(len, steps_of(copy))) for copy in copies] == [[9, 6], [9, 6, 2]]
     answers = [[s for s in RetrospectiveDatabase(str(copy)).samples() if s.run_id == 2] for copy in copies]
     assert len(answers[0]) == len(answers[1]) > 0
 

@@ -130,22 +130,17 @@ def test_stop_strings_that_begin_in_the_prefix(engine, backend):
     assert backend.asked[0][1]["stop"] == ["012", "45"]
 
 
-def test_tied_weights_are_sent_once(tiny_policy, model):
-    saved = load_file(tiny_policy / "model.safetensors")
-    torch.testing.assert_close(dict(checkpoint_weights(model)), saved, rtol=0, atol=0)
-    assert "lm_head.weight" not in saved
-
-
-def test_weights_have_their_names_in_a_checkpoint(tmp_path):
-    """Transformers keeps experts in one tensor, checkpoints and vLLM one by one."""
+def test_weights_are_sent_as_a_checkpoint_has_them(tiny_policy, model, tmp_path):
+    """Tied ones once; Transformers keeps experts in one tensor, checkpoints and vLLM one by one."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(dict(checkpoint_weights(model)), saved, rtol=0, atol=0)
+    experts = Qwen3MoeForCausalLM(config)
+    experts.save_pretrained(tmp_path)
+    for sent, folder in ((model, tiny_policy), (experts, tmp_path)):
+        saved = load_file(folder / "model.safetensors")
+        torch.testing.assert_close(dict(checkpoint_weights(sent)), saved, rtol=0, atol=0)
     assert any("experts.3.up_proj" in name for name in saved)
 
 
