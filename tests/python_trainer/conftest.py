@@ -82,6 +82,17 @@ def merged(settings, changes):
 
 
 @pytest.fixture
+def lessons(settings, tmp_path):
+    """Settings whose examples have an answer: the prompt backwards."""
+    for name in ("train", "test"):
+        rows = [{"prompt": p, "answer": p[::-1]} for p in (["ABC", "D", "FGAB", "HC"] if name == "train" else ["CA"])]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    optimizer = {"lr_scheduler_type": "cosine", "learning_rate": 2e-2}
+    return merged(settings, {"task": paths, "optimizer": optimizer, "sft": {"epochs": 60, "batch_tokens": 32}})
+
+
+@pytest.fixture
 def make_config(settings):
     """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
 

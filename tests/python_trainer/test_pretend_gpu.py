@@ -4,7 +4,6 @@ import copy
 import json
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tiny import save_tiny_policy
 from torch.utils._pytree import tree_leaves
 
 from bench.faults.tensors import OPS
-from python_trainer.config import check_config, load_config
+from python_trainer.config import check_config
 from python_trainer.model.attention import page
 from python_trainer.model.policy import load_policy
 from python_trainer.probe import probe
@@ -25,7 +24,6 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
-SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
     "float32, top_p": {"model": {"dtype": "float32"}, "rollout": {"top_p": 0.9, "top_k": 5, "dynamic_sampling": True}},
@@ -36,11 +34,15 @@ RUNS = {
     "PPO with a critic of its own, drafts": {
         "algorithm": {"advantage": "gae"}, "critic": {"separate": True}, "accelerators": {"enabled": ["drafts"]},
     },
-    "reference, entropy, sequences' ratios, rhyme, rpo": {
+    "reference, entropy, sequences' ratios, all accelerators": {
         "algorithm": {
             "beta": 0.1, "entropy_coef": 0.01, "num_iterations": 2, "importance_sampling_level": "sequence",
         },
-        "accelerators": {"enabled": ["rhyme", "rpo"], "rhyme": {"rare_share": 0}},
+        "accelerators": {
+            "enabled": ["rhyme", "rpo", "drafts", "alpha"], "rhyme": {"rare_share": 0},
+            "alpha": {"track_steps": 1, "first_step": 3, "refuse": False},
+        },
+        "task": {"train_size": 4, "gate_size": 4},  # all prompts come back in the third step
     },
 }  # fmt: skip
 
@@ -125,27 +127,14 @@ def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
     assert {shared for _, shared in found} == {True, False} and not any(count for count, _ in found), found
 
 
-def test_supervised_steps_and_a_probe(settings, tmp_path):
-    path = tmp_path / "lessons.jsonl"
-    rows = [{"prompt": prompt, "answer": prompt[::-1]} for prompt in ("ABC", "D", "FGAB", "HC")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"train_path": str(path), "test_path": str(path)}
-    changes = {"task": task, "model": {"device": "cuda"}, "sft": {"epochs": 2, "batch_tokens": 32}}
-    config = check_config(merged(settings, changes), source="test")
+def test_supervised_steps_and_a_probe(lessons, tmp_path):
+    changes = {"model": {"device": "cuda"}, "sft": {"epochs": 2}}
+    config = check_config(merged(lessons, changes), source="test")
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
         found = probe(config, seconds=1)
     assert json.loads((tmp_path / "sft/summary.json").read_text())["held_out_loss_final"] > 0
     assert len(found["p"]) == 4
-
-
-def test_all_accelerators(tmp_path):
-    short = ["max_steps=3", "task.train_size=4", "task.test_size=4", "task.gate_size=4"]
-    short += ["rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=10"]
-    config = load_config(SMOKE, ["model.device=cuda", *short])
-    with pretended():
-        trainer = train(config, tmp_path / "run")
-    assert trainer.state.step == 3
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -91,6 +91,7 @@ def test_pairs_of_a_masked_answer(share):
         Rollout([7], [30, 31, 32, 35], prefix_len=3),
     ]
     packed = pack(answers, range(4), share=share)
+    assert packed.input_ids.numel() == (14 if share else 20)  # nothing is predicted from the last token
     for row, sample in enumerate(packed.samples):
         answer = answers[sample]
         assert packed.mask[row, : len(answer.response_ids)].tolist() == scored_tokens(answer, score_prefix=True)
