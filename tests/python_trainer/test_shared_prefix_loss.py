@@ -120,6 +120,7 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
             with policy.packed_attention():
                 for part in micro_batches(batch.rollouts, everything, budget, share=share):
                     packed = batch.pack(part, share=share)
+                    assert whole or len(packed.rows) == len(packed.targets) == packed.mask.sum()  # of suffixes alone
                     loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0))
                     loss.backward()
                     total += loss.item()
@@ -129,12 +130,3 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
             assert error < 1e-5 * size
     policy.model.zero_grad()
     assert tokens[True, 10_000] < 0.75 * tokens[False, 10_000]
-
-
-def test_unscored_prefixes_have_no_pairs(rollouts):
-    batch = Batch(rollouts, AlgorithmConfig(), MAX_LENGTH, torch.device("cpu"))
-    suffixes = sum(len(r.logprobs) for r in rollouts)
-    for share in (True, False):
-        packed = batch.pack(range(len(rollouts)), share=share)
-        assert len(packed.rows) == len(packed.targets) == suffixes == packed.mask.sum()
-    assert batch.loss_tokens.sum() == suffixes
