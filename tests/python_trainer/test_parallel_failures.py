@@ -1,9 +1,8 @@
 """What fails in one of several processes: all end, and the error is told once."""
 
 import resource
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -41,43 +40,29 @@ OF_A_KIND = {"whole model": "ddp", "shards": "fsdp2"}
 
 
 def set_ups_that_fail(settings, folder):
-    """What each process is told, in KIND-PLACE-RANK.txt."""
     for parallel, ranks in KINDS.items():
         train(settings, folder / parallel, parallel)
         config = check_config(settings | {"parallel": parallel}, source="test")
         for name, place in PLACES.items():
-            fails = Mock(side_effect=UserError(f"no {name} here"))
-            with ExitStack() as stack:
-                if dist.get_rank() == 1 and OF_A_KIND.get(name, parallel) == parallel:
-                    stack.enter_context(patch(place, fails))
-                try:
-                    Trainer(config, folder / parallel, console=QUIET, ranks=ranks(), resume=True)
-                except UserError as error:
-                    (folder / f"{parallel}-{name}-{dist.get_rank()}.txt").write_text(f"{is_shared(error)}: {error}")
+            if OF_A_KIND.get(name, parallel) != parallel:
+                continue
+            fails = patch(place, Mock(side_effect=UserError(f"no {name} here")))
+            with fails if dist.get_rank() == 1 else nullcontext(), pytest.raises(UserError) as caught:
+                Trainer(config, folder / parallel, console=QUIET, ranks=ranks(), resume=True)
+            first = "process 1 of 2: " if dist.get_rank() == 0 else ""
+            assert is_shared(caught.value) and str(caught.value) == f"{first}no {name} here", (parallel, name)
 
 
-def failures(settings, folder):
-    set_ups_that_fail(settings, folder)
-    unwritten_checkpoints(folder)
+def test_a_set_up_that_fails_in_one_process_ends_all(tmp_path, tiny_policy, jsonl_files):
+    settings = run_settings(tiny_policy, jsonl_files) | {"max_steps": 1}
+    run_on_ranks(tmp_path, set_ups_that_fail, settings, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory, tiny_policy, jsonl_files):
-    folder = tmp_path_factory.mktemp("runs")
-    run_on_ranks(folder, failures, run_settings(tiny_policy, jsonl_files) | {"max_steps": 1}, folder)
-    return folder
-
-
-@pytest.mark.parametrize("parallel", KINDS)
-@pytest.mark.parametrize("name", PLACES)
-def test_a_set_up_that_fails_in_one_process_ends_all(told, parallel, name):
-    if OF_A_KIND.get(name, parallel) == parallel:
-        first, second = ((told / f"{parallel}-{name}-{rank}.txt").read_text() for rank in range(2))
-        assert (first, second) == (f"True: process 1 of 2: no {name} here", f"True: no {name} here")
+FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are written
 
 
 def unwritten_checkpoints(folder):
-    """Of the second step, where a process can write files of so many bytes at most; what each is told."""
+    """Of the second step, where a process can write files of so many bytes at most."""
     for parallel, kind in KINDS.items():
         ranks = kind()
         whole = torch.ones(64, 1024)
@@ -91,35 +76,28 @@ def unwritten_checkpoints(folder):
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             if ranks.rank == rank:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-            try:
+            if parallel == "ddp" and rank == 1:  # it writes nothing
                 save(place, 2)
-            except UserError as error:
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
-                (folder / f"{place.name}-{ranks.rank}.txt").write_text(f"{is_shared(error)}: {error}")
+            else:
+                with pytest.raises(UserError) as caught:
+                    save(place, 2)
+                said = str(caught.value)
+                assert is_shared(caught.value) and f"checkpoint {place}/step-000002 cannot be written: " in said
+                assert "too large" in said or size == 10_000, "torch's own words are others"
+                assert "the newest there is step-000001: make room there" in said
+                assert said.count("cannot be written") == 1 and "\n" not in said
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         save(folder / f"{parallel}-after", 3)  # all still go together
 
 
-FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are written
-
-
-def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(told):
+def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
+    run_on_ranks(tmp_path, unwritten_checkpoints, tmp_path)
     for parallel in KINDS:
         for rank, size in FULL:
-            place = told / f"{parallel}-{rank}-{size}"
-            errors = [Path(f"{place}-{number}.txt") for number in range(2)]
-            if parallel == "ddp" and rank == 1:
-                assert not any(path.exists() for path in errors), "it writes nothing"
-                continue
-            (kept,) = place.iterdir()
-            assert kept.name == "step-000001" and load_whole(kept)["model"]["w"].shape == (64, 1024)
-            for path in errors:
-                said = path.read_text()
-                assert said.startswith("True: ") and f"checkpoint {place}/step-000002 cannot be written: " in said
-                assert "too large" in said or size == 10_000, "torch's own words are others"
-                assert "the newest there is step-000001: make room there" in said
-                assert said.count("cannot be written") == 1 and "\n" not in said
-        assert list_checkpoints(told / f"{parallel}-after")
+            if (parallel, rank) != ("ddp", 1):
+                (kept,) = (tmp_path / f"{parallel}-{rank}-{size}").iterdir()
+                assert kept.name == "step-000001" and load_whole(kept)["model"]["w"].shape == (64, 1024)
+        assert list_checkpoints(tmp_path / f"{parallel}-after")
 
 
 @pytest.mark.parametrize("streams", [True, False])
