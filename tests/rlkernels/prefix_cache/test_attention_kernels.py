@@ -1,11 +1,11 @@
 """The compiled attention ops against their references, per instruction set."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
-from accuracy import assert_as_plain
-from paged_problems import DTYPES, Problem, check_merge, check_write_kv, paged
+from paged_problems import DTYPES, Problem, attend_in_their_dtype, check_attention, check_merge, check_write_kv, paged
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -27,29 +27,8 @@ SHAPES = {  # keys and queries per sequence, then the rest
 
 
 def check(problem: Problem):
-    exact = reference.paged_attention(*problem.to(torch.float64).args(), problem.scale)
-    ours = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True, backend="cpu")
-    assert_as_plain(ours, low_precision(problem), exact, floor=1e-6)
-    return ours
-
-
-def low_precision(problem: Problem):
-    """Plain torch in the dtype of the problem: matrix products and softmax, the lse in float32."""
-    out = torch.zeros_like(problem.query)
-    lse = torch.zeros(problem.query.shape[:2])
-    starts = problem.query_starts.tolist()
-    for i, length in enumerate(problem.seq_lens.tolist()):
-        rows = slice(starts[i], starts[i + 1])
-        key, value = (
-            reference.gather(c, problem.block_tables[i], length) for c in (problem.key_cache, problem.value_cache)
-        )
-        group = problem.query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
-        score = (problem.query[rows].transpose(0, 1) * problem.scale) @ key.transpose(1, 2)
-        score = score.masked_fill(~reference.causal(rows.stop - rows.start, length, key.device), -torch.inf)
-        out[rows] = (score.softmax(-1) @ value).transpose(0, 1)
-        lse[rows] = score.float().logsumexp(-1).T
-    return out, lse
+    with patch.object(reference, "attend", attend_in_their_dtype):
+        return check_attention("paged_attention", problem.args(), problem.scale, "cpu", floor=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

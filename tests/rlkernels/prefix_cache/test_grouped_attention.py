@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accuracy import assert_as_plain, with_gradients
-from paged_problems import DTYPES, check_grouped_without_tokens_or_gradients
+from accuracy import with_gradients
+from paged_problems import DTYPES, attend_in_their_dtype, check_grouped, check_grouped_without_tokens_or_gradients
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -22,34 +22,12 @@ LAYOUTS = {
 }
 
 
-def check(layout, heads, kv_heads, dim, dtype, strides=lambda t: t, function=None):
-    shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
-    inputs = [strides(torch.randn(s).to(dtype)) for s in shapes]
-    weight = torch.randn(shapes[0]).to(dtype)
-    scale = dim**-0.5
+def check(layout, heads, kv_heads, dim, dtype, strides=torch.clone, function=None):
     function = function or partial(rlkernels.grouped_attention, backend="cpu")
-    ours = with_gradients(lambda q, k, v: function(q, k, v, layout, scale=scale), inputs, weight)
-    plain = with_gradients(lambda *a: low_precision(*a, layout, scale), inputs, weight)
-    exact = with_gradients(
-        lambda *a: reference.grouped_attention(*a, layout, scale), [t.double() for t in inputs], weight
-    )
     # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
-    assert_as_plain(ours, plain, exact, floor=1e-6, relative=2e-6)
-
-
-def low_precision(query, key, value, layout, scale):
-    """The reference with every step rounded to the dtype of its inputs."""
-    out = torch.zeros_like(query)
-    group = query.shape[1] // key.shape[1]
-    for prefix, suffixes in layout.spans():
-        for rows in [prefix, *suffixes]:
-            pick = [prefix] if rows is prefix else [prefix, rows]
-            k, v = (torch.cat([t[p] for p in pick]).repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
-            score = (query[rows].transpose(0, 1) * scale) @ k.transpose(1, 2)
-            mask = reference.causal(rows.stop - rows.start, k.shape[1], k.device)
-            result = score.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-            out = torch.cat([out[: rows.start], result.transpose(0, 1), out[rows.stop :]])
-    return out
+    slack = {"floor": 1e-6, "relative": 2e-6}
+    with patch.object(reference, "attend", attend_in_their_dtype):
+        check_grouped(function, layout, heads, kv_heads, dim, dtype, strides, **slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
