@@ -114,6 +114,7 @@ def check_statuses(backend: str) -> None:
         assert not zero.u.any() and not zero.v.any()
     one = found["one"]
     assert abs(one.sigma - 2.5) < 1e-6 and one.v.argmax() == 3 and one.u.argmin() == 7 and abs(one.gap - 1) < 1e-3
+    assert one.passes <= 2
     for name, scale in (("tiny", 2.0**-70), ("huge", 2.0**80)):
         assert abs(found[name].sigma / (found["wide"].sigma * scale) - 1) < 1e-4
         assert angle(found[name].v, found["wide"].v) < 1e-2

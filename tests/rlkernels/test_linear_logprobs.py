@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accuracy import check_linear_logprobs
+from accuracy import check_linear_logprobs, with_gradients
 from support import WaitsForNothing
 
 import rlkernels
@@ -24,11 +24,8 @@ def problem(rows, vocab, width=24, dtype=torch.float32, scale=1.0, bias=True):
 
 def outputs(run, hidden, weight, bias):
     """Log-probability, entropy and all gradients of a sum with weights of both signs."""
-    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    logprobs, entropy = run(*leaves, *([None] if bias is None else []))
-    factor = torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)
-    return [logprobs.detach(), entropy.detach(),
-            *torch.autograd.grad((logprobs * factor).sum() + (entropy * factor.flip(0)).sum(), leaves)]  # fmt: skip
+    tensors, factor = [x for x in (hidden, weight, bias) if x is not None], torch.linspace(-1, 2, len(hidden))
+    return with_gradients(lambda h, w, b=None: run(h, w, b), tensors, factor, factor.flip(0))
 
 
 def ours(ids, **options):
@@ -145,9 +142,7 @@ def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
 def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
     monkeypatch.setattr(linear, "ROWS", 8)
     hidden, weight, bias, ids = problem(29, 53)
-    wanted = outputs(plain(ids, 1.0), hidden, weight, bias)
-    for a, b in zip(outputs(ours(ids, chunk=10), hidden, weight, bias), wanted, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    check_linear_logprobs("auto", (hidden, weight, bias), ids, 1.0, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])

@@ -9,13 +9,6 @@ import rlkernels
 from rlkernels.logprobs import reference
 
 
-def test_equals_the_logprobs_of_sampling():
-    logits = torch.randn(64, 500) * 4
-    u = rlkernels.keyed_uniform(0, torch.arange(64), torch.arange(64))
-    ids, sampled = rlkernels.sample_tokens(logits, u, temperature=0.7)
-    torch.testing.assert_close(rlkernels.token_logprobs(logits, ids, temperature=0.7), sampled, atol=1e-5, rtol=0)
-
-
 def test_tokens_ruled_out():
     logits = torch.randn(3, 8)
     logits[:, 4:] = -torch.inf

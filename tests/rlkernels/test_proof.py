@@ -183,7 +183,7 @@ def test_the_winner_has_won_every_workload():
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"op": 5}', json.dumps({**verdict(), "backend": "gone"}),
                                   json.dumps({**verdict(), "candidates": []}),
                                   json.dumps({**verdict(), "candidates": {"triton": {"wins": True}}})])  # fmt: skip
-def test_a_damaged_cache_is_ignored(monkeypatch, text):
+def test_a_damaged_cache_is_ignored_and_that_of_another_owner(monkeypatch, text):
     verdicts.store(verdict(), 0)
     (file,) = verdicts.folder().glob("*.json")
     monkeypatch.setattr(verdicts, "_memory", {})
@@ -194,12 +194,8 @@ def test_a_damaged_cache_is_ignored(monkeypatch, text):
     verdicts.store(verdict(), 0)
     monkeypatch.setattr(verdicts, "_memory", {})
     assert verdicts.load(OP, 0) == [verdict()]
-
-
-def test_files_of_another_owner_are_ignored(monkeypatch):
-    verdicts.store(verdict(), 0)
     monkeypatch.setattr(verdicts, "_memory", {})
-    monkeypatch.setattr(os, "getuid", lambda: -1)
+    monkeypatch.setattr(os, "getuid", lambda: -1)  # as of a file of another owner
     assert verdicts.load(OP, 0) == []
 
 

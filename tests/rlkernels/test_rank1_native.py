@@ -1,5 +1,6 @@
 """The native rank-1 solver: accuracy against float64, honesty of its certificate, bits, instruction sets."""
 
+import itertools
 import math
 
 import pytest
@@ -8,16 +9,18 @@ from rank1_cases import angle, check_add_rank1, check_matvec, planted, with_spec
 
 import rlkernels
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
 
 def scalars(update):
     return [getattr(update, f) for f in ("sigma", "frobenius", "gap", "residual", "angle_bound", "passes", "changed")]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (1, 2053), (2053, 1), (67, 1023), (257, 131)])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize("dtypes", itertools.product(DTYPES, repeat=2), ids=str)
 def test_every_instruction_set_agrees_with_the_reference(cpu_isa, shape, dtypes):
     weight, base = planted(*shape, 3e-3, dtype=torch.float32)
-    weight, base = weight.to(getattr(torch, dtypes[0])), base.to(getattr(torch, dtypes[1]))
+    weight, base = weight.to(dtypes[0]), base.to(dtypes[1])
     ours = rlkernels.top1_delta(weight, base, tol=1e-4, backend="cpu")
     plain = rlkernels.top1_delta(weight, base, tol=1e-4, backend="torch")
     assert ours.status == plain.status and ours.changed == plain.changed
@@ -25,9 +28,10 @@ def test_every_instruction_set_agrees_with_the_reference(cpu_isa, shape, dtypes)
     assert math.isclose(ours.frobenius, plain.frobenius, rel_tol=1e-5)
     assert angle(ours.v, plain.v) <= ours.angle_bound + plain.angle_bound
     check_matvec("cpu", weight, base)
+    assert not rlkernels.delta_matvec(weight, weight, torch.randn(shape[1]), backend="cpu").any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_add_rank1_on_every_instruction_set(cpu_isa, dtype, stochastic):
     weight = torch.randn(33, 129).to(dtype)

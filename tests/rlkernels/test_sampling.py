@@ -50,8 +50,9 @@ def test_native_equals_reference_to_the_bit(vocab, dtype):
     n = len(logits)
     u = uniforms(n, vocab)
     settings = [*SETTINGS, (1.0, 0.999, 0), (0.8, 1e-6, 0), (1.0, 1.0, 3000), (1.0, 0.95, vocab), (30.0, 0.7, 0)]
-    for setting in settings[5:] if vocab > 10_000 else settings:
-        tensors = [torch.full((n,), value) for value in setting]
+    by_row = [torch.tensor(values)[torch.arange(n) % len(SETTINGS)] for values in zip(*SETTINGS)]
+    for setting in [*(settings[5:] if vocab > 10_000 else settings), by_row]:
+        tensors = [torch.as_tensor(value).expand(n).contiguous() for value in setting]
         ids, logprobs = reference.sample_tokens(logits, u, *tensors)
         for isa in every_isa():
             ours = torch.ops.rlkernels.sample_tokens(logits, u, *tensors)
@@ -74,17 +75,6 @@ def test_ties_go_to_lower_ids():
     ids, _ = rlkernels.sample_tokens(logits, torch.full((3,), 0.99), top_p=0.4)  # two of six are 1/3, three are 1/2
     assert ids.tolist() == [2, 2, 2]
     assert rlkernels.sample_tokens(logits, torch.full((3,), 0.99), temperature=0)[0].tolist() == [0, 0, 0]
-
-
-def test_settings_per_row_equal_scalar_settings_row_by_row():
-    logits, u = torch.randn(len(SETTINGS), 300), uniforms(len(SETTINGS))
-    t, p, k = (torch.tensor(column) for column in zip(*SETTINGS))
-    ids, logprobs = rlkernels.sample_tokens(logits, u, temperature=t, top_p=p, top_k=k)
-    for i, (temperature, top_p, top_k) in enumerate(SETTINGS):
-        alone = rlkernels.sample_tokens(
-            logits[i : i + 1], u[i : i + 1], temperature=temperature, top_p=top_p, top_k=top_k
-        )
-        assert (alone[0].item(), alone[1].item()) == (ids[i].item(), logprobs[i].item())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -20,11 +20,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": None,
     "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
 FAMILIES = {  # settings under names of their own; positions are learned, and Bart takes none as an argument
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3},
@@ -215,9 +211,9 @@ def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
     inputs = padded(7, 4)
     paged_kv_cache(model, num_blocks=8)
     for one in (copy.deepcopy(model), model):
-        plain, kv = plain_generate(one, inputs), paged_kv_cache(one, num_blocks=64, block_size=4)
+        kv = paged_kv_cache(one, num_blocks=64, block_size=4)
         with PagedCache(kv, **inputs) as cache:
-            assert torch.equal(generate(one, inputs, cache), plain)
+            check_as_plain(one, inputs, cache)
 
 
 def test_another_default_device(model):
@@ -368,9 +364,14 @@ def plain_generate(model, inputs):
         return generate(model, inputs, use_cache=False)
 
 
-def plain_loop(model, inputs, positions):
-    with eager(model):
-        return own_loop(model, inputs, None, positions=positions)
+def check_as_plain(model, inputs, cache, loop=False):
+    """By ``generate``, or in a loop of a user's own."""
+    if loop:
+        with eager(model):
+            plain = own_loop(model, inputs, None, positions=True)
+        torch.testing.assert_close(own_loop(model, inputs, cache, positions=True), plain, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(generate(model, inputs, cache), plain_generate(model, inputs))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "OPT", "Bart"])
@@ -382,13 +383,11 @@ def test_padding_that_counts_as_positions_is_refused(kind):
         with pytest.raises(ValueError, match="position_ids must be given for rows with padding"):
             own_loop(model, inputs, cache, positions=False)
         if kind != "Bart":
-            expected = plain_loop(model, inputs, True)
-            torch.testing.assert_close(own_loop(model, inputs, cache, positions=True), expected, rtol=1e-4, atol=1e-4)
+            check_as_plain(model, inputs, cache, loop=True)
     inputs = padded(13, 13, beginning=8) if kind == "Bart" else inputs
-    plain = plain_generate(model, inputs)
     for _ in range(2):  # the second time with what the first one cached
         with PagedCache(kv, **inputs) as cache:
-            assert torch.equal(generate(model, inputs, cache), plain)
+            check_as_plain(model, inputs, cache)
 
 
 KINDS = st.sampled_from(["Llama", "GPT2"])
@@ -397,22 +396,18 @@ MODELS = {}
 
 
 @hypothesis.settings(max_examples=10, deadline=None)
-@hypothesis.given(KINDS, st.lists(st.tuples(ROWS, st.sampled_from(["generate", "loop"])), min_size=1, max_size=3))
+@hypothesis.given(KINDS, st.lists(st.tuples(ROWS, st.booleans()), min_size=1, max_size=3))
 def test_any_padding_in_any_order_of_calls(kind, calls):
     """Batches one after the other in one cache: rows of a common beginning of 0 to 9 tokens and 1 to 5 of their own."""
     model = MODELS.setdefault(kind, build(kind))
     kv, beginning = paged_kv_cache(model, num_blocks=96, block_size=2), list(range(1, 10))
-    for rows, how in calls:
+    for rows, loop in calls:
         texts = [beginning[:shared] + [20 + 5 * i + j for j in range(own)] for i, (shared, own) in enumerate(rows)]
         inputs = padded(*map(len, texts))
         for row, text in zip(inputs["input_ids"], texts):
             row[len(row) - len(text) :] = torch.tensor(text)
         with PagedCache(kv, **inputs) as cache:
-            if how == "generate":
-                assert torch.equal(generate(model, inputs, cache), plain_generate(model, inputs))
-            else:
-                found, expected = own_loop(model, inputs, cache, positions=True), plain_loop(model, inputs, True)
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            check_as_plain(model, inputs, cache, loop)
 
 
 def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
@@ -475,13 +470,7 @@ def test_adapters_of_peft_have_blocks_of_their_own(calls, loop):
         elif adapter != "none":
             model.set_adapter(adapter)
         with model.disable_adapter() if adapter == "none" else nullcontext(), PagedCache(kv, **inputs) as cache:
-            if loop:
-                found = own_loop(model, inputs, cache, positions=True)
-                expected = plain_loop(model, inputs, True)
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-            else:
-                plain = plain_generate(model, inputs)
-                assert torch.equal(generate(model, inputs, cache), plain)
+            check_as_plain(model, inputs, cache, loop)
     with model.disable_adapter(), PagedCache(kv, **inputs) as cache:
         assert bool(min(cache.num_cached)) == ("none" in calls)
 
@@ -510,10 +499,9 @@ def test_adapters_within_a_batch_or_changed_in_between_are_refused(adapted):
     with PagedCache(kv, **inputs) as cache, pytest.raises(ValueError, match="adapter_names must not be given with"):
         generate(adapted, inputs, cache, adapter_names=["default", "other"])
     merged = adapted.merge_and_unload()
-    plain = plain_generate(merged, inputs)
     kv.advance_version()
     with PagedCache(kv, **inputs) as cache:
-        assert torch.equal(generate(merged, inputs, cache), plain)
+        check_as_plain(merged, inputs, cache)
 
 
 def test_text_for_a_vision_language_model_and_images_refused():
@@ -525,12 +513,11 @@ def test_text_for_a_vision_language_model_and_images_refused():
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60, image_seq_length=4)
     model, inputs = transformers.LlavaForConditionalGeneration(config).eval(), padded(13, 9, beginning=8)
     inputs["input_ids"].clamp_(max=59)
-    plain = plain_generate(model, inputs)
     kv = paged_kv_cache(model, num_blocks=32, block_size=4)
     with PagedCache(kv, **inputs) as cache:
         with pytest.raises(ValueError, match="mm_encoder_outputs must not be given to LlavaForConditionalGen"):
             generate(model, {**inputs, "pixel_values": torch.zeros(2, 3, 8, 8)}, cache)
-        assert torch.equal(generate(model, inputs, cache), plain)
+        check_as_plain(model, inputs, cache)
 
 
 def test_keys_and_values_of_differing_shape_are_told(model):

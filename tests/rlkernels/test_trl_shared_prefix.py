@@ -12,6 +12,7 @@ from tiny import save_letters
 LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
 BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
 SPLIT = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}  # groups of 4 in parts
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 MODELS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -19,18 +20,7 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": 16}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
-    "phi3": (
-        "Phi3",
-        {
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 4,
-                "long_factor": [3.0] * 4,
-            },
-        },
-    ),
+    "phi3": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
 }
 
 

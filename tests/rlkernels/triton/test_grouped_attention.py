@@ -23,9 +23,13 @@ def check(layout, heads, kv_heads, dim, dtype):
     return check_grouped(attend, rlkernels.GroupedLayout(*layout), heads, kv_heads, dim, dtype)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_the_reference(name):
-    check(LAYOUTS[name], 2, 1, 40, torch.float32)
+@pytest.mark.parametrize(("layout", "heads", "dim", "dtype"), [
+    *((layout, (2, 1), 40, torch.float32) for layout in LAYOUTS.values()),
+    *((LAYOUTS["odd"], (2, 1), 20, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *((([17], [9, 20], [0, 2]), (2, 2), dim, torch.float32) for dim in (1, 80, 256)),
+])  # fmt: skip
+def test_equals_the_reference(layout, heads, dim, dtype):
+    check(layout, *heads, dim, dtype)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +84,6 @@ def test_what_pieces_take_is_bounded(groups, kv_heads):
     work, tiles = int(lengths.sum()), len(programs) - (triton_grouped.PIECES - 1) * cut
     share = work * kv_heads / triton_grouped.AT_ONCE
     assert lengths.max() <= max(share, 2 * work / tiles, triton_grouped.SHORT / 7)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision(dtype):
-    check(LAYOUTS["odd"], 2, 1, 20, dtype)
-
-
-@pytest.mark.parametrize("dim", [1, 80, 256])
-def test_head_dims(dim):
-    check(([17], [9, 20], [0, 2]), 2, 2, dim, torch.float32)
 
 
 def test_nothing_and_no_gradient():
