@@ -17,7 +17,7 @@ def scalars(update):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (1, 2053), (2053, 1), (67, 1023), (257, 131)])
-@pytest.mark.parametrize("dtypes", itertools.product(DTYPES, repeat=2), ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids=str)
 def test_every_instruction_set_agrees_with_the_reference(cpu_isa, shape, dtypes):
     weight, base = planted(*shape, 3e-3, dtype=torch.float32)
     weight, base = weight.to(dtypes[0]), base.to(dtypes[1])
