@@ -120,20 +120,13 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     for name in ("embed.weight", "proj.bias"):
         assert torch.equal(after["weights"][name], state["weights"][name]), "not a projection: as trained"
     assert alpha.anchor == 12 and len(alpha.trajectory) == 0, "tracking starts again from there"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quality", [lambda p: 0.8 - 20 * abs(p - 0.012), lambda p: 0.5])
-def test_a_worse_edit_is_rolled_back_bit_for_bit(quality, dtype):
-    """Worse, or no different: nothing shows that it is better. Optimizer, masters and weights are as before."""
-    alpha, context, _ = trained(quality, dtype=dtype)
-    state = everything(context)
-    event = alpha.attempt(context)
-    assert not event["accepted"]
-    assert [t["factor"] for t in event["tries"]] == [1.0, 0.5, 0.25]
-    torch.testing.assert_close(everything(context), state, rtol=0, atol=0)
-    assert context.engine.updates == 4, "three candidates, then the old weights"
-    assert len(alpha.trajectory) == 12 and alpha.anchor == 0
+    param, master = context.policy.proj.weight, context.optimizer.masters["proj.weight"]
+    edited = master.detach().clone()
+    assert torch.equal(master.to(dtype), param)
+    assert dtype == torch.float32 or not torch.equal(master, param.float()), "far below the spacing of bfloat16"
+    param.grad = torch.zeros_like(param)
+    context.optimizer.step(1e-3)
+    assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
 
 
 def test_too_far_is_shrunk_until_it_helps():
@@ -185,18 +178,6 @@ def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
     for accuracies, cap in (([1.0, 0.0], None), ([1.0, 1.0], None), ([1.0] * 9, 2.0)):
         alpha.collect(context, [Rollout([], [], accuracy=a, importance_cap=cap) for a in accuracies])
     assert alpha.answered == [[12, right + 3, 1 + 4]]
-
-
-def test_training_goes_on_from_an_edit_far_below_the_spacing_of_bfloat16():
-    """The master keeps it, and later steps do not undo it."""
-    alpha, context, _ = trained(lambda p: 0.5 + 10 * p, dtype=torch.bfloat16)
-    assert alpha.attempt(context)["accepted"]
-    param, master = context.policy.proj.weight, context.optimizer.masters["proj.weight"]
-    edited = master.detach().clone()
-    assert torch.equal(master.bfloat16(), param) and not torch.equal(master, param.float())
-    param.grad = torch.zeros_like(param)
-    context.optimizer.step(1e-3)
-    assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
 
 
 def test_the_level_adds_up_over_all_comparisons():
@@ -284,8 +265,9 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
     trainer.run_context.evaluate_each = lambda split, rows=None: [0.0] * (len(rows) if rows else 6)  # never better
     trainer.run()
     assert same(plain, trainer)
-    attempts = trainer.accelerators[0].events
-    assert [len(e["tries"]) for e in attempts] == [3] and attempts[0]["step"] == 4
+    alpha = trainer.accelerators[0]
+    assert [len(e["tries"]) for e in alpha.events] == [3] and alpha.events[0]["step"] == 4
+    assert alpha.anchor == 0 and len(alpha.trajectory) == 5, "it goes on where it was"
     rows = read_metrics(tmp_path / "alpha")
     assert rows[4]["alpha/accepted"] == 0 and rows[4]["alpha/gate_s"] > 0 and rows[1]["alpha/track_s"] > 0
 

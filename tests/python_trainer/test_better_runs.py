@@ -115,7 +115,7 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     assert same(parts, better)
 
 
-@pytest.mark.parametrize(("done", "right"), [(1, 1.0), (2, 0.0), (2, 1.0)])
+@pytest.mark.parametrize(("done", "right"), [(1, 1.0), (2, 0.0), (2, 1.0), (3, 1.0)])
 def test_what_others_write_while_a_run_is_stopped_is_not_for_it(run, tmp_path, done, right):
     url = str(tmp_path / "history.db")
     run("first", database=url)

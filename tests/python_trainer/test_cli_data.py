@@ -6,6 +6,8 @@ import sys
 import pytest
 from conftest import one_clear_line
 
+from python_trainer.run_directory import read_metrics
+
 
 @pytest.mark.parametrize(
     ("text", "words"),
@@ -39,48 +41,30 @@ def test_partial_rewards_and_answers_that_are_all_cut_are_noted_once(run, tmp_pa
     assert "no answer is right or wrong, dynamic sampling and accelerators compare rewards" in line
     cut = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 1}
     code, error = run({"rollout": cut, "max_steps": 2}, folder="cut")
-    assert (
-        code == 0 and error.count("note: no answer of the first step ended within rollout.max_completion_length\n") == 1
-    )
+    assert code == 0
+    assert error.count("note: no answer of the first step ended within rollout.max_completion_length\n") == 1
 
 
 REWARDS = """
-def raises(**_): raise RuntimeError("the judge is asleep")
 calls = 0
-def fails_at(call, completions):
+def sleepy(completions, **_):
     global calls
     calls += 1
-    if calls == call: raise ValueError("went away")
+    if calls in (1, 3): raise RuntimeError("the judge is asleep")
     return [float(len(c)) for c in completions]
-def early(completions, **_): return fails_at(2, completions)
-def late(completions, **_): return fails_at(4, completions)
 """
 
 
-@pytest.fixture
-def bad_rewards(tmp_path, monkeypatch):
+def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path, monkeypatch):
+    """In the first evaluation, then in the first step; neither run holds its folder."""
     (tmp_path / "bad_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("bad_rewards", None)
-
-
-def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path, bad_rewards):
-    result = run({"task": {"reward": "bad_rewards:raises"}})
-    one_clear_line(result, tmp_path, "RuntimeError: the judge is asleep (", "bad_rewards.py:2)")
-
-
-@pytest.mark.parametrize(("name", "steps", "kept"), [("late", 5, [0, 1, 2]), ("early", 1, [0])])
-def test_a_run_that_a_reward_ended_goes_on(run, tmp_path, bad_rewards, name, steps, kept):
-    """With ``--resume``; one that ended before its first step does not hold its folder."""
-
-    def rows():
-        return [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-
-    changes = {"task": {"reward": f"bad_rewards:{name}"}, "max_steps": steps, "save": {"save_steps": 1}}
-    code, error = run(changes)
-    assert code == 2 and f"error: reward function {name} raised ValueError: went away (" in error
-    assert rows() == kept
-    code, error = run({}, *(["--resume"] if name == "late" else []))  # the call that fails is over
+    changes = {"task": {"reward": "bad_rewards:sleepy"}, "max_steps": 1, "save": {"save_steps": 1}}
+    one_clear_line(run(changes), tmp_path, "RuntimeError: the judge is asleep (", "bad_rewards.py:6)")
+    code, error = run()
+    assert code == 2 and "error: reward function sleepy raised RuntimeError: the judge is asleep (" in error
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]
+    code, error = run()
+    sys.modules.pop("bad_rewards")
     assert code == 0, error
-    assert rows() == [*range(steps + 1)]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1]

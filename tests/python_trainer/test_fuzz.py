@@ -5,7 +5,7 @@ import torch
 
 from bench.faults.fuzz import TARGETS, Written, attempt, run_target
 from bench.faults.tensors import Op, target
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, unpack_tensors
+from python_trainer.accelerators.rhyme.database import unpack_tensors
 from python_trainer.errors import UserError
 from python_trainer.run_directory import load_evaluations, read_metrics
 
@@ -45,15 +45,6 @@ def test_what_is_wrong_with_an_op_is_seen(fails):
     op = Op(call, lambda random, sizes: {"u": torch.zeros(sizes[0])})
     with pytest.raises((AssertionError, RuntimeError)):
         run_target(target(op), 100)
-
-
-def test_an_empty_file_is_no_database_and_stays_empty(tmp_path):
-    """Opening one wrote SQLite's header into it, though nothing was to be made."""
-    path = tmp_path / "history.db"
-    path.touch()
-    with pytest.raises(UserError, match="there is no retrospective database .*history.db"):
-        RetrospectiveDatabase(str(path), create=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["history.db"] and path.read_bytes() == b""
 
 
 def test_damaged_files_of_a_run_are_named(tmp_path):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from paged import SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from python_trainer.model import forward
@@ -16,10 +17,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs
 
-SHAPE = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, eos_token_id=63, bos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+SHAPE = SIZES | {"vocab_size": 64, "num_hidden_layers": 1, "eos_token_id": 63, "initializer_range": 0.02}
 
 
 def of_shape(kind, tiny_policy, **further):

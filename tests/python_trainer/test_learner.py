@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import QUIET
+from paged import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import python_trainer.model.policy
@@ -25,9 +26,7 @@ KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True
 def make_policy(kind, tiny_policy):
     """A random model of this kind with the tiny policy's tokenizer and sizes."""
     torch.manual_seed(1)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-             "eos_token_id": 63, "bos_token_id": None, "initializer_range": 0.2}  # fmt: skip
+    sizes = SIZES | {"vocab_size": 64, "num_hidden_layers": 2, "eos_token_id": 63, "initializer_range": 0.2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **KINDS[kind]))
     with torch.no_grad():
         for p in model.parameters():

@@ -31,6 +31,9 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     assert main(["history", path]) == 2
     assert "there is no retrospective database" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "looking makes nothing"
+    (tmp_path / "history.db").touch()
+    assert main(["history", path]) == 2, "an empty file is none, and SQLite's header does not come into it"
+    assert [p.name for p in tmp_path.iterdir()] == ["history.db"] and not (tmp_path / "history.db").read_bytes()
     RetrospectiveDatabase(path)
     assert main(["history", path]) == 0  # empty: a table without rows
     assert "0 runs" in capsys.readouterr().out

@@ -106,14 +106,6 @@ def write_at_once(url, writers, runs, steps):
         assert writer.exitcode == 0
 
 
-def test_several_writers_at_once(url):
-    """They even make the database at the same time."""
-    write_at_once(url, writers=3, runs=1, steps=15)
-    database = RetrospectiveDatabase(url, create=False)
-    assert [len(database.trajectory(run.id)) for run in database.runs()] == [15] * 3
-    assert len({s.text for s in database.samples()}) == 180
-
-
 def test_a_kill_leaves_whole_steps(url):
     rng = random.Random(0)
     for _ in range(3):
@@ -256,8 +248,9 @@ def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
 
 
 def test_writers_that_make_room_do_not_meet(url, monkeypatch):
-    """Each of four adds runs, which removes older ones, also of the others."""
+    """Each of four adds runs, which removes older ones, also of the others; they make the database at the same time."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
-    RetrospectiveDatabase(url)
     write_at_once(url, writers=4, runs=6, steps=3)
-    assert len(RetrospectiveDatabase(url).runs()) == 5
+    database = RetrospectiveDatabase(url, create=False)
+    assert [len(database.trajectory(run.id)) for run in database.runs()] == [3] * 5
+    assert len({s.text for s in database.samples()}) == 5 * 3 * 4

@@ -231,34 +231,22 @@ def context_of(policy, temperature=1.0, tokens=99):
 
 @pytest.mark.parametrize("limit", [None, 0, 4 * 300 * 7])
 def test_scores_are_those_of_the_policy(tmp_path, monkeypatch, limit):
-    """Of all logits at once, of one row at a time, and of seven of fifteen."""
+    """Of all logits at once, of one row at a time, and of seven of fifteen; weights that nobody knows are 1."""
     policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path / "p", vocab=300)), device="cpu"))
     answers = [Rollout([20, 21, 22], ids) for ids in ([1, 2, 3], [1, 2, 4, 9], [30, 31], [5] * 6)]
     if limit is not None:
         monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", limit)
-    found = candidates_of(answers, [[-5.0] * len(a.response_ids) for a in answers])
+    behaviour = [[math.nan] * 3, [-5.0, math.nan, -9.0, -5.0], [-5.0] * 2, [-5.0] * 6]
+    found = candidates_of(answers, behaviour)
     score_candidates(context_of(policy, 0.7, tokens=12), found)
-    for candidate, a in zip(found, answers):
+    for candidate, a, then in zip(found, answers, behaviour):
         logits = policy.model(torch.tensor([[*a.prompt_ids, *a.response_ids[:-1]]])).logits[0, 2:].detach() / 0.7
         every = logits.log_softmax(-1)
         logprobs = every.gather(1, torch.tensor(a.response_ids)[:, None])[:, 0]
         torch.testing.assert_close(candidate.logprobs, logprobs, rtol=1e-4, atol=1e-5)
         assert candidate.entropy == pytest.approx(float(-(every.exp() * every).sum(-1).mean()), rel=1e-4)
-        assert candidate.weight == pytest.approx(float((logprobs + 5).exp().clamp(max=1).mean()), rel=1e-3)
-
-
-def test_importance_weights_are_truncated_and_unknown_ones_are_left_out(tiny_policy):
-    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-    answers = [Rollout([20, 21], [1, 2])] * 3
-    now = candidates_of(answers[:1], [[math.nan] * 2])
-    score_candidates(context_of(policy), now)
-    a, b = now[0].logprobs.tolist()
-    assert now[0].weight == 1.0
-    # half as likely now, four times as likely now (cut to 1), unknown
-    behaviour = [[a + math.log(2), b + math.log(2)], [a - math.log(4), b + math.log(2)], [math.nan, b + math.log(2)]]
-    seen = candidates_of(answers, behaviour)
-    score_candidates(context_of(policy), seen)
-    assert [candidate.weight for candidate in seen] == pytest.approx([0.5, 0.75, 0.75], rel=1e-4)
+        weights = (logprobs - torch.tensor(then)).exp().clamp(max=1).nan_to_num(1.0)
+        assert candidate.weight == pytest.approx(float(weights.mean()), rel=1e-3)
 
 
 def test_the_network_learns_to_rank_what_it_has_not_seen():
