@@ -10,7 +10,7 @@ Bugs that trainers have shipped, and the test that keeps each out of this one:
 - Sampled at one temperature, scored at another: test_trainer.test_temperature_is_the_same_in_sampling_and_scoring.
 - Parity that holds because everything is zero: test_trl_parity wants a loss and gradients that are not.
 - Groups filtered by the shaped reward, or by a deviation compared with 0 after rounding:
-  test_dynamic_sampling.test_groups_without_spread_in_accuracy_are_dropped_whatever_the_shaped_reward,
+  test_dynamic_sampling.test_a_step_is_filled_with_prompts_that_teach,
   test_real_rewards.test_good_answers_are_right_or_better_than_the_mean,
   test_equal_rewards_give_exactly_zero_advantage.
 - 0 x inf = NaN from masked log-probabilities: test_masked_entries_may_hold_anything.
@@ -64,7 +64,7 @@ def test_group_advantages_known_values():
 def test_equal_rewards_give_exactly_zero_advantage():
     # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary: a rounding error divided by a tiny deviation must not become a signal
     for value in (0.1, 0.7, 1e6 + 0.3):
-        for n in (1, 3, 7):
+        for n in (0, 1, 3, 7):
             rewards, groups = torch.full((n,), value), torch.zeros(n, dtype=torch.int64)
             for scale in ("group", "batch", "none"):
                 assert torch.equal(group_advantages(rewards, groups, scale_rewards=scale), torch.zeros(n))
@@ -78,11 +78,6 @@ def test_rloo_known_values():
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -1.5, 1.5]))
 
 
-def test_empty_batch():
-    empty, groups = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert group_advantages(empty, groups).shape == rloo_advantages(empty, groups).shape == (0,)
-
-
 def test_gae_known_values():
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
     # gamma 0.9, lambda 0.5: last: 1 - 0.2 = 0.8; middle: 0.9 * 0.2 - 0.4 + 0.45 * 0.8 = 0.14;
@@ -90,6 +85,14 @@ def test_gae_known_values():
     advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-0.077, 0.14, 0.8]]))
     torch.testing.assert_close(returns, advantages + values)
+
+
+def test_gae_steps_over_masked_tokens():
+    at, dense, wide = [1, 2, 4, 6, 7], torch.randn(2, 2, 5), torch.full((2, 2, 9), math.nan)
+    wide[..., at] = dense  # masked tokens before, between and after hold NaN
+    wanted, found = (torch.stack(gae(*x, ~x[0].isnan(), gamma=0.97, lam=0.9)) for x in (dense, wide))
+    torch.testing.assert_close(found[..., at], wanted)
+    assert not found[..., [0, 3, 5, 8]].any()
 
 
 @pytest.mark.parametrize(

@@ -272,26 +272,23 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
     assert rows[4]["alpha/accepted"] == 0 and rows[4]["alpha/gate_s"] > 0 and rows[1]["alpha/track_s"] > 0
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(alpha_config, tmp_path, monkeypatch):
-    """Across an accepted jump, with the trajectory half full."""
-    monkeypatch.setattr(Gate, "compare_in_parts", accept)
-    config = alpha_config(max_steps=8)
-    whole = train(config, tmp_path / "whole")
-    assert [e["step"] for e in whole.accelerators[0].events if e["accepted"]] == [4, 7]
-    train(config.model_copy(update={"max_steps": 5}), tmp_path / "parts")
-    parts = train(config, tmp_path / "parts", resume=True)
-    assert same(whole, parts)
-    assert_same_state(tmp_path / "whole", tmp_path / "parts")
-
-
-def test_a_run_resumes_exactly_before_anything_is_tracked(alpha_config, tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "done", "changes", "jumps", "tracked"),
+    [(8, 5, {}, [4, 7], [1]), (4, 2, {"track_steps": 3, "first_step": 99}, [], [3])],
+    ids=["across a jump, with the trajectory half full", "before anything is tracked"],
+)
+def test_an_interrupted_run_resumes_to_the_same_state(
+    alpha_config, tmp_path, monkeypatch, steps, done, changes, jumps, tracked
+):
     """The base is what the weights were at the start, not where the run was interrupted."""
-    config = alpha_config(alpha={"track_steps": 3, "first_step": 99})
+    monkeypatch.setattr(Gate, "compare_in_parts", accept)
+    config = alpha_config(max_steps=steps, alpha=changes)
     whole = train(config, tmp_path / "whole").accelerators[0]
-    train(config.model_copy(update={"max_steps": 2}), tmp_path / "parts")
+    assert [e["step"] for e in whole.events if e["accepted"]] == jumps and whole.anchor == max([0, *jumps])
+    assert whole.trajectory.state_dict()["steps"].tolist() == tracked
+    train(config.model_copy(update={"max_steps": done}), tmp_path / "parts")
     train(config, tmp_path / "parts", resume=True)
     assert_same_state(tmp_path / "whole", tmp_path / "parts")
-    assert whole.anchor == 0 and whole.trajectory.state_dict()["steps"].tolist() == [3]
 
 
 def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):

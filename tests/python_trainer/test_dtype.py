@@ -15,17 +15,14 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "dtype"),
-    [
-        ("auto", "cpu", "float32"),
-        ("auto", "cuda", "bfloat16"),
-        ("float32", "cuda", "float32"),
-        ("bfloat16", "cpu", "bfloat16"),
-    ],
-)
-def test_type_of_the_weights_suits_the_device(name, device, dtype):
-    assert choose_dtype(name, torch.device(device), lambda: 1 << 20) == getattr(torch, dtype)
+def test_type_of_the_weights_suits_the_device():
+    for setting, on_cpu, on_gpu in (
+        ("auto", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+    ):
+        assert choose_dtype(setting, torch.device("cpu"), lambda: 1 << 20) == on_cpu, setting
+        assert choose_dtype(setting, torch.device("cuda"), lambda: 1 << 20) == on_gpu, setting
 
 
 @pytest.mark.parametrize("products", [{"amx_bf16": True}, {"avx512_bf16": True}, {"bf16": True}])

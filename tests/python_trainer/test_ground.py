@@ -41,7 +41,6 @@ def test_policies_are_as_right_as_promised(name):
     assert sum(right) / 512 == pytest.approx(p, abs=0.07)
     assert sum(count in (0, 8) for count in groups) / 64 == pytest.approx(alike, abs=0.1)
     assert {0, 8} <= set(groups)  # some are never right, some always
-    assert sum(file.stat().st_size for file in policy_folder(config.model.path).iterdir()) < 8_000_000
 
 
 @pytest.mark.parametrize("name", FROZEN)

@@ -32,32 +32,25 @@ def store(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", 
     trainer.accelerators[-1].bank.add([(key, answer)], 0)
 
 
-def test_groups_in_which_all_failed_are_rescued(rhyme_config, tmp_path):
-    config = rhyme_config(None, {"history_ratio": 0}, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
+@pytest.mark.parametrize(("rhyme", "logprob", "candidates", "stored"), [
+    ({"history_ratio": 0}, -9.0, 1, 1),
+    ({"max_staleness": 0}, -9.0, 0, 0),
+    ({}, 0.0, 1, 0),  # certain then, unlikely now
+], ids=["near", "stale", "far"])  # fmt: skip
+def test_a_group_in_which_all_failed_is_rescued(
+    rhyme_config, tmp_path, monkeypatch, rhyme, logprob, candidates, stored
+):
+    """By answers that are neither too old nor too far, none of which has been spared."""
+    monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
+    config = rhyme_config(None, rhyme, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    key = prompt_order(0, 0, 4, 12)[2]  # the third prompt of the first step
-    store(trainer, key)
+    store(trainer, prompt_order(0, 0, 4, 12)[2], logprobs=[logprob] * 3)  # to the third prompt of the first step
     trainer.run()
     row = read_metrics(tmp_path / "run")[1]
-    assert row["rhyme/failed_groups"] == 1 and row["rhyme/rescued_groups"] == 0.25  # of four groups
-    assert row["rhyme/stored_answers"] == 1
+    assert row["rhyme/candidates"] == candidates and row["rhyme/failed_groups"] == 1
+    assert row["rhyme/stored_answers"] == stored and row["rhyme/rescued_groups"] == stored / 4
     assert row["rhyme/spared_answers"] == row["reward"] == 0
-    assert row["frac_reward_zero_std"] < 1 and row["grad_norm"] > 0  # one group teaches
-
-
-def test_stale_own_answers_and_far_ones_stay_out(rhyme_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
-    for name, settings, logprobs in (
-        ("stale", {"max_staleness": 0}, [-9.0] * 3),
-        ("far", {}, [0.0] * 3),  # certain then, unlikely now
-    ):
-        config = rhyme_config(None, settings, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
-        trainer = Trainer(config, tmp_path / name, console=QUIET)
-        store(trainer, prompt_order(0, 0, 4, 12)[0], logprobs=logprobs)
-        trainer.run()
-        row = read_metrics(tmp_path / name)[1]
-        assert row["rhyme/stored_answers"] == 0 and row["rhyme/rescued_groups"] == 0
-        assert row["rhyme/candidates"] == (name == "far")
+    assert (row["frac_reward_zero_std"] < 1) == (row["grad_norm"] > 0) == (stored == 1)
 
 
 def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path, monkeypatch):
