@@ -233,20 +233,15 @@ def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] 
     except ValidationError as error:
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
-            if not any(is_within(name, key) for name in gone):
+            if not any(f"{name}.".startswith(f"{key}.") for name in gone):
                 problems.append((key, describe_problem(key, problem, values)))
     if not problems:
         return config
     found: dict[str, list[str]] = {}
     for key, message in problems:
-        by_set = any(is_within(key, name) or is_within(name, key) or name in message for name in changed)
+        by_set = any(name in message or f"{name}.".startswith(f"{key}.") for name in changed)
         found.setdefault("--set" if by_set else source, []).append(message)
     raise UserError("; ".join(f"{origin}: {'; '.join(messages)}" for origin, messages in found.items()))
-
-
-def is_within(key: str, section: str) -> bool:
-    """Tells whether a key is a section's, or the section itself."""
-    return f"{key}.".startswith(f"{section}.")
 
 
 def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
