@@ -87,11 +87,10 @@ def describe_alone(name: str, runs: Sequence[Run]) -> str:
     """
     before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ("start", "final"))
     gained = "no evaluation" if before is None or after is None else f"accuracy {before:.1%} -> {after:.1%}"
-    rewards = [
-        [run.summary["evaluation"].get(part, {}).get("eval/reward") for run in runs] for part in ("start", "final")
-    ]
-    if before == after == 0 and not any(None in values for values in rewards):
-        gained = f"reward {fmean(rewards[0]):.3f} -> {fmean(rewards[1]):.3f}"
+    found = [run.summary["evaluation"] for run in runs]
+    if before == after == 0 and all("start" in evaluations for evaluations in found):  # has them once a run has ended
+        first, last = (fmean(evaluations[part]["eval/reward"] for evaluations in found) for part in ("start", "final"))
+        gained = f"reward {first:.3f} -> {last:.3f}"
     steps, seconds, tokens = (mean_of(runs, key) or 0.0 for key in ("steps", "training_s", "generated_tokens"))
     seeds = f", means of {len(runs)} seeds" if len(runs) > 1 else ""
     return f"{name}: {gained} in {steps:.0f} steps, {seconds:,.0f} s, {tokens:,.0f} generated tokens{seeds}"
