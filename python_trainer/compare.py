@@ -33,8 +33,7 @@ def compare(
 ) -> None:
     """Trains every variant on as many seeds, from the configuration's own on, and reports.
 
-    It keeps finished runs and continues interrupted ones. All variants of a seed begin with the
-    same policy, prompts and noise.
+    It keeps finished runs and continues interrupted ones. A seed's variants begin with the same policy, prompts, noise.
 
     Raises:
         UserError: an unknown variant, or a run in ``output_dir`` that was made with other settings.
@@ -58,10 +57,11 @@ def compare(
             raise UserError(
                 f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
             )
-    task = load_task(config.task)
-    for settings in (settings for *_, wanted in plans for settings in wanted.accelerators.chosen()):
-        settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
-    del task  # with its reward models
+    if asking := [one for _, folder, wanted in plans if not finished(folder) for one in wanted.accelerators.chosen()]:
+        task = load_task(config.task)
+        for settings in asking:
+            settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
+        del task  # with its reward models
     for number, (variant, folder, wanted) in enumerate(plans):
         if not finished(folder):
             from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost

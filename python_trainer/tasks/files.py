@@ -190,7 +190,7 @@ def cut(source: str, rows: list[Any], split: str) -> list[Any]:
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Returns (line number, object) of every line that is not blank."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # which Windows begins with a mark
+        text = path.read_text(encoding="utf-8-sig")  # programs of Windows begin files with a mark
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

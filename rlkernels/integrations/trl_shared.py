@@ -173,8 +173,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, eager attention alone, dropout of attention, soft caps, scaled logits, a sliding window, or the
-    length at which rotary factors change, shorter than the batch, images, a router's loss.
+    attention, eager attention alone, dropout of attention, soft caps, scaled logits, images, a router's loss, or a
+    batch longer than the sliding window or the length at which rotary factors change.
     The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
 
     Args:

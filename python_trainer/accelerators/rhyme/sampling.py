@@ -142,7 +142,7 @@ def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[tuple[
 
     Where two examples have one prompt, each judges the answers by its own columns. If nothing is right or wrong all
     that the run could give stay, as each was better than the mean of its group. Reward functions get as many answers
-    in a call as in a step.
+    in a call as in a step, which their time limit is for.
     """
     rollout, right, stored = run.config.rollout, [], dict[str, list[StoredAnswer]]()
     for answer in answers:
