@@ -175,9 +175,8 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     for override in overrides:
         apply_override(values, override)
     changed = [override.partition("=")[0].strip() for override in overrides]
-    return check_config(
-        values, source=str(source) if isinstance(source, str | Path) else "the settings", changed=changed
-    )
+    origin = str(source) if isinstance(source, str | Path) else "the settings"
+    return check_config(values, source=origin, changed=changed)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -239,7 +238,8 @@ def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] 
         return config
     found: dict[str, list[str]] = {}
     for key, message in problems:
-        by_set = any(name in message or f"{name}.".startswith(f"{key}.") for name in changed)
+        by_set = any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in changed)
+        by_set |= not key and any(name in message for name in changed)  # sections that do not go together
         found.setdefault("--set" if by_set else source, []).append(message)
     raise UserError("; ".join(f"{origin}: {'; '.join(messages)}" for origin, messages in found.items()))
 
@@ -315,4 +315,5 @@ def settings_used(folder: Path) -> dict[str, str]:
 def changed_settings(folder: Path, config: Config) -> list[str]:
     """Lists how these settings differ from the run in a folder: ``name: value there -> value here``."""
     there, here = settings_used(folder), flatten(config.model_dump(mode="json"))
-    return [f"{name}: {there[name]} -> {value}" for name, value in here.items() if there.get(name, value) != value]
+    names = dict.fromkeys([*here, *there] if there else [])
+    return [f"{n}: {there.get(n, '-')} -> {here.get(n, '-')}" for n in names if there.get(n) != here.get(n)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from python_trainer.config import Config, describe_settings, flatten, load_config
+from python_trainer.config import Config, changed_settings, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
 
@@ -172,3 +172,17 @@ def test_a_removed_setting_names_its_replacement(key):
     with pytest.raises(UserError) as error:
         load_config(None, [f"{name}={value or 1}"])
     assert str(error.value) == f"--set: {key} was removed: {REMOVED[key]}"
+
+
+def test_problems_of_a_file_are_not_blamed_on_settings_that_their_text_happens_to_name():
+    for bad in ("sed", "nothing"):  # "did you mean seed", "known here: seed, ..."
+        with pytest.raises(UserError, match=f"^the settings: {bad}: unknown setting.* seed"):
+            load_config({bad: 1}, ["seed=3"])
+
+
+def test_settings_of_free_form_and_sections_that_are_off_count_as_changed(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(None)))
+    other = load_config({"model": {"lora": {"r": 4}}, "task": {"chat_template_kwargs": {"thinking": False}}})
+    told = changed_settings(tmp_path, other)
+    assert "model.lora: null -> -" in told and "model.lora.r: - -> 4" in told
+    assert "task.chat_template_kwargs.thinking: - -> false" in told and len(told) == 6
