@@ -63,6 +63,7 @@ def time_update(trainer: Trainer, groups: Groups) -> float:
         for number, group in enumerate(groups[: settings.prompts_per_step])
         for answer in group[: settings.num_generations]
     ]
+    trainer.engine.sleep()  # as before every update: vLLM holds the memory that this one takes
     warm = next((g for g in groups if len({answer.reward for answer in g}) > 1), groups[0])
     trainer.learner.update([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
     begun = time.perf_counter()
@@ -140,8 +141,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def run(config: Config, *, json_file: Path | None, seconds: float) -> None:
     """Runs the command: prints the findings, and writes them to a file if one is named."""
-    if json_file and not json_file.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {json_file.parent} for {json_file.name}")
+    if json_file and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise UserError(f"--json must be a file in a folder that exists, got {json_file}")
     found = probe(config, seconds=seconds)
     print("\n".join(lines(found)))
     if json_file:

@@ -9,7 +9,9 @@ from conftest import merged
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
-from python_trainer.probe import lines, probe
+from python_trainer.learner import Learner
+from python_trainer.probe import lines, probe, run
+from python_trainer.rollout.paged.engine import PagedEngine
 
 
 def test_the_command(settings, tmp_path, monkeypatch, capsys):
@@ -49,3 +51,17 @@ def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
     found = probe(check_config(settings, source="test"), seconds=30)  # the share of digits
     assert not found["judged"] and found["spread"] == found["reward_spread"] > 0.5 and found["all_wrong"] == 0
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
+
+
+def test_vllm_gives_its_memory_up_before_the_update(settings, monkeypatch):
+    calls = []
+    monkeypatch.setattr(PagedEngine, "sleep", lambda engine: calls.append("sleep"))
+    monkeypatch.setattr(Learner, "update", lambda *arguments: calls.append("update"))
+    probe(check_config(settings, source="test"), seconds=0.1)
+    assert calls[:2] == ["sleep", "update"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(settings, tmp_path):
+    for file in (tmp_path, tmp_path / "none" / "p.json"):
+        with pytest.raises(UserError, match="--json must be a file in a folder that exists"):
+            run(check_config(settings, source="test"), json_file=file, seconds=0.1)
