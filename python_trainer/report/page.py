@@ -57,7 +57,7 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     target = next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
     for axes, (x, words) in zip(both, AXES.items()):
         for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
-            label: str | None = name.replace("$", r"\$")  # no formula begins there
+            label: str | None = re.sub("^_", " _", name).replace("$", r"\$")  # no formula; and a legend shows it
             for run in mine:
                 rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
                 if rows:

@@ -38,7 +38,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         raise UserError(f"there is no folder {missing[0]}")
     runs = []
     for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))):
-        home = path.parent
+        home = path.parent.absolute()  # in the current folder, too, a run has a name
         name = home.parent.name if home.name.startswith("seed-") else home.name
         if not (rows := read_metrics(home)):
             continue

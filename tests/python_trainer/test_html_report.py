@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from python_trainer.config import check_config, flatten
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.logger import Logger, choose_samples
-from python_trainer.report.page import compare_rows, report
+from python_trainer.report.page import compare_rows, draw_curves, report, svg_of
 from python_trainer.report.runs import by_variant, find_runs
 from python_trainer.report.tables import caveats, escape_controls, judge, verdicts
 from python_trainer.run_directory import read_metrics, read_samples
@@ -228,3 +229,11 @@ def test_small_parts():
     assert flatten({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
     assert compare_rows([{"a": "1", "b": "2"}, {"a": "1"}]) == ([("b", "2", "-")], [("a", "1", "1")])
     assert escape_controls("a\tb\nc\x00\x9b\u202ed é") == "a\tb\nc\\x00\\x9b\\u202ed é"
+
+
+def test_runs_in_the_current_folder_and_of_hidden_names_have_names(runs, monkeypatch):
+    folder = (runs / "other").rename(runs / "_hidden")
+    monkeypatch.chdir(folder)
+    (run,) = find_runs([Path()])
+    assert run.name == "_hidden"
+    assert "_hidden" in svg_of(draw_curves([run]))
