@@ -57,6 +57,11 @@ class Task:
                 raise wrong(f"reward_weights[{name!r}]", "a finite number", weight)
 
     @cached_property
+    def columns(self) -> set[str]:
+        """Returns the names of the columns that any example has."""
+        return {name for split in (self.train, self.test, self.gate) for example in split for name in example.columns}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hashes the training prompts in their order: what a run stores by prompt number belongs to this hash."""
         digest = hashlib.blake2b(digest_size=16)

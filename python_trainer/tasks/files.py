@@ -93,7 +93,7 @@ class JSONLSettings(TaskSettings):
         functions, weights = self.judges()
         task = Task(self.name, self._first(train, "train"), self._first(test, "test"), functions, gate, weights)
         for name, function in functions.items():
-            check_columns(name, function, [*task.train, *task.test, *gate])
+            check_columns(name, function, task)
         return task
 
     def _first(self, examples: list[Example], split: str) -> list[Example]:

@@ -146,13 +146,13 @@ def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], fou
     return [_value(value, name, row) for row, value in enumerate(found)]
 
 
-def check_columns(name: str, function: Any, examples: Sequence[Example]) -> None:
+def check_columns(name: str, function: Any, task: Task) -> None:
     """Raises UserError if a reward function cannot do without a column that no example has."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a builtin nothing is known
         return
-    given = OF_THE_TRAINER | {column for row in examples for column in row.columns}
+    given, examples = OF_THE_TRAINER | task.columns, task.train
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing and examples:
@@ -171,15 +171,16 @@ def score(
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
     left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
-    messages after the prompt where an environment has written some), ``completion_ids`` and each column of the
-    examples, all of length N. Each function gets lists and dicts of its own. Async functions run side by side.
+    messages after the prompt where an environment has written some), ``completion_ids`` and each column that any
+    example of the task has, None where this one lacks it; all of length N. Each function gets lists and dicts of its
+    own. Async functions run side by side.
 
     Raises:
         UserError: a function raises, or returns the wrong length, NaN, infinity or
             no numbers; or no function applies to a completion.
     """
     prompts = [example.prompt for example in examples]
-    names = {column for example in examples for column in example.columns}
+    names = task.columns.union(*(example.columns for example in examples))
     columns = {name: [example.columns.get(name) for example in examples] for name in sorted(names)}
     texts, ids = list(completions), [list(row) for row in completion_ids]
     said = [

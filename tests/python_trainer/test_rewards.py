@@ -144,6 +144,18 @@ def test_no_function_changes_what_others_see(kind, cases):
     assert seen == seen[:1] * 4 and examples == before and texts[1]
 
 
+@pytest.mark.parametrize("split", ["train", "test", "gate"])
+def test_a_column_that_a_batch_lacks_is_none(split):
+    """Rows of a JSONL file need not have the same columns, and ranks judge parts of a batch."""
+
+    def hinted(hint, **_):
+        return [0.0 if text is None else 1.0 for text in hint]
+
+    bare, splits = Example("p", {}), {"train": [], "test": []} | {split: [Example("q", {"hint": "h"})]}
+    task = Task("t", reward_functions={"hinted": hinted}, **splits)
+    assert score(task, [bare, bare], ["a", "b"], [[1], [2]]).total == [0.0, 0.0]
+
+
 def test_a_prompt_with_several_answers_has_a_row_for_each():
     example = Example("p", {"cases": [1, 2]})
 
