@@ -156,7 +156,10 @@ class Policy:
             rows = [row for row, kind in enumerate(chats) if kind == chat]
             # a template writes the special tokens itself
             ids = self.tokenizer([texts[row] for row in rows], add_special_tokens=not chat)["input_ids"]
-            encoded |= zip(rows, ids)
+            bare, whole = (self.tokenizer("0", add_special_tokens=added)["input_ids"] for added in (False, not chat))
+            # the tokenizer may end a text by EOS (add_eos_token), after which nothing is to be answered
+            ended = bare and whole[-1] != bare[-1] and whole[-1] in self.eos_token_ids
+            encoded |= zip(rows, (row[:-1] for row in ids) if ended else ids)
         return [encoded[row] for row in range(len(prompts))]
 
     def chat_text(self, messages: Messages, *, opens: bool = True) -> str:

@@ -227,6 +227,19 @@ def test_texts_and_messages_mixed_have_their_own_first_token(chatting):
         chatting.encode([[{"role": "bad", "content": "1"}]])
 
 
+@pytest.mark.parametrize("single", ["$A end", "9 $A end"])
+def test_a_tokenizer_that_ends_texts_does_not_end_prompts(chatting, single):
+    """As tokenizers with add_eos_token do; what a prompt itself ends in stays."""
+    end = chatting.tokenizer.eos_token_id
+    assert end in chatting.eos_token_ids
+    chatting.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("9", 9), ("end", end)]
+    )
+    first = [9] * single.startswith("9")
+    assert chatting.encode(["12", [{"role": "user", "content": "12"}]]) == [[*first, 1, 2], [8, 1, 2]]
+    assert chatting.encode([f"1{chatting.tokenizer.eos_token}"]) == [[*first, 1, end]]
+
+
 def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     """Of 128 tokens 12 are for the answer."""
     lines = [{"prompt": "A" * n} for n in (1, 117, 116, 150)]
