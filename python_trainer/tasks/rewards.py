@@ -195,7 +195,11 @@ def score(
     for row in range(len(texts)):
         values = [(name, value) for name, column in rewards.items() if (value := column[row]) is not None]
         if not values:
-            raise UserError(f"every reward function ({', '.join(rewards)}) returned None for completion {row}")
+            where = examples[row].place or f"{examples[row].prompt!r:.60}"
+            raise UserError(
+                f"every reward function ({', '.join(rewards)}) returned None for completion {row}, to {where}; return "
+                "a number from one of them, such as 0.0, or take the prompt out"
+            )
         total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
     deciding = deciding_values(rewards)
     accuracy = [float(value > 0.5) for value in deciding]

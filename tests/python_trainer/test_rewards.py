@@ -90,7 +90,7 @@ def test_none_leaves_a_function_out_of_the_sum():
         return [None, 1.0]
 
     assert judge(plain=plain, sometimes=sometimes).total == [3.0, 6.0]
-    with pytest.raises(UserError, match="every reward function .sometimes. returned None for completion 0"):
+    with pytest.raises(UserError, match="every .* returned None for completion 0, to 'p'; return a number from one"):
         judge(sometimes=sometimes)
 
 
