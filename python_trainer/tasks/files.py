@@ -110,7 +110,7 @@ class JSONLSettings(TaskSettings):
         place, split = split_of(source, kind)
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
-        found = cut(source, read_rows(Path(place)), split) if lines else read_split(place, split)
+        found = cut(source, read_rows(Path(place)), split) if lines else read_split(kind, place, split)
         if not found:
             raise UserError(f"{source}: no examples; at least one is needed")
         return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in found]
@@ -154,7 +154,7 @@ def is_hub(place: str) -> bool:
     return not file and HUB.fullmatch(place) is not None
 
 
-def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
+def read_split(kind: str, place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
     """Reads a split by the library datasets; returns (number, row) of every row, from 1 on."""
     try:
         import datasets
@@ -165,7 +165,7 @@ def read_split(place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
     if Path(place).suffix in TABLES:
         options = {"path": TABLES[Path(place).suffix], "data_files": glob.escape(place)}
     elif is_hub(place) and (hub := HUB.fullmatch(place)):
-        folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting="task.train_path", files=None)
+        folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting=f"task.{kind}_path", files=None)
         options = {"path": str(folder), "name": hub["config"]}
     try:
         return list(enumerate(datasets.load_dataset(**options, split=split), start=1))

@@ -80,12 +80,14 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr("python_trainer.tasks.files.snapshot", lambda *place, **_: asked.append(place) or tmp_path)
+    monkeypatch.setattr(
+        "python_trainer.tasks.files.snapshot", lambda *at, setting, **_: asked.append((*at, setting)) or tmp_path
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda **options: asked.append(options) or ROWS)
     task = settings_of("someone/sums/main@v1:train[:90%]", "someone/sums").load()
     assert asked == [
-        ("someone/sums", "v1"), {"path": str(tmp_path), "name": "main", "split": "train[:90%]"},
-        ("someone/sums", None), {"path": str(tmp_path), "name": None, "split": "test"},
+        ("someone/sums", "v1", "task.train_path"), {"path": str(tmp_path), "name": "main", "split": "train[:90%]"},
+        ("someone/sums", None, "task.test_path"), {"path": str(tmp_path), "name": None, "split": "test"},
     ]  # fmt: skip
     assert task.train[0].place == "someone/sums/main@v1:train[:90%]:1" and task.test[0].place == "someone/sums:test:1"
     assert split_of("a/b.jsonl", "test") == ("a/b.jsonl", "train")  # a file, though there is none
