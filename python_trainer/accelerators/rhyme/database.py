@@ -119,10 +119,11 @@ def prompt_key(prompt: str | list[dict[str, str]]) -> str:
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
-def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Reads safetensors bytes; UserError if they are something else."""
+def unpack_tensors(data: bytes, *names: str) -> dict[str, torch.Tensor]:
+    """Reads safetensors bytes that hold tensors of these names; UserError if they are something else."""
     try:
-        return load(bytes(data))
+        tensors = load(bytes(data))
+        return tensors | {name: tensors[name] for name in names}
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"tensors of the retrospective database are damaged ({reason})") from error
@@ -248,7 +249,7 @@ def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
 
 
 def answer_of(row: sa.Row) -> StoredAnswer:
-    tensors = unpack_tensors(row.tensors)
+    tensors = unpack_tensors(row.tensors, "response_ids", "logprobs")
     ids, logprobs = tensors["response_ids"].tolist(), tensors["logprobs"].tolist()
     return StoredAnswer(**{name: getattr(row, name) for name in FACTS}, response_ids=ids, logprobs=logprobs)
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from python_trainer.accelerators.rhyme.database import StepRecord
 from python_trainer.data import Rollout
+from python_trainer.errors import UserError
 from rlkernels import Trajectories, dtw_topk, rhyme_topk
 
 WINDOW = 8  # steps of this run that are compared
@@ -81,13 +82,16 @@ class Curve:
 def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
     """Takes the rewards of a stored trajectory as they are, cut to [0, 1], never divided by their own maximum."""
     rewards = torch.tensor([record.reward for record in trajectory], dtype=torch.float32)
-    rows = [torch.cat([record.sketch[name].float() for name in PARTS]) for record in trajectory]
-    return Curve(
-        run_id,
-        torch.tensor([record.step for record in trajectory], dtype=torch.int64),
-        rewards.clamp(0, 1),
-        torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values())),
-    )
+    steps = torch.tensor([record.step for record in trajectory], dtype=torch.int64)
+    try:
+        rows = [torch.cat([record.sketch[name].float() for name in PARTS]) for record in trajectory]
+        counts = torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values()))
+        if counts.shape[1:] != (sum(PARTS.values()),) or not (counts >= 0).all():
+            raise ValueError(f"they must be {sum(PARTS.values())} counts >= 0")
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"sketches in the retrospective database are damaged ({reason})") from error
+    return Curve(run_id, steps, rewards.clamp(0, 1), counts)
 
 
 def trajectories_of(stages: Sequence[tuple[Curve, int, int]]) -> Trajectories:
