@@ -153,3 +153,17 @@ def test_a_resumed_run_with_other_rewards_begins_with_an_empty_bank(rhyme_config
     trainer.run()
     rewards, ids = zip(*((entry.answer.reward, entry.answer.response_ids) for entry in bank))
     assert list(rewards) == pytest.approx([10 * share for share in digits([], [], ids)])
+
+
+def test_rewards_are_stored_as_they_were_before_rpo_shaped_them(rhyme_config, tmp_path):
+    """Else the length reward would be taken of a stored answer again and again."""
+    path, task = tmp_path / "history.db", {"reward": "conftest:even"}
+    config = rhyme_config(path, enabled=("rpo", "rhyme"), max_steps=4, task=task)
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    seen = record_updates(trainer)
+    trainer.run()
+    assert any(0 < r.reward < 1 for rollouts in seen for r in rollouts), "rpo has shaped some"
+    bank = [entry.answer for entry in trainer.accelerators[1].bank]
+    for stored in bank, RetrospectiveDatabase(str(path)).samples():
+        assert stored and {answer.reward for answer in stored} == {1.0}
+    assert all(step.reward == step.accuracy for step in RetrospectiveDatabase(str(path)).trajectory(1))

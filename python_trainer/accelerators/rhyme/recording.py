@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -121,8 +122,8 @@ class RunRecorder:
             self.run_id = run.once(lambda: begin_run(self.database, described, run.folder))
 
     def collect(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds the fresh answers of a round of the step."""
-        self.groups += by_group(rollout for rollout in rollouts if rollout.importance_cap is None).values()
+        """Adds the fresh answers of a round of the step, with the rewards that they have before others shape them."""
+        self.groups += by_group(replace(rollout) for rollout in rollouts if rollout.importance_cap is None).values()
 
     def finish_step(self, context: StepContext) -> list[Pair]:
         """Writes the step -> the right answers that are stored of it."""
