@@ -114,6 +114,8 @@ def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) ->
     for name in trajectory.base:
         points = trajectory.points(name, at=-1 - holdout)
         truth, known = points.x[-1], points.until(len(points.steps) - holdout)
+        if not points.x.any():  # it never moved along that direction, so there is nothing to predict
+            continue
         try:
             guess = predict(known, Target(float(points.steps[-1]), float(points.accuracy[-1])))
         except ValueError:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import rlkernels
+from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import PREDICTORS, Limits, Target, extrapolate, refusal, skill
 from rlkernels.extrapolation.trajectory import storage_noise
 from rlkernels.rank1.ops import leading_deltas
@@ -99,6 +100,11 @@ def test_a_straight_line_is_continued_exactly(predictor, keep_rest):
     assert skill(trajectory, predictor) == pytest.approx(1, abs=1e-3)
     assert skill(trajectory, predictor, holdout=2) == pytest.approx(1, abs=1e-3)
     assert refusal(trajectory, predictor) is None
+    still = RankOneTrajectory({"still": torch.ones(8, 6)} | trajectory.base)
+    for step in range(1, 5):  # one module of a model may never move
+        moved = {name: base + step / 4 * (weights[name] - base) for name, base in trajectory.base.items()}
+        still.track({"still": torch.ones(8, 6)} | moved, step=step, accuracy=step / 8)
+    assert skill(still, predictor) == pytest.approx(1, abs=1e-3) and refusal(still, predictor) is None
     found = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest)
     assert not any(weight.requires_grad for weight in found.values())
     for i, name in enumerate(trajectory.base):
