@@ -220,6 +220,8 @@ def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except ValueError:  # lists of different lengths
         raise ValueError(f"{name} must have 1 dimension, got {reprlib.repr(value)}") from None
+    if array.ndim == 0:
+        raise TypeError(f"{name} must be a list of integers, got {reprlib.repr(value)}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have 1 dimension, got shape {array.shape}")
     if array.size == 0:
