@@ -255,7 +255,8 @@ class GroupSampler:
         offered = Counter(offer.place for offer in self.offers)
         share = self.settings.history_ratio / (1 + self.settings.history_ratio)
         sizes = [group.num_samples for group in groups]
-        self.spared = [min(round(share * size), size - 1, offered[place]) for place, size in enumerate(sizes)]
+        most = [math.floor(round(share * size, 9)) for size in sizes]
+        self.spared = [min(most[place], size - 1, offered[place]) for place, size in enumerate(sizes)]
         for group, spared in zip(groups, self.spared):
             group.num_samples -= spared
         context.count("rhyme/candidates", len(candidates))

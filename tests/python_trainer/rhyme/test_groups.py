@@ -70,6 +70,20 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_
     assert len(rhyme.groups.untrained) == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "ratio", "spared"), [(2, 0.34, 0), (3, 0.34, 0), (4, 0.34, 1), (6, 0.34, 1), (8, 0.6, 3)]
+)
+def test_stored_answers_are_never_more_than_their_share(rhyme_config, tmp_path, size, ratio, spared):
+    """``history_ratio`` of them at most for each fresh answer, also in small groups."""
+    config = rhyme_config(None, {"history_ratio": ratio}, max_steps=1, rollout={"num_generations": size})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    key = prompt_order(0, 0, 4, 12)[0]
+    for number in range(4):
+        store(trainer, key, (number, 2), [-9.0] * 2, str(number))
+    trainer.run()
+    assert trainer.accelerators[0].groups.spared == [spared, 0, 0, 0]
+
+
 def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path):
     rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
     config = rhyme_config(None, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"})
