@@ -286,13 +286,14 @@ class GroupSampler:
         return [r for number, fresh in groups.items() for r in (*fresh, *map(self._as_rollout, chosen[number]))]
 
     def _ranked(self, context: StepContext, offers: list[Candidate]) -> list[Candidate]:
-        """Returns the offers, best first."""
+        """Returns the offers, best first, in the order of rank 0: a network is not the same on unlike CPUs."""
         scores = likelihoods(offers)
         if self.settings.selection == "random":
             scores = torch.tensor([keyed_unit(context.seed, "rhyme random", i) for i in range(len(offers))])
         elif self.settings.selection == "retrodiction" and self.retrodictor.ready and offers:
             scores = self.retrodictor.predict(torch.tensor([offer.features() for offer in offers]))
-        return [offers[i] for i in scores.argsort(descending=True, stable=True).tolist()]
+        order = scores.argsort(descending=True, stable=True).tolist()
+        return [offers[i] for i in context.run.once(lambda: order)]
 
     def _as_rollout(self, offer: Candidate) -> Rollout:
         """Makes a stored answer one of its group; the beginning that the group was given counts as given to it too."""

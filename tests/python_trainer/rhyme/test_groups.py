@@ -1,6 +1,7 @@
 """Stored answers in the groups of a step: which of them join, how many are spared for them, with what weight."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import QUIET, record_updates
 from python_trainer.accelerators.rhyme import sampling
 from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.sampling import begins_with
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
@@ -119,6 +121,14 @@ def test_the_selection_chooses(rhyme_config, tmp_path, monkeypatch, selection):
     best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
     chosen = [answer.text for answer in seen[0] if answer.importance_cap is not None]
     assert chosen == [groups.offers[i].answer.text for i in best] and len(groups.untrained) == 14
+
+
+def test_all_ranks_choose_as_rank_0_does():
+    """Scores of a network that unlike CPUs have trained differ in their last digits."""
+    offers = [sampling.Candidate(None, 0, [1], 1.0, torch.tensor([-x])) for x in (1.0, 2.0)]
+    sampler = sampling.GroupSampler(RhymeSettings(), sampling.Retrodictor())
+    other = SimpleNamespace(run=SimpleNamespace(once=lambda function: [1, 0]), seed=0)
+    assert sampler._ranked(other, offers) == offers[::-1]
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
