@@ -1,6 +1,7 @@
 """What the vLLM engine does on its own; tests/with_vllm has the rest."""
 
 import json
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -237,9 +238,15 @@ def test_a_server_that_will_not_do(fake, model, answers, settings, message):
         Server(model, fake.url)
 
 
-def test_no_server(model, make_config, tmp_path):
-    with pytest.raises(UserError, match="rollout.vllm_server: no vLLM server answers at http://127.0.0.1:1: .*refused"):
-        Trainer(make_config(rollout={"engine": "vllm", "vllm_server": "http://127.0.0.1:1"}), tmp_path / "run")
+@pytest.mark.parametrize(("url", "reason"), [
+    ("http://127.0.0.1:1", "refused"),
+    ("http://node..cluster:8000", "label empty or too long"),
+    ("http://127.0.0.1:1/ä", "can't encode character"),
+    ("http://[1:2]:8000", "does not appear to be an IPv4 or IPv6 address"),
+])  # fmt: skip
+def test_no_server(make_config, tmp_path, url, reason):
+    with pytest.raises(UserError, match=f"rollout.vllm_server: no vLLM server answers at {re.escape(url)}: .*{reason}"):
+        Trainer(make_config(rollout={"engine": "vllm", "vllm_server": url}), tmp_path / "run")
 
 
 @pytest.mark.parametrize("health", [200, 503])

@@ -134,7 +134,7 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         try:
             status, text = read(self.url + path, data, self._check_health)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the address cannot be one
             raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
         if status >= 400:
             raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
