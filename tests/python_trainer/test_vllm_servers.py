@@ -148,7 +148,9 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
 
 def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch):
     over = threading.Event()
-    fakes[0].answers["/v1/completions"] = lambda body: over.wait(5) and draw(body)
+    fakes[0].answers |= {"/v1/completions": lambda body: over.wait(9) and draw(body), "/health": ""}
+    threads = {*threading.enumerate()}
+    monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -158,6 +160,9 @@ def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch)
     before = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([Request([1])] * 200, SamplingParams())
+    for thread in {*threading.enumerate()} - threads:
+        if thread.name.startswith("ThreadPool"):  # Python does not end before
+            thread.join(4)
     assert time.monotonic() - before < 4
     over.set()
     assert len(fakes[0].asked()) <= servers_module.CONNECTIONS

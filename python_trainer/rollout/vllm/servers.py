@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -46,6 +47,7 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
+        given_up: how often answers were given up; requests from before end.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
@@ -53,7 +55,7 @@ class Server:
     """
 
     def __init__(self, model: PreTrainedModel, url: str):
-        self.url = url.rstrip("/")
+        self.url, self.given_up = url.rstrip("/"), 0
         check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
         self._name: str = self._ask("/v1/models", None, "data", 0, "id")
         settings = self._rpc("policy_settings")
@@ -95,6 +97,10 @@ class Server:
             )
         return drawn
 
+    def give_up(self) -> None:
+        """Ends the waiting for answers within LOOK_SECONDS: their threads would keep the process alive."""
+        self.given_up += 1
+
     def counters(self) -> dict[str, float]:
         """Reads counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
@@ -133,15 +139,17 @@ class Server:
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         try:
-            status, text = read(self.url + path, data, self._check_health)
+            status, text = read(self.url + path, data, partial(self._check_health, self.given_up))
         except (OSError, ValueError) as error:  # ValueError: the address cannot be one
             raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
         if status >= 400:
             raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
         return text
 
-    def _check_health(self) -> None:
-        """Ends a wait for an engine that has died, such as that of /collective_rpc, which would last for ever."""
+    def _check_health(self, given_up: int) -> None:
+        """Ends a wait that is of no use; /collective_rpc of an engine that has died would last for ever."""
+        if given_up != self.given_up:
+            raise UserError(f"rollout.vllm_server: nobody waits for this answer of {self.url} any more")
         status, _ = read(f"{self.url}/health")
         if status != 200:
             raise UserError(
@@ -305,7 +313,8 @@ class Servers(Backend):
         with ExitStack() as held:
             for server, part in zip(self.servers, plan):
                 pool = ThreadPoolExecutor(CONNECTIONS)
-                # after a failure or Ctrl-C: what has not been asked yet never is
+                # after a failure or Ctrl-C: what has not been asked yet never is, and nobody waits for the rest
+                held.callback(server.give_up)
                 held.callback(pool.shutdown, wait=False, cancel_futures=True)
                 futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
             for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
