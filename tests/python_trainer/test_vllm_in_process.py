@@ -184,6 +184,14 @@ def test_where_vllm_can_sleep(monkeypatch):
     assert not _can_sleep(torch.device("cuda", 1))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_ties_the_head_as_the_policy_does(tmp_path, monkeypatch, tied):
+    """An adapter may have trained the head alone: its base, whose folder vLLM reads, ties it."""
+    install(monkeypatch, sleeps=False)
+    InProcess(Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)), tmp_path, memory_bytes=1)
+    assert FakeLLM.last.options["hf_overrides"] == {"tie_word_embeddings": tied}
+
+
 def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch):
     """Of longrope vLLM takes those of long sequences for all, unless none may be longer than the original length."""
     rope = LONGROPE | {"original_max_position_embeddings": 20}

@@ -254,6 +254,14 @@ def test_several_trainers_are_given_the_answers_of_one(folder, gloo, tmp_path, r
     assert not list(tmp_path.glob("*/.vllm"))
 
 
+def test_a_head_that_an_adapter_has_untied(folder, model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    model.config.tie_word_embeddings = False
+    engine = VLLMEngine(model, InProcess(model, folder, memory_bytes=MEMORY), eos_token_ids=[EOS])
+    answer = engine.generate([Request(PROMPTS[1], max_new_tokens=12)], SAMPLINGS[0])[0]
+    assert answer.logprobs == pytest.approx(own_logprobs(model, PROMPTS[1], answer.ids, SAMPLINGS[0]), abs=1e-4)
+
+
 def test_what_vllm_cannot_run_is_named(folder, tmp_path):
     settings = run_settings(folder, tmp_path, memory_bytes=1)
     with pytest.raises(UserError, match="vLLM cannot run the model"):

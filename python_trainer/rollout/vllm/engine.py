@@ -296,6 +296,8 @@ class InProcess(Backend):
             self._llm = self._vllm.LLM(
                 str(folder),
                 load_format="dummy",
+                # of a base model whose adapter has trained one of the two, the folder says otherwise
+                hf_overrides={"tie_word_embeddings": getattr(model.config, "tie_word_embeddings", False)},
                 dtype=str(model.dtype).removeprefix("torch."),
                 seed=0,
                 # else the model's, or what fits into the memory; beyond the limit vLLM takes other factors for all
