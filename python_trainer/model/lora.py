@@ -16,7 +16,6 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
 from python_trainer.model.settings import LoraSettings
 from python_trainer.model.weights import full
-from rlkernels.integrations.vllm_worker import merged_weight
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
@@ -29,10 +28,6 @@ class AdaptedWeight(NamedTuple):
     down: torch.Tensor
     up: torch.Tensor
     scale: float
-
-    def merged(self) -> torch.Tensor:
-        """Returns the merged weight [out, in], float32."""
-        return merged_weight(*self)
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> Any:

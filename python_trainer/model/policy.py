@@ -34,6 +34,7 @@ from python_trainer.model.traits import find_traits, longest_sequence
 from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
 from python_trainer.run_directory import usual_mode
 from rlkernels import token_logprobs
+from rlkernels.integrations.vllm_worker import merged_weight
 
 LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
 
@@ -275,7 +276,7 @@ class Policy:
                 parts = adapted_weight(self.model.get_submodule(name.rpartition(".base_layer.")[0]))
                 if self.on_merge is not None:
                     self.on_merge(plain, parts)
-                yield plain, parts.merged().to(dtypes[plain])
+                yield plain, merged_weight(*parts).to(dtypes[plain])
             elif shard.requires_grad or not trained_only:
                 yield plain, full(shard.to(dtypes[plain]))
 

@@ -20,13 +20,14 @@ from python_trainer.model.policy import Policy, load_policy, recomputes
 from python_trainer.model.settings import ModelConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
+from rlkernels.integrations.vllm_worker import merged_weight
 
 LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def merged_weights(model):
     """By name, float32, wherever there is an adapter."""
-    return {f"{name}.weight": adapted_weight(layer).merged() for name, layer in adapted_layers(model)}
+    return {f"{name}.weight": merged_weight(*adapted_weight(layer)) for name, layer in adapted_layers(model)}
 
 
 def scores(policy, answers):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_llm import FakeLLM, install
 from fake_vllm import LIMIT, serving
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -209,6 +209,8 @@ def test_training_stays_within_a_sliding_window_where_vllm_goes_on(make_config, 
 
 def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_path):
     drawn = {"logprobs": {"token_logprobs": [-0.5, -1.5]}, "finish_reason": "stop"}
+    (tmp_path / "weights").mkdir()
+    save_file({"left": torch.ones(1)}, tmp_path / "weights" / "adapter.safetensors")  # by a run that was killed
     fake.answers["/v1/completions"] = {"choices": [drawn | {"index": i, "token_ids": [i, 63]} for i in (1, 0)]}
     engine = VLLMEngine(model, Servers(model, [f"{fake.url}/"], tmp_path / "weights"), eos_token_ids=[63])
     assert engine.max_positions == LIMIT

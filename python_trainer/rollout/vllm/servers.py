@@ -47,7 +47,7 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
-        given_up: how often answers were given up; requests from before end.
+        given_up: raised to end the waiting for answers, within LOOK_SECONDS.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
@@ -58,7 +58,7 @@ class Server:
         self.url, self.given_up = url.rstrip("/"), 0
         check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
         self._name: str = self._ask("/v1/models", None, "data", 0, "id")
-        settings = self._rpc("policy_settings")
+        settings = self.rpc("policy_settings")
         if settings["logprobs_mode"] != "processed_logprobs":
             raise UserError(
                 f"the vLLM server {self.url} gives {settings['logprobs_mode']}, not those of the distribution that it "
@@ -81,10 +81,6 @@ class Server:
         self.serves: dict[str, Any] = {"model": self._name} | settings
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
-    def load(self, folder: str, *adapter: str) -> None:
-        """Loads the weights of a folder, and an adapter file, into the server, which must see both by the same path."""
-        self._rpc("load_policy", folder, *adapter)
-
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
         """Generates the samples of one; ``settings`` are those that all have in common, by vLLM's names."""
         common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
@@ -97,10 +93,6 @@ class Server:
             )
         return drawn
 
-    def give_up(self) -> None:
-        """Ends the waiting for answers within LOOK_SECONDS: their threads would keep the process alive."""
-        self.given_up += 1
-
     def counters(self) -> dict[str, float]:
         """Reads counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
@@ -112,7 +104,7 @@ class Server:
             name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
         }
 
-    def _rpc(self, method: str, *args: str) -> Any:
+    def rpc(self, method: str, *args: str) -> Any:
         """Calls a method of all workers -> the answer of the first."""
         try:
             return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
@@ -227,7 +219,6 @@ class AdapterFiles:
         """Writes what servers do not have yet -> bytes."""
         count = 0
         if not self.written:
-            shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it
             state = model.state_dict()
             state |= {name: base.to(state[name].dtype) for name, base in self._base.items()}
             model.save_pretrained(self.folder / BASE, state_dict=state)
@@ -271,6 +262,7 @@ class Servers(Backend):
         adapters: AdapterFiles | None = None,
     ):
         self.folder, self.adapters = folder.absolute(), adapters
+        shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it, and servers read all files
         self.servers = [Server(model, url) for url in urls]
         one = self.servers[0]
         for other in self.servers[1:]:
@@ -289,7 +281,7 @@ class Servers(Backend):
                 sent, places = self._write(model)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
-            self._each(lambda server: server.load(*places))
+            self._each(lambda server: server.rpc("load_policy", *places))
         finally:
             if self.adapters is None:
                 self.close()
@@ -313,8 +305,9 @@ class Servers(Backend):
         with ExitStack() as held:
             for server, part in zip(self.servers, plan):
                 pool = ThreadPoolExecutor(CONNECTIONS)
-                # after a failure or Ctrl-C: what has not been asked yet never is, and nobody waits for the rest
-                held.callback(server.give_up)
+                # after a failure or Ctrl-C: what has not been asked yet never is, and threads end,
+                # for which Python would wait
+                held.callback(setattr, server, "given_up", server.given_up + 1)
                 held.callback(pool.shutdown, wait=False, cancel_futures=True)
                 futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
             for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
