@@ -1,6 +1,5 @@
 """Argument checks that name the argument, its value and what is allowed."""
 
-import math
 import operator
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,8 +18,8 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 def number(name: str, value: Any) -> None:
     """Raises unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool."""
     try:
-        if not isinstance(value, bool):
-            math.isnan(value)  # turns it into a float as float() does, but takes no strings
+        if not isinstance(value, (bool, str, bytes, bytearray)):  # float() would read the text
+            float(value)
             return
     except OverflowError:
         raise ValueError(f"{name} must be a number that a float holds, got {value}") from None

@@ -164,6 +164,25 @@ def test_compiles_into_one_graph(function):
         torch.testing.assert_close(*grads)
 
 
+def draw(logits, setting):
+    return rlkernels.sample_tokens(logits, torch.full((4,), 0.5), temperature=setting, validate=False)
+
+
+@pytest.mark.parametrize("function", [
+    draw,
+    lambda logits, setting: rlkernels.token_logprobs(logits, torch.arange(4), temperature=setting),
+    lambda logits, setting: rlkernels.linear_token_logprobs(logits, logits, torch.arange(4), temperature=setting),
+    lambda logits, setting: rlkernels.soft_dtw(logits, 2 * logits, gamma=setting),
+])  # fmt: skip
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_setting_may_change_from_call_to_call(function, dynamic):
+    logits = torch.randn(4, 13)
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for setting in (1.0, 0.7, 0.8):  # from the second value on the compiler keeps it dynamic
+        torch.testing.assert_close(compiled(logits, setting), function(logits, setting))
+
+
 def test_what_compiled_graphs_write_counts_as_a_change():
     keys, values, weight = torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), torch.zeros(3, 4)
     new, slots, u, v = torch.randn(2, 1, 8), torch.tensor([3, 9]), torch.randn(3), torch.randn(4)
