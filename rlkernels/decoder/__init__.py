@@ -32,7 +32,7 @@ def add_rms_norm(
     Args:
         residual: [T, D], contiguous.
         x: [T, D], contiguous; None: the sum is the residual itself.
-        weight: [D]; compiled code wants it of the dtype of the residual.
+        weight: [D]; compiled code wants x and the weight of the dtype of the residual.
         eps: added to the mean square.
 
     Returns:
@@ -41,7 +41,7 @@ def add_rms_norm(
     Raises:
         ValueError, RuntimeError: shapes that do not fit, or tensors that are not contiguous.
     """
-    mixed = backend == "auto" and residual.dtype != weight.dtype  # torch gives the larger type
+    mixed = backend == "auto" and any(t is not None and t.dtype != residual.dtype for t in (x, weight))
     if mixed or not _native("add_rms_norm", residual, backend):
         return reference.add_rms_norm(residual, x, weight, eps)
     if torch.is_grad_enabled():

@@ -135,6 +135,9 @@ def test_a_norm_of_two_dtypes_is_of_the_larger(first, second, name):
     x, weight = torch.randn(3, 8).to(first), torch.randn(8).to(second)
     total, out = decoder.add_rms_norm(x, x, weight, 1e-6)
     assert total.dtype == first and out.dtype == torch.float32
+    other = torch.randn(3, 8).to(second)  # float32 residuals of a model in bfloat16, say
+    total, _ = decoder.add_rms_norm(x, other, weight.to(first), 1e-6)
+    assert torch.equal(total, x + other) and total.dtype == torch.float32
     with pytest.raises(RuntimeError, match=f"weight must be a contiguous {name}"):
         decoder.add_rms_norm(x, x, weight, 1e-6, backend="cpu")
 
