@@ -21,9 +21,10 @@ def run(args: argparse.Namespace) -> int:
     result = prove(args.ops, device=args.device, seconds=args.seconds, again=args.again)
     for op, verdict in result["verdicts"].items():
         print(f"{op:<24} {verdict['backend']:<7} {summary(verdict)}".rstrip())
-    for op, reason in result["left_out"].items():
-        print(f"{op:<24} {reason}")
+    left_out = result["left_out"]
+    for reason in dict.fromkeys(left_out.values()):
+        print(f"{reason}: {', '.join(op for op in left_out if left_out[op] == reason)}")
     if args.record:
         write_record(args.record, result)
         print(f"record: {args.record}")
-    return 1 if result["left_out"] else 0
+    return 1 if left_out else 0

@@ -314,14 +314,15 @@ def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
 
 def test_command(monkeypatch, capsys, tmp_path):
     asked = []
-    result = {"device": FACTS, "verdicts": {OP: verdict()}, "left_out": {"dtw": "no time left of 5 s"}}
+    left_out = dict.fromkeys(["dtw", "dtw_topk"], "no time left of 5 s")
+    result = {"device": FACTS, "verdicts": {OP: verdict()}, "left_out": left_out}
     monkeypatch.setattr("rlkernels.proof.cli.prove", lambda ops, **options: asked.append((ops, options)) or result)
     record = tmp_path / "records/x.json"
     assert main(["prove", "--ops", OP, "dtw", "--seconds", "5", "--record", str(record)]) == 1
     ((ops, options),) = asked
     assert ops == [OP, "dtw"] and options["seconds"] == 5 and not options["again"]
     printed = capsys.readouterr().out
-    assert "triton: 0.50 of the time of plain torch" in printed and "dtw                      no time left" in printed
+    assert "triton: 0.50 of the time of plain torch" in printed and "no time left of 5 s: dtw, dtw_topk\n" in printed
     written = json.loads(record.read_text())
     assert written["verdicts"][OP]["backend"] == "triton" and "rlkernels/backend.py" in written["sources"]
     monkeypatch.undo()
