@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-import os
 import random
 import shutil
 import sqlite3
@@ -173,11 +172,11 @@ def test_damaged_files_are_refused_and_left_alone(tmp_path, place):
     run = database.add_run(FACTS)
     for step in range(1, 30):
         database.add_step(run, make_step(step), [make_sample(step, text="x" * 3000)])
-    data = bytearray(path.read_bytes())
+    data, rng = bytearray(path.read_bytes()), random.Random(0)
     if place == "header":
-        data[16:60] = os.urandom(44)
+        data[16:60] = rng.randbytes(44)
     elif place == "middle":
-        data[4096:] = random.Random(0).randbytes(len(data) - 4096)
+        data[4096:] = rng.randbytes(len(data) - 4096)
     elif place == "cut":
         del data[len(data) // 2 :]
     else:  # no text
