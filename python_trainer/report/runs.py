@@ -1,6 +1,8 @@
 """Runs for a report, finished or not."""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,17 +31,20 @@ class Run:
     @property
     def label(self) -> str:
         """Return variant and seed, or the folder."""
-        return self.name if self.folder.name == self.name else f"{self.name} {self.folder.name}"
+        return self.name if self.name.endswith(self.folder.name) else f"{self.name} {self.folder.name}"
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
     """Return every run in these folders or below them, in the order of their paths."""
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise UserError(f"there is no folder {missing[0]}")
-    runs = []
-    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))):
-        home = path.parent.absolute()  # in the current folder, too, a run has a name
+    runs, paths = [], [path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
+    homes = list(dict.fromkeys(path.parent.absolute() for path in paths))  # the current folder has a name then, too
+    alike = Counter(home.name for home in homes)
+    for home in homes:
         name = home.parent.name if home.name.startswith("seed-") else home.name
+        if name == home.name and alike[name] > 1:  # x/run and y/run are no seeds of one variant
+            name = str(home.relative_to(os.path.commonpath(homes)))
         if not (rows := read_metrics(home)):
             continue
         counters = {metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of([home])}

@@ -237,3 +237,10 @@ def test_runs_in_the_current_folder_and_of_hidden_names_have_names(runs, monkeyp
     (run,) = find_runs([Path()])
     assert run.name == "_hidden"
     assert "_hidden" in svg_of(draw_curves([run]))
+
+
+def test_runs_of_one_name_in_other_folders_are_not_seeds_of_a_variant(runs, tmp_path):
+    for place in ("x", "y"):
+        shutil.copytree(runs / "other", tmp_path / place / "run")
+    found = find_runs([tmp_path / "x", tmp_path / "y"])
+    assert [(run.name, run.label) for run in found] == [("x/run", "x/run"), ("y/run", "y/run")]
