@@ -3,7 +3,8 @@
 Right answers are rare, and have 60 to 200 tokens. Training is on the other half; an evaluation is four answers to every
 test problem. *sampled answers first*: four answers of the first policy to every training prompt, charged, of which the
 right ones are trained on by themselves before the first step. Weights are float32, with products in lower precision.
-Plain's checkpoints tell how much of its gain the leading ranks of its update keep, and how straight it moved.
+Plain's checkpoints tell how much of its gain the leading ranks of its update keep, how straight it moved, and what a
+prediction after 40 % of the steps is worth.
 """
 
 import gc
@@ -17,7 +18,7 @@ import torch
 from bench._turns import Turns
 from bench.studies import harness, rhyme
 from bench.studies.harness import ACCURACY, Arm, Study, evaluations, fewer_prompts
-from bench.studies.ranks import gain_at_ranks, straightness
+from bench.studies.ranks import gain_at_ranks, gain_when_predicted, straightness
 from bench.studies.rhyme import DATABASE, RHYME
 from python_trainer import load_config
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
@@ -90,7 +91,9 @@ def measure(run: Path) -> dict[str, float]:
     """Return the shares of right answers at the start and of problems with one at the end; of a plain run its ranks."""
     last = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if ACCURACY in row][-1]
     found = {"accuracy at the start": evaluations(run)[0][3], "pass@4 at the end": last["eval/pass@4"]}
-    return found | gain_at_ranks(run) | straightness(run) if run.parent.name == "plain" else found
+    if run.parent.name == "plain":
+        found |= gain_at_ranks(run) | straightness(run) | gain_when_predicted(run)
+    return found
 
 
 ARMS = [

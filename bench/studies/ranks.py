@@ -1,7 +1,7 @@
-"""The update of a finished run: how much of its gain low ranks keep, and how straight it moved."""
+"""The update of a finished run: how much of its gain low ranks keep, how straight it moved, and where it led."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from bench.studies.harness import evaluations
 from python_trainer import Trainer, load_config
+from python_trainer.accelerators.alpha import TRY_ANYWAY
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.hub import policy_folder
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation.trajectory import Points
+from rlkernels.extrapolation import Attempt, Points
 from rlkernels.rank1.stream import default_filter
 
 RANKS = (1, 4, 16)
+KNOWN = 0.4  # of the steps, from whose checkpoints the end is predicted
 
 
 def base_weights(run: Path) -> dict[str, Tensor]:
@@ -40,13 +42,22 @@ def linearity(points: Points) -> float:
     return float(1 - rest.square().sum() / total) if total > 0 else math.nan
 
 
-def straightness(run: Path) -> dict[str, float]:
-    """R^2 of lines in the step through the update along its last leading direction, over the kept checkpoints."""
-    paths = list_checkpoints(run / "checkpoints")
+def weights_at(path: Path) -> dict[str, Tensor]:
+    """The weights of the policy in a checkpoint, float32."""
+    return {name: weight.float() for name, weight in load_checkpoint(path)["model"].items()}
+
+
+def tracked(run: Path, paths: Sequence[Path]) -> tuple[RankOneTrajectory, dict[str, Points]]:
+    """The updates of these checkpoints, and where they stand along the leading direction of the last."""
     trajectory = RankOneTrajectory(base_weights(run))
     for path in paths:
-        trajectory.track(load_checkpoint(path)["model"], step=step_of(path), accuracy=0.0)
-    points = trajectory.exact_points(load_checkpoint(path)["model"] for path in paths)
+        trajectory.track(weights_at(path), step=step_of(path), accuracy=0.0)
+    return trajectory, trajectory.exact_points(map(weights_at, paths))
+
+
+def straightness(run: Path) -> dict[str, float]:
+    """R^2 of lines in the step through the update along its last leading direction, over the kept checkpoints."""
+    _, points = tracked(run, list_checkpoints(run / "checkpoints"))
     found = [linearity(of_module) for of_module in points.values()]
     return {"R^2 of a line": median(found), "lowest R^2": min(found)}
 
@@ -88,4 +99,23 @@ def gain_at_ranks(run: Path) -> dict[str, float]:
 
         accuracy = accuracy_with(run, keep_rank)
         shares[f"gain at rank {rank}"] = (accuracy - start) / (end - start) if end > start else math.nan
+    return shares
+
+
+def gain_when_predicted(run: Path) -> dict[str, float]:
+    """Shares of a run's gain after 40 % of its steps: with the weights then, and with those of the end as predicted.
+
+    ``secant`` predicts from the checkpoints until then. NaN if there is no gain.
+    """
+    found = evaluations(run)
+    start, (steps, *_, end) = found[0][3], found[-1]
+    paths = [path for path in list_checkpoints(run / "checkpoints") if step_of(path) <= KNOWN * steps]
+    trajectory, points = tracked(run, paths)
+    now = weights_at(paths[-1])
+    attempt = Attempt(predictor="secant", horizon=steps / step_of(paths[-1]), limits=TRY_ANYWAY)
+    predicted = now | attempt.predict(trajectory, now, points=points)
+    shares = {}
+    for heading, weights in (("gain at 40 %", now), ("gain as predicted", predicted)):
+        accuracy = accuracy_with(run, lambda name, weight, weights=weights: weights.get(name, weight))
+        shares[heading] = (accuracy - start) / (end - start) if end > start else math.nan
     return shares

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from bench.studies import __main__ as command
 from bench.studies import harness as harnesses
-from bench.studies import report
+from bench.studies import ranks, report
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.language import SampledFirst
-from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, straightness
+from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, gain_when_predicted, straightness
 from bench.studies.rhyme import Oracle
 from bench.studies.rpo import first_error
 from python_trainer import Trainer, load_config
@@ -217,7 +217,7 @@ def test_the_oracle_keeps_the_set_after_which_most_is_right(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_run_is_charged_and_resumed(tmp_path):
+def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
                 "rollout.num_generations=4", "rollout.max_completion_length=24", "task.test_size=4",
                 "evaluation.eval_steps=1", "max_steps=3", "save.save_steps=1", "save.save_total_limit=3",
@@ -237,6 +237,14 @@ def test_a_real_run_is_charged_and_resumed(tmp_path):
     assert 0 <= straightness(run)["lowest R^2"] <= straightness(run)["R^2 of a line"] <= 1
     trained = accuracy_with(run, lambda name, weight: weight)
     assert trained == first["accuracy"] and set(gain_at_ranks(run)) == {f"gain at rank {rank}" for rank in (1, 4, 16)}
+    monkeypatch.setattr(ranks, "KNOWN", 0.7)
+    asked = []
+    monkeypatch.setattr(ranks, "accuracy_with", lambda run, change: asked.append(change) or trained)
+    monkeypatch.setattr(ranks, "evaluations", lambda run: [(0, 0, 0, trained - 0.5), (3, 0, 0, trained)])
+    assert gain_when_predicted(run) == {"gain at 40 %": 1.0, "gain as predicted": 1.0}
+    name, base = next(iter(ranks.base_weights(run).items()))
+    moved, further = ((change(name, None) - base).norm() for change in asked)
+    assert moved < further
 
 
 def test_a_trial_of_the_oracle_is_undone(tmp_path):
