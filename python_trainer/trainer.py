@@ -147,7 +147,10 @@ class Trainer:
                     if state.step == 0:
                         self.logger.log(0, self.evaluate_all("start") | self.totals())
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
-                        self.evaluate_all("final")  # it failed then
+                        row = self.evaluate_all("final") | self.totals()  # it failed then
+                        self.logger.log(state.step, row)
+                        self.notify("on_step", state.step, row)
+                        self.checkpointer.after_step(None, done=True)
                     while not self.done:
                         self.step(state.step + 1)
             with self.stop:

@@ -126,10 +126,18 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
     assert load_evaluations(tmp_path / "parts").keys() == {"start"}
-    trainer = train(config, tmp_path / "parts", resume=True)
+    told = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "notify", lambda trainer, method, *given: told.append((method, given[0])))
+        trainer = train(config, tmp_path / "parts", resume=True)
+    assert told.count(("on_step", 5)) == told.count(("on_evaluate", 5)) == 1
     assert [row[0] for row in trainer.state.evaluations] == ([0, 5] if at == 6 else [0, 4, 5])
     assert load_evaluations(tmp_path / "parts").keys() == {"start", "final"}
     assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    last, calls = read_metrics(tmp_path / "parts")[-1], broken.calls
+    assert last["step"] == 5 and last["eval/accuracy"] == trainer.state.evaluations[-1][1]
+    train(config, tmp_path / "parts", resume=True)
+    assert broken.calls == calls  # the checkpoint holds the evaluation
     if at == 4:
         assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
