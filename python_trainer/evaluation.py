@@ -192,8 +192,9 @@ class Evaluator:
         if self._partial_noted or not (partial := partial_values(values)):
             return
         self._partial_noted = True
+        decides = next(name for name, given in scores.rewards.items() if given[values.index(partial[0])] is not None)
         self.logger.note(
-            f"to {len(partial)} of {len(values)} answers {next(iter(scores.rewards))} gave neither 0 nor 1 but "
+            f"to {len(partial)} of {len(values)} answers {decides} gave neither 0 nor 1 but "
             f"{partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and accelerators compare "
             "rewards, and eval/accuracy is the share above 0.5; a reward function that gives 0 or 1 may come first in "
             "task.reward (weight 0 leaves the reward as it is)"

@@ -24,6 +24,7 @@ def test_bad_prompts(run, tmp_path, text, words):
 
 
 PARTIAL = """
+def unsure(completions, **_): return [None, None] + [0.0] * (len(completions) - 2)
 def partial(completions, **_): return [None, 0.6] + [0.0] * (len(completions) - 2)
 def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
 """
@@ -32,7 +33,7 @@ def clear(completions, **_): return [-1.0, 1.0] + [0.0] * (len(completions) - 2)
 def test_partial_rewards_and_answers_that_are_all_cut_are_noted_once(run, tmp_path, monkeypatch):
     (tmp_path / "part_rewards.py").write_text(PARTIAL)
     monkeypatch.syspath_prepend(tmp_path)
-    task = {"reward": ["part_rewards:partial", "part_rewards:clear"]}
+    task = {"reward": ["part_rewards:unsure", "part_rewards:partial", "part_rewards:clear"]}
     code, error = run({"task": task, "max_steps": 2, "evaluation": {"eval_steps": 1}})
     sys.modules.pop("part_rewards")
     assert code == 0, error
