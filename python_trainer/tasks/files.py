@@ -165,7 +165,8 @@ def read_split(kind: str, place: str, split: str) -> list[tuple[int, dict[str, A
     if Path(place).suffix in TABLES:
         options = {"path": TABLES[Path(place).suffix], "data_files": glob.escape(place)}
     elif is_hub(place) and (hub := HUB.fullmatch(place)):
-        folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting=f"task.{kind}_path", files=None)
+        setting = {"train": "task.train_path", "test": "task.test_path or evaluation.sets"}[kind]
+        folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting=setting, files=None)
         options = {"path": str(folder), "name": hub["config"]}
     try:
         return list(enumerate(datasets.load_dataset(**options, split=split), start=1))

@@ -87,7 +87,8 @@ def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_
     task = settings_of("someone/sums/main@v1:train[:90%]", "someone/sums").load()
     assert asked == [
         ("someone/sums", "v1", "task.train_path"), {"path": str(tmp_path), "name": "main", "split": "train[:90%]"},
-        ("someone/sums", None, "task.test_path"), {"path": str(tmp_path), "name": None, "split": "test"},
+        ("someone/sums", None, "task.test_path or evaluation.sets"),
+        {"path": str(tmp_path), "name": None, "split": "test"},
     ]  # fmt: skip
     assert task.train[0].place == "someone/sums/main@v1:train[:90%]:1" and task.test[0].place == "someone/sums:test:1"
     assert split_of("a/b.jsonl", "test") == ("a/b.jsonl", "train")  # a file, though there is none
