@@ -8,6 +8,7 @@ from conftest import same
 
 from python_trainer.accelerators.rhyme import replay
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.recording import RunRecorder
 from python_trainer.run_directory import read_metrics
 
 
@@ -77,6 +78,20 @@ def test_a_resumed_run_never_writes_into_another(run, tmp_path, enabled):
     run("another", steps=3, **named)  # with the same id
     run("run", steps=4, resume=True, **named)
     assert steps_of(tmp_path / "history.db") == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("enabled", [[], ["rhyme"]])
+def test_a_run_goes_on_when_its_database_is_deleted(run, tmp_path, monkeypatch, capsys, enabled):
+    file, finish_step = tmp_path / "history.db", RunRecorder.finish_step
+
+    def delete_first(self, context):
+        file.unlink(missing_ok=True)
+        return finish_step(self, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecorder, "finish_step", delete_first)
+        run("run", enabled=enabled, database=str(file))
+    assert not file.exists() and capsys.readouterr().err.count("note: this run is not recorded ") == 1
 
 
 def test_a_run_that_begins_anew_takes_the_place_of_what_it_left(run, tmp_path):

@@ -196,6 +196,8 @@ class RetrospectiveDatabase:
         rows = [answer_row(run_id, record.step, answer) for answer in answers]
         step = {name: getattr(record, name) for name in ("step", "reward", "accuracy", "generated_tokens")}
         step |= {"run_id": run_id, "sketch": save(record.sketch | record.outcomes)}
+        if self.is_sqlite and not Path(self._engine.url.database or "").exists():  # SQLite would make a new file
+            return False
         with self._transaction() as connection:
             found = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
             if found is None or created not in (None, found):
