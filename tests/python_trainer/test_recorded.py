@@ -80,6 +80,18 @@ def test_a_resumed_run_never_writes_into_another(run, tmp_path, enabled):
     assert steps_of(tmp_path / "history.db") == [[1, 2, 3]]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_copied_run_does_not_write_into_the_run_that_it_was_copied_from(run, tmp_path, capsys, kept):
+    named = {"enabled": ["rhyme"], "database": str(tmp_path / "history.db")}
+    run("run", steps=1, **named)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    if not kept:
+        shutil.rmtree(tmp_path / "run")  # the folder was moved
+    run("copy", steps=2, resume=True, **named)
+    assert steps_of(tmp_path / "history.db") == ([[1]] if kept else [[1, 2]])
+    assert capsys.readouterr().err.count("note: this run is not recorded ") == kept
+
+
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
 def test_a_run_goes_on_when_its_database_is_deleted(run, tmp_path, monkeypatch, capsys, enabled):
     file, finish_step = tmp_path / "history.db", RunRecorder.finish_step

@@ -44,21 +44,26 @@ def describe_run(run: RunContext) -> StoredRun:
     )
 
 
+def read_note(folder: Path) -> dict[str, Any]:
+    """Reads which run of a database began in a folder: ``folder``, ``run`` and ``created``; empty without one."""
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        return {"folder": str(note["folder"]), "run": int(note["run"]), "created": float(note["created"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def begin_run(database: RetrospectiveDatabase, run: StoredRun, folder: Path) -> int:
     """Adds a run that begins in a folder to the database -> its id.
 
     An earlier attempt in the same folder, which a file there names, leaves the database with all that it stored. The
     database reuses ids, so the moment at which it began must agree; a copy of the folder has no claim on the run.
     """
-    note, here = folder / NOTE, str(folder.resolve())
-    try:
-        before = json.loads(note.read_text())
-        if before["folder"] == here:
-            database.remove_run(int(before["run"]), created=float(before["created"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is none, or not one of ours
+    before, here = read_note(folder), str(folder.resolve())
+    if before.get("folder") == here:
+        database.remove_run(before["run"], created=before["created"])
     run_id = database.add_run(run)
-    write_text(note, json.dumps({"folder": here, "run": run_id, "created": run.created}) + "\n")
+    write_text(folder / NOTE, json.dumps({"folder": here, "run": run_id, "created": run.created}) + "\n")
     return run_id
 
 
@@ -132,13 +137,18 @@ class RunRecorder:
         kept = right_answers(context, groups, self.fingerprint)
         if groups and self.url is not None:
             self.steps = [*self.steps, step_record(context.run, context.step, groups, self.steps)][-WINDOW:]
-            self.lost = self.lost or not context.run.once(lambda: self._store([answer for _, answer in kept]))
+            stored = [answer for _, answer in kept]
+            self.lost = self.lost or not context.run.once(lambda: self._store(stored, context.run.folder))
         return kept
 
-    def _store(self, answers: list[StoredAnswer]) -> bool:
-        there = self.database.add_step(self.run_id, self.steps[-1], answers, created=self.created)
+    def _store(self, answers: list[StoredAnswer], folder: Path) -> bool:
+        """Writes the newest step -> whether this run is in the database. A copy of a folder that is there is not."""
+        note = read_note(folder)
+        copied = note and note["folder"] != str(folder.resolve()) and read_note(Path(note["folder"])) == note
+        there = not copied and self.database.add_step(self.run_id, self.steps[-1], answers, created=self.created)
         if not there:
-            tell(f"note: this run is not recorded in {self.database.name}: it began without it, or was removed from it")
+            why = "it began without it, was removed from it, or its folder is a copy"
+            tell(f"note: this run is not recorded in {self.database.name}: {why}")
         return there
 
     def state_dict(self) -> dict[str, Any]:
