@@ -194,7 +194,7 @@ class HistoryRecorder(TrainerCallback):
     reward, and with the pass over the data as their epoch. The first process writes those of all.
 
     Args:
-        path: of the file. One that is there already is continued.
+        path: of the file. One that is there already is continued; a missing folder is made.
         every: write after so many steps, and at the end.
         max_tokens: most tokens of answers that are kept.
     """
@@ -203,6 +203,7 @@ class HistoryRecorder(TrainerCallback):
         self.path, self.every = path, _check.integer("every", every, 1)
         self.history = RolloutHistory.load(path) if os.path.exists(path) else RolloutHistory()
         self.history.resize(max_tokens)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self._new: list[tuple[list[int], list[int], float, int]] = []
         self._tokenize: Callable[[list], list[list[int]]] | None = None
         self._model: Any = None

@@ -194,7 +194,6 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.shares_prefixes, self._compared, self._told = True, False, set[str]()
-        settings = self.args
         shuffled_for = self._needs_shuffle()
         self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
         models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
@@ -206,7 +205,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         config = models[0].config.get_text_config(decoder=True)
         self._window, self._rotary_limit = sliding_window(config), rotary_limit(config)
         for model in models:
-            share_prefixes(model, self.temperature, settings.cast_lm_head_to_fp32)
+            share_prefixes(model, self.temperature, self.args.cast_lm_head_to_fp32)
         if shuffled_for and not self.keep_groups:
             self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share prompts; keep_groups=True regroups")
 

@@ -129,7 +129,7 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
 
 def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
     """What the proposer for vLLM is to find: prompts and answers as token ids, passes over the data as epochs."""
-    path, seen = tmp_path / "history.bin", []
+    path, seen = tmp_path / "new" / "history.bin", []  # a run must not end where it first writes
 
     def reward(prompts, completion_ids, **columns):
         seen.extend(zip(prompts, completion_ids))
