@@ -3,12 +3,12 @@
 ``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` plain torch, which every op has:
 on a GPU the kernels of torch's libraries where they fit. An explicit choice that cannot work raises and says why.
 
-``auto`` takes our kernels on a CPU. On a GPU it asks, in this order:
+``auto`` takes the environment variable ``RLKERNELS_BACKEND`` for the ops that have that backend. Else it takes our
+kernels on a CPU. On a GPU it asks, in this order:
 
-1. the environment variable ``RLKERNELS_BACKEND``, for the ops that have that backend;
-2. the verdicts of a run, see :func:`use`;
-3. the verdicts of ``rlkernels.prove`` on this GPU;
-4. the records that come with the package, of GPUs with the same compute capability.
+1. the verdicts of a run, see :func:`use`;
+2. the verdicts of ``rlkernels.prove`` on this GPU;
+3. the records that come with the package, of GPUs with the same compute capability.
 
 Without any of them it takes ``torch``.
 """
