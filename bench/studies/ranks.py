@@ -116,6 +116,10 @@ def gain_when_predicted(run: Path) -> dict[str, float]:
     predicted = now | attempt.predict(trajectory, now, points=points)
     shares = {}
     for heading, weights in (("gain at 40 %", now), ("gain as predicted", predicted)):
-        accuracy = accuracy_with(run, lambda name, weight, weights=weights: weights.get(name, weight))
+
+        def take(name: str, weight: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
+            return weights.get(name, weight)
+
+        accuracy = accuracy_with(run, take)
         shares[heading] = (accuracy - start) / (end - start) if end > start else math.nan
     return shares
