@@ -179,23 +179,12 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     return check_config(values, source=origin, changed=changed)
 
 
-class SettingsLoader(yaml.SafeLoader):
-    """Reads YAML; refuses two equal keys in a mapping, of which the last would silently replace the first."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        for number, (key, _) in enumerate(node.value):
-            if key.value in [before.value for before, _ in node.value[:number]]:
-                raise yaml.YAMLError(f"{key.value} stands twice in a section{key.start_mark}")
-        return node
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a file of settings; a bare name that is no file in the current folder names a shipped one."""
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), SettingsLoader)
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise UserError(
