@@ -181,8 +181,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
             whole generation batch. None: where that changes no gradient; elsewhere one line of the log says why not:
             ``loss_type="bnpo"``, ``top_entropy_quantile`` below 1, an entropy bonus, a router's loss, or
-            ``steps_per_generation`` above ``gradient_accumulation_steps``. Logged means over micro-batches, such as
-            ``entropy``, are then of other micro-batches.
+            ``gradient_accumulation_steps`` that are no multiple of ``steps_per_generation``. Logged means over
+            micro-batches, such as ``entropy``, are then of other micro-batches.
 
     Attributes:
         shares_prefixes: False once the whole run goes TRL's way; a batch that does so alone leaves it.
@@ -214,8 +214,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         settings = self.args
         if settings.steps_per_generation == 1:
             return None
-        if settings.steps_per_generation > settings.gradient_accumulation_steps:
-            return f"steps_per_generation above gradient_accumulation_steps={settings.gradient_accumulation_steps}"
+        if (steps := settings.gradient_accumulation_steps) % (size := settings.steps_per_generation):
+            return f"gradient_accumulation_steps={steps}, no multiple of steps_per_generation={size}"
         reasons = {
             f"loss_type={self.loss_type!r}": self.loss_type == "bnpo",
             f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
