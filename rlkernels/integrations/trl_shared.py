@@ -175,7 +175,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
     attention, eager attention alone, dropout of attention, soft caps, scaled logits, images, a router's loss, or a
     batch longer than the sliding window or the length at which rotary factors change.
-    The first batch is computed both ways. If the log-probabilities differ, TRL's way stays for the whole run.
+    The first batch that fits in all processes is computed both ways. If the log-probabilities differ, TRL's way stays
+    for the whole run.
 
     Args:
         keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
@@ -241,12 +242,14 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask, logits_to_keep,
             compute_aux_loss=compute_aux_loss, **others,
         )  # fmt: skip
-        if self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others):
-            ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
-            if not self._compared:
+        fits = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others)
+        ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
+        if self.shares_prefixes and not self._compared:  # by all processes or none: forward passes are collective
+            fits = bool(self.accelerator.gather(torch.tensor([fits], device=input_ids.device)).all())
+            if fits:
                 self._compare(model, ours, theirs, attention_mask[:, -logits_to_keep:].bool())
-            if self.shares_prefixes:
-                return *ours(batch_size or len(input_ids), compute_entropy), None
+        if fits and self.shares_prefixes:
+            return *ours(batch_size or len(input_ids), compute_entropy), None
         return theirs(batch_size=batch_size, compute_entropy=compute_entropy)
 
     def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, others: dict[str, Any]) -> bool:

@@ -46,15 +46,17 @@ def from_all(value):
 
 
 def answers(prompts, trainer):
-    """Answers of other lengths in each process."""
+    """Answers of other lengths in each process; in the first step the second one has prompts beyond the window."""
+    longer = 20 if dist.get_rank() and trainer.state.global_step == 0 else 1
     ids = [[(7 * i + j + dist.get_rank()) % 60 for j in range(2 + i)] for i in range(len(prompts))]
-    return {"prompt_ids": [[ord(c) - 48 for c in p] for p in prompts], "completion_ids": ids, "logprobs": None}
+    prompt_ids = [[ord(c) - 48 for c in p] * longer for p in prompts]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
 
 
 def train_both_ways(policy, folder):
     found = []
     for name in ("GRPOTrainer", "SharedPrefixGRPOTrainer"):
-        trainer = make_trainer(name, policy, folder, answers, max_steps=2)
+        trainer = make_trainer(name, policy, folder, answers, max_steps=3)
         before = weights(trainer)
         trainer.train()
         found.append(weights(trainer))
@@ -132,6 +134,7 @@ def run_all(policy, folder):
 def test_two_processes(trl_integration, monkeypatch, tmp_path):
     """Updates are those of TRL, under FSDP2 too; the gate and one history are shared. One start serves all."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
-    policy = save_tiny_policy(tmp_path / "policy", max_position_embeddings=64)
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    policy = save_tiny_policy(tmp_path / "policy", max_position_embeddings=128, **windows)
     importlib.import_module("gloo").run_on_ranks(tmp_path, run_all, policy, tmp_path)
     assert len(list(tmp_path.glob("*.[01]"))) == 6
