@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
@@ -239,18 +240,21 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         theirs = functools.partial(
-            super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask, logits_to_keep,
+            super()._get_per_token_logps_and_entropies, model, logits_to_keep=logits_to_keep,
             compute_aux_loss=compute_aux_loss, **others,
         )  # fmt: skip
         fits = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others)
         ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
+        tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.shares_prefixes and not self._compared:  # by all processes or none: forward passes are collective
             fits = bool(self.accelerator.gather(torch.tensor([fits], device=input_ids.device)).all())
             if fits:
-                self._compare(model, ours, theirs, attention_mask[:, -logits_to_keep:].bool())
+                padded = {name: F.pad(value, (1, 0)) for name, value in tokens.items()}  # does padding shift positions?
+                mask = attention_mask[:, -logits_to_keep:].bool()
+                self._compare(model, ours, functools.partial(theirs, **padded, batch_size=1), mask)
         if fits and self.shares_prefixes:
             return *ours(batch_size or len(input_ids), compute_entropy), None
-        return theirs(batch_size=batch_size, compute_entropy=compute_entropy)
+        return theirs(**tokens, batch_size=batch_size, compute_entropy=compute_entropy)
 
     def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, others: dict[str, Any]) -> bool:
         given = [name for name, value in others.items() if value is not None]
@@ -289,7 +293,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         self._compared = True
         model.eval()
         try:
-            found = ours(len(mask), False)[0][mask] - theirs(batch_size=1)[0][mask]
+            found = ours(len(mask), False)[0][mask] - theirs()[0][mask]
             difference += found.float().abs().mean() if found.numel() else 0
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of a model that we do not know
             difference, reason = difference + torch.inf, str(error).split("\n")[0]

@@ -20,6 +20,7 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": 16}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
+    "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),  # padding counts as positions
     "phi3": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
 }
 
@@ -40,7 +41,7 @@ def policy(tmp_path_factory):
                 bos_token_id=None, pad_token_id=EOS, **more,
             )  # fmt: skip
             made[kind] = tmp_path_factory.mktemp(kind)
-            getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(made[kind])
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
             save_letters(made[kind], VOCAB)
         return made[kind]
 
@@ -214,6 +215,18 @@ def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
         both.append(train("phi3", shared=shared, rollout=Growing()))
     assert_same(*both)
     assert both[0][0]._compared and "where rotary factors change" in caplog.text
+
+
+def test_positions_that_count_padding_are_found_in_a_batch_without_padding(train, caplog):
+    class Equal(Answers):
+        def __call__(self, prompts, trainer):
+            found = super().__call__(prompts, trainer)
+            if trainer.state.global_step == 0:
+                found["prompt_ids"] = [(5 * ids)[:5] for ids in found["prompt_ids"]]
+            return found
+
+    assert_same(train("gpt2", rollout=Equal()), train("gpt2", shared=False, rollout=Equal()), 1e-5)
+    assert "differ from TRL's" in caplog.text
 
 
 def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
