@@ -111,6 +111,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
         return f"it has {scaled[0]}"
     if dropped := [name for name, share in config.to_dict().items() if "att" in name and "drop" in name and share]:
         return f"it has {dropped[0]}"
+    if any(getattr(one, "alora_invocation_tokens", None) for one in getattr(model, "peft_config", {}).values()):
+        return "its adapter (aLoRA) begins at a token of each row"
     if config._attn_implementation == "eager" and not model._supports_sdpa:
         return "it has eager attention alone"
     return None
@@ -174,8 +176,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, eager attention alone, dropout of attention, soft caps, scaled logits, images, a router's loss, or a
-    batch longer than the sliding window or the length at which rotary factors change.
+    attention, eager attention alone, dropout of attention, soft caps, scaled logits, aLoRA, images, a router's loss, or
+    a batch longer than the sliding window or the length at which rotary factors change.
     The first batch that fits in all processes is computed both ways. If the log-probabilities differ, TRL's way stays
     for the whole run.
 

@@ -97,7 +97,8 @@ def train(trl_integration, policy, tmp_path, monkeypatch):
             save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", logging_steps=1, seed=3,
             **{"bf16": False, "learning_rate": 1e-2, "optim": "sgd", "max_steps": 2, **BASIC, **settings},
         )  # fmt: skip
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        more = {"init_lora_weights": False} if lora is True else lora or {}
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
         data = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(12)]})
         trainer = cls(
             model=str(policy(kind)), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
@@ -281,6 +282,7 @@ def test_own_generation_and_evaluation(train, tmp_path):
     ("mistral", {}, "longer than the sliding window of 16 tokens"),
     ("gpt_oss", {}, "eager attention alone"),
     ("dropout", {}, "attention_dropout"),
+    ("qwen2", {"lora": {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}}, "aLoRA"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):
