@@ -97,6 +97,8 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values = [batch[name] for batch in batches]
         if isinstance(values[0], torch.Tensor) and values[0].ndim:
             return torch.cat(values)[part.to(values[0].device)]
+        if isinstance(values[0], list):
+            return [[row for value in values for row in value][at] for at in part]
         return values[i]  # a number of the whole batch, or None
 
     return [{name: pick(name, part, i) for name in batches[0]} for i, part in enumerate(parts)]

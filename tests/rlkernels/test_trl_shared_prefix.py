@@ -190,6 +190,19 @@ def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train, caplo
         caplog.clear()
 
 
+def test_lists_of_a_subclass_stay_with_their_rows(trl_integration, train):
+    """TRL shuffles and splits lists beside tensors."""
+    trl = importlib.import_module("trl")
+
+    class Listed(trl_integration.SharedPrefixMixin, trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            found = super()._generate_and_score_completions(inputs)
+            return found | {"answers": found["completion_ids"].tolist()}
+
+    batches = train(**SPLIT, trainer_class=Listed, max_steps=1)[0]._buffered_inputs
+    assert all(batch["answers"] == batch["completion_ids"].tolist() for batch in batches)
+
+
 def test_layers_of_liger_share_prefixes(train, monkeypatch):
     """TRL takes Liger's kernels for layers alone and keeps its own loss."""
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: None)
