@@ -84,11 +84,16 @@ def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
         return trainer.evaluate("test")
 
 
-def gain_at_ranks(run: Path) -> dict[str, float]:
-    """Share of a run's gain that is left when projections keep a rank of their update; NaN if there is no gain."""
-    base, found = base_weights(run), evaluations(run)
+def share_of_gain(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
+    """Share of a run's gain in accuracy that there is with other weights, as of accuracy_with; NaN without a gain."""
+    found = evaluations(run)
     start, end = found[0][3], found[-1][3]
-    shares = {}
+    return (accuracy_with(run, change) - start) / (end - start) if end > start else math.nan
+
+
+def gain_at_ranks(run: Path) -> dict[str, float]:
+    """Share of a run's gain that is left when projections keep a rank of their update."""
+    base, shares = base_weights(run), {}
     for rank in RANKS:
 
         def keep_rank(name: str, weight: Tensor, rank: int = rank) -> Tensor:
@@ -97,29 +102,22 @@ def gain_at_ranks(run: Path) -> dict[str, float]:
             first = base[name].to(weight)
             return first + cut(weight - first, rank)
 
-        accuracy = accuracy_with(run, keep_rank)
-        shares[f"gain at rank {rank}"] = (accuracy - start) / (end - start) if end > start else math.nan
+        shares[f"gain at rank {rank}"] = share_of_gain(run, keep_rank)
     return shares
 
 
 def gain_when_predicted(run: Path) -> dict[str, float]:
     """Shares of a run's gain after 40 % of its steps: with the weights then, and with those of the end as predicted.
 
-    ``secant`` predicts from the checkpoints until then. NaN if there is no gain.
+    ``secant`` predicts from the checkpoints until then.
     """
-    found = evaluations(run)
-    start, (steps, *_, end) = found[0][3], found[-1]
+    steps = evaluations(run)[-1][0]
     paths = [path for path in list_checkpoints(run / "checkpoints") if step_of(path) <= KNOWN * steps]
     trajectory, points = tracked(run, paths)
     now = weights_at(paths[-1])
     attempt = Attempt(predictor="secant", horizon=steps / step_of(paths[-1]), limits=TRY_ANYWAY)
     predicted = now | attempt.predict(trajectory, now, points=points)
-    shares = {}
-    for heading, weights in (("gain at 40 %", now), ("gain as predicted", predicted)):
-
-        def take(name: str, weight: Tensor, weights: dict[str, Tensor] = weights) -> Tensor:
-            return weights.get(name, weight)
-
-        accuracy = accuracy_with(run, take)
-        shares[heading] = (accuracy - start) / (end - start) if end > start else math.nan
-    return shares
+    return {
+        "gain at 40 %": share_of_gain(run, lambda name, weight: now.get(name, weight)),
+        "gain as predicted": share_of_gain(run, lambda name, weight: predicted.get(name, weight)),
+    }
