@@ -40,6 +40,7 @@ class Scorer:
         decode: Callable[[Sequence[int]], str],
     ):
         self.config, self.prompts, self.ranks, self.state, self.decode = config, prompts, ranks, state, decode
+        self._failure_noted = False
 
     def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
         """Fills in text, rewards and accuracy of every rollout; rollouts come in the order of their groups."""
@@ -69,6 +70,13 @@ class Scorer:
         """Returns the task's own scores of rollouts, and fills in their texts."""
         for rollout in rollouts:
             rollout.text = self.decode(rollout.response_ids)
+        failed = next((r.episode for r in rollouts if r.episode and r.episode.failure), None)
+        if failed and not self._failure_noted:
+            self._failure_noted = True
+            self.prompts.note(
+                f"the environment {self.config.task.environment} failed in turn {failed.turns} of an answer, which "
+                f"ends there: {failed.failure}; environment/failures counts such answers"
+            )
         owners = [group.example for group in groups for _ in range(group.num_samples)]
         examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
         completions = [rollout.said(rollout.text) for rollout in rollouts]

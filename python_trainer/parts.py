@@ -144,9 +144,7 @@ def _ask_servers(urls: list[str], policy: Policy, folder: Path, ranks: RankGroup
     return servers or Elsewhere(*limits)
 
 
-def make_run_engine(
-    chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup, note: Note
-) -> Engine:
+def make_run_engine(chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup) -> Engine:
     """Makes the engine that follows the policy, with turns of the environment if there is one.
 
     The policy's longest sequence becomes that of the engine, if that is shorter.
@@ -163,7 +161,6 @@ def make_run_engine(
             encode=partial(encode_observation, policy),
             decode=policy.decode,
             max_turns=chosen.task.max_turns,
-            note=note,
         )
     if ranks.size > 1 or policy.inference_model is not policy.model:
         engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)

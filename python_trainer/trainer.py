@@ -104,7 +104,7 @@ class Trainer:
         self.kernels = settle_kernels(chosen, self.folder, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
-        self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks, note)
+        self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)
             self.engine.on_progress = self.logger.log_generation  # of several processes the first tells of its part

@@ -78,7 +78,6 @@ class EpisodeEngine(WrappedEngine):
         encode: token ids so far, the messages of a chat so far or None, observation -> token ids of the observation.
         decode: ids of a turn -> its text.
         max_turns: of the policy in one answer.
-        note: called with a message at the first failure.
     """
 
     def __init__(
@@ -89,18 +88,16 @@ class EpisodeEngine(WrappedEngine):
         encode: Callable[[list[int], Messages | None, str | Messages], list[int]],
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
-        note: Callable[[str], None],
     ):
         super().__init__(inner)
         inner.keep_answers = True
-        self.make, self.encode, self.decode, self.note = make, encode, decode, note
+        self.make, self.encode, self.decode = make, encode, decode
         self.max_turns, self.timeout = max_turns, make.timeout
         self._sampling = SamplingParams()
         # turns being generated, by identity of the inner engine's rollout
         self._turns: dict[int, tuple[Rollout, _Answer]] = {}
         self._stepping: set[_Answer] = set()  # whose environment is at work
         self._steps: queue.SimpleQueue[tuple[_Answer, Any]] = queue.SimpleQueue()  # results
-        self._failed = False  # an episode, which was noted
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """Queues requests, each a :class:`Group`, with whose example the environment begins."""
@@ -198,12 +195,6 @@ class EpisodeEngine(WrappedEngine):
 
     def _fail(self, answer: _Answer, error: BaseException) -> Rollout:
         answer.episode.failure = _describe(error)
-        if not self._failed:
-            self._failed = True
-            self.note(
-                f"the environment {self.make.__name__} failed in turn {answer.episode.turns} of an answer, which ends "
-                f"there: {_describe(error)}; environment/failures counts such answers"
-            )
         return answer.end("length")
 
     def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:

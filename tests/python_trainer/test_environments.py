@@ -65,9 +65,8 @@ def decode(ids):
     return "".join(map(chr, ids))
 
 
-def episodes(model, make_environment=Echo, *, notes=None, max_turns=8, timeout=20.0, **options):
-    note = (notes if notes is not None else []).append
-    inner, options = engine_for(model, eos=EOS, **options), {"encode": encode, "decode": decode, "note": note}
+def episodes(model, make_environment=Echo, *, max_turns=8, timeout=20.0, **options):
+    inner, options = engine_for(model, eos=EOS, **options), {"encode": encode, "decode": decode}
     engine = EpisodeEngine(inner, make_environment, max_turns=max_turns, **options)
     engine.timeout = timeout
     return engine
@@ -171,14 +170,13 @@ def test_polling_hands_out_every_answer_once(model):
 
 def test_a_failing_environment_ends_its_own_answer(model):
     """Raising, leaving and hanging; the others are as they would be."""
-    notes: list[str] = []
     asked = groups(turns=(3, 3, 3), samples=2)
     wanted = episodes(model).generate(copy.deepcopy(asked), SAMPLING)
     for group, kind in zip(asked, (1, 2, 3)):
         group.example.columns["kind"] = kind
     plain = copy.deepcopy(groups(turns=(4,), samples=2)[0])
     plain.sample_id = 90
-    engine = episodes(model, Failing, notes=notes, timeout=0.5)
+    engine = episodes(model, Failing, timeout=0.5)
     rollouts = engine.generate([*asked, plain], SAMPLING)
     reasons = [r.episode.failure for r in rollouts]
     for rollout, whole, reason in zip(rollouts, wanted, reasons):
@@ -191,7 +189,6 @@ def test_a_failing_environment_ends_its_own_answer(model):
     assert "TimeoutError: no answer within 0.5 s, the timeout of its class" in reasons
     alone = episodes(model).generate([plain], SAMPLING)
     assert content(rollouts[-2:]) == content(alone) and reasons[-2:] == ["", ""]
-    assert len(notes) == 1 and "the environment Failing failed in turn 2 of an answer, which ends there" in notes[0]
     assert content(engine.generate([plain], SAMPLING)) == content(alone)  # and it goes on
 
 

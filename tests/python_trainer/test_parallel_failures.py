@@ -1,5 +1,6 @@
 """What fails in one of several processes: all end, and the error is told once."""
 
+import io
 import resource
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,8 +10,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import QUIET, run_settings
+from conftest import QUIET, merged, run_settings
 from gloo import KINDS, run_on_ranks, train
+from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,6 +21,7 @@ from python_trainer.checkpoint import list_checkpoints, load_whole, save_checkpo
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
+from python_trainer.environment import Environment
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.trainer import Trainer
@@ -121,6 +124,29 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
     engine.submit([], SamplingParams())
     engine.poll()
     assert refreshed == ([False] if streams else []) and inner.generate.call_count == 1
+
+
+class OnFirst(Environment):
+    """Works on the first rank alone, as where a tool is missing on another host."""
+
+    def step(self, text):
+        if dist.get_rank():
+            raise OSError("no tool here")
+        return "", 1.0, True
+
+
+def answers_whose_environment_fails(settings, folder):
+    config, said = check_config(settings, source="test"), io.StringIO()
+    trainer = Trainer(config, folder, console=Console(file=said, width=200), ranks=KINDS["ddp"]())
+    trainer.run()
+    wanted = "the environment test_parallel_failures:OnFirst failed in turn 1 of an answer, which ends there: OSError: "
+    assert said.getvalue().count(f"{wanted}no tool here; ") == (1 if dist.get_rank() == 0 else 0)
+
+
+def test_an_environment_that_fails_in_another_process_is_told(tmp_path, tiny_policy, jsonl_files):
+    task = {"environment": "test_parallel_failures:OnFirst", "reward": "environment"}
+    settings = merged(run_settings(tiny_policy, jsonl_files), {"task": task, "parallel": "ddp", "max_steps": 2})
+    run_on_ranks(tmp_path, answers_whose_environment_fails, settings, tmp_path / "run")
 
 
 SHARED = UserError("told to all")
