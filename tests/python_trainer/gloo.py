@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ KINDS = {"ddp": partial(RankGroup, "ddp"), "fsdp2": ShardedGroup}
 
 def _enter(rank, size, threads, rendezvous, function, args):
     torch.set_num_threads(threads)
+    tempfile.tempdir = str(rendezvous.parent)  # os._exit below leaves what a process has there
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=PATIENCE)
     try:
         function(*args)
