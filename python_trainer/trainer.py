@@ -361,7 +361,7 @@ class Trainer:
             for callback in self.callbacks if self.ranks.rank == 0 else ():
                 try:
                     getattr(callback, method)(self, *arguments)
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # sys.exit would end the run unsaved
                     name = f"{type(callback).__name__}.{method}"
                     raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
 

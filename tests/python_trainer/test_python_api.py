@@ -51,15 +51,18 @@ def test_callbacks_are_called_in_order(make_config, tmp_path):
 
 
 class Fails(Callback):
+    def __init__(self, error):
+        self.error = error
+
     def on_step(self, trainer, step, metrics):
         if step == 3:
-            raise ZeroDivisionError("no luck")
+            raise self.error
 
 
-def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path):
-    config = make_config(callbacks=["test_python_api:Fails"])
-    with pytest.raises(UserError, match="callback Fails.on_step raised ZeroDivisionError: no luck"):
-        Trainer(config, tmp_path / "run", console=QUIET).run()
+@pytest.mark.parametrize("error", [ZeroDivisionError("no luck"), SystemExit(0)])
+def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path, error):
+    with pytest.raises(UserError, match=f"callback Fails.on_step raised {type(error).__name__}: {error}"):
+        Trainer(make_config(), tmp_path / "run", callbacks=[Fails(error)], console=QUIET).run()
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
 
 
