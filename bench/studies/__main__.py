@@ -28,7 +28,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help="of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the page")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="run these arms alone")
-    parser.add_argument("--rate", type=float, metavar="LR", help="of every arm; without it each arm is tuned")
+    rate = "of the baseline, whose multiples other arms keep; without it arms are tuned"
+    parser.add_argument("--rate", type=float, metavar="LR", help=rate)
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more settings")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs that take their turn at the same time")
     stop = "seconds after which runs save and end; the same command goes on with them"

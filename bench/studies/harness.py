@@ -127,10 +127,13 @@ def fewer_prompts(prompts: int, *, parts: Sequence[int] = (2, 4), settings: Sequ
 
 
 def at_rate(study: Study, rate: float | None) -> Study:
-    """Give every arm this learning rate, and tune none; None: leave the study as it is."""
+    """Give the baseline this learning rate, other arms their multiple of it, and tune none; None: no change."""
     if rate is None:
         return study
-    return replace(study, arms=[replace(arm, rate=rate) for arm in study.arms], rates=())
+    first = study.arms[0].rate
+    times = [arm.rate / first if arm.rate and first else 1.0 for arm in study.arms]
+    arms = [replace(arm, rate=rate * factor) for arm, factor in zip(study.arms, times)]
+    return replace(study, arms=arms, rates=())
 
 
 class Harness:

@@ -138,6 +138,9 @@ def test_every_arm_tries_the_same_rates(study, tmp_path):
     untuned = Harness(harnesses.at_rate(study, 5e-4), tmp_path / "untuned")
     untuned.run_all(1)
     assert [row["rate"] for row in untuned.rows(1)] == [5e-4, 5e-4]
+    fixed = [dataclasses.replace(arm, rate=rate) for arm, rate in zip(arms, (1e-4, 2e-4))]
+    given = harnesses.at_rate(dataclasses.replace(study, arms=fixed), 5e-4)
+    assert [arm.rate for arm in given.arms] == [5e-4, 1e-3], "an arm of twice the rate keeps it"
 
 
 def test_an_earlier_run_comes_first_and_is_shown_apart(study, tmp_path):
