@@ -90,7 +90,8 @@ def train_sampled_first(turns: Turns, config: str, overrides: Sequence[str], fol
 def measure(run: Path) -> dict[str, float]:
     """Return the shares of right answers at the start and of problems with one at the end; of a plain run its ranks."""
     last = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if ACCURACY in row][-1]
-    found = {"accuracy at the start": evaluations(run)[0][3], "pass@4 at the end": last["eval/pass@4"]}
+    found = {"accuracy at the start": evaluations(run)[0][3]}
+    found |= {f"{key.removeprefix('eval/')} at the end": last[key] for key in last if key.startswith("eval/pass@")}
     if run.parent.name == "plain":
         found |= gain_at_ranks(run) | straightness(run) | gain_when_predicted(run)
     return found
