@@ -35,6 +35,7 @@ from python_trainer.run_state import Clock, RunState, StepMeter, device_name, su
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
+FAR_APART = 0.5  # log-probabilities of sampler and trainer; rounding to 4 or 8 bits stays below
 COUNTED = ("generated_tokens", "prefill_tokens", "cached_tokens")  # of the engine's counters
 
 
@@ -86,6 +87,7 @@ class Trainer:
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
         self.clock, self.state = Clock(timer), RunState()
         self.stop, self.done, self.rehearsed = StopSignal(), False, False
+        self.apart_noted = False  # that the engine samples from another model
         note = self.logger.note
         shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
         self.checkpointer = Checkpointer(
@@ -198,10 +200,21 @@ class Trainer:
                 self.logger.log(number, row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
-        if number == 1 and row.get("completions/clipped_ratio") == 1:
-            self.logger.note("no answer of the first step ended within rollout.max_completion_length")
+        self.note_oddities(number, row)
         self.checkpointer.after_step(self.stop.name, done=self.done)
         return row
+
+    def note_oddities(self, number: int, row: dict[str, float]) -> None:
+        """Notes what is hardly meant in the metrics of a step, once."""
+        if number == 1 and row.get("completions/clipped_ratio") == 1:
+            self.logger.note("no answer of the first step ended within rollout.max_completion_length")
+        apart = row.get("sampling/logp_difference/mean", 0.0)
+        if apart > FAR_APART and not self.apart_noted:
+            self.apart_noted = True
+            self.logger.note(
+                f"in step {number} rollout.engine samples from another model than the one that trains: "
+                f"log-probabilities differ by {apart:.2f} on average, which is usually below 0.05"
+            )
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         """Lets accelerators change the requests."""

@@ -1,14 +1,20 @@
-"""A real language model: SmolLM2-135M on GSM8K's problems of one to three steps, after supervised steps on half.
+"""A real language model, SmolLM2-135M, on problems of words and on sums.
 
-Right answers are rare, and have 60 to 200 tokens. Training is on the other half; an evaluation is four answers to every
-test problem. *sampled answers first*: four answers of the first policy to every training prompt, charged, of which the
-right ones are trained on by themselves before the first step. Weights are float32, with products in lower precision.
-Plain's checkpoints tell how much of its gain the leading ranks of its update keep, how straight it moved, and what a
-prediction after 40 % of the steps is worth.
+*gsm8k*: GSM8K's problems of one to three steps, after supervised steps on half. Right answers are rare, and have 60 to
+200 tokens. Training is on the other half; an evaluation is four answers to every test problem. *sampled answers first*:
+four answers of the first policy to every training prompt, charged, of which the right ones are trained on by themselves
+before the first step.
+
+*sums*: sums of 2 to 10 terms, after supervised steps on solved ones. About half of the answers are right, so that plain
+training gains within an hour what GSM8K takes days for.
+
+Weights are bfloat16, beside the optimizer's float32 ones. Plain's checkpoints tell how much of its gain the leading
+ranks of its update keep, how straight it moved, and what a prediction after 40 % of the steps is worth.
 """
 
 import gc
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,32 +33,48 @@ from python_trainer.accelerators.rhyme.replay import in_batches
 from python_trainer.accelerators.rhyme.sampling import CAP
 from python_trainer.data import Rollout, by_group
 from python_trainer.sft import Sft
+from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
 
 CONFIG = "configs/gsm8k_smollm2.yaml"
 EPOCHS = 4  # of the supervised steps: as many as bring the share of right answers near 0.1
 RATE = 1e-5
 TRIES = 4  # answers to every prompt before the first step, of the arms that begin with such
-MODEL = ["model.dtype=float32", "model.matmul_precision=medium", "optimizer.micro_batch_tokens=4096"]
+MODEL = ["model.dtype=bfloat16", "optimizer.micro_batch_tokens=4096"]
 HALVES = "{work}/short_train.jsonl:train[:50%]", "{work}/short_train.jsonl:train[50%:]"
 TEST = ["task.test_path={work}/short_test.jsonl", "task.test_size=null"]
-NEEDED = ("smollm2/config.json", "short_train.jsonl", "short_test.jsonl")
+NEEDED = ("short_train.jsonl", "short_test.jsonl")
+SUMS = "configs/sums.yaml"
+SUMS_RATE = 5e-5
+SOLVED = 1024  # sums of the supervised steps
 
 
 def prepare(work: Path) -> None:
-    """Take the supervised steps that are missing."""
+    """Take the supervised steps on GSM8K that are missing."""
     if missing := [name for name in NEEDED if not (work / name).exists()]:
-        raise SystemExit(
-            f"{work} lacks {', '.join(missing)}: put the Hub's HuggingFaceTB/SmolLM2-135M-Instruct into smollm2/ and "
-            f"the files that the command jq at the head of {CONFIG} makes beside it"
-        )
-    if (work / "smollm2-sft" / "model").exists():
+        raise SystemExit(f"{work} lacks {', '.join(missing)}: the command jq at the head of {CONFIG} makes them")
+    settings = [f"task.train_path={HALVES[0]}", *TEST, f"sft.epochs={EPOCHS}", "save.save_steps=100"]
+    take_supervised_steps(work, "smollm2-sft", CONFIG, settings)
+
+
+def prepare_sums(work: Path) -> None:
+    """Write solved sums, which no seed of the task has, and take the supervised steps that are missing."""
+    rng, path = random.Random("solved sums"), work / "sums.jsonl"
+    drawn = [draw_terms(rng, TERMS["short"]) for _ in range(SOLVED)]
+    path.write_text("".join(json.dumps({"prompt": prompt_of(t), "answer": solution(t)}) + "\n" for t in drawn))
+    places = [f"task.{split}_path={path}:train[{part}]" for split, part in (("train", "64:"), ("test", ":64"))]
+    settings = ["task.name=jsonl", "task.reward=math", *places, "sft.epochs=2", "sft.batch_tokens=1024"]
+    take_supervised_steps(work, "smollm2-sums", SUMS, settings)
+
+
+def take_supervised_steps(work: Path, name: str, config: str, settings: Sequence[str]) -> None:
+    """Train the model of the Hub on reference answers into ``work/name``, where that is missing."""
+    if not (work / "smollm2" / "config.json").exists():
+        raise SystemExit(f"{work} lacks smollm2: put the Hub's HuggingFaceTB/SmolLM2-135M-Instruct there")
+    if (work / name / "model").exists():
         return
-    settings = [
-        f"task.train_path={HALVES[0]}", *TEST, "model.path={work}/smollm2", f"sft.epochs={EPOCHS}",
-        "optimizer.learning_rate=1e-4", "save.save_steps=100", "save.save_total_limit=1", *MODEL,
-    ]  # fmt: skip
-    config = load_config(CONFIG, [text.replace("{work}", str(work)) for text in settings])
-    Sft(config, work / "smollm2-sft", resume=True).run()
+    model = ["model.path={work}/smollm2", "optimizer.learning_rate=1e-4", "save.save_total_limit=1", *MODEL]
+    settings = [text.replace("{work}", str(work)) for text in [*settings, *model]]
+    Sft(load_config(config, settings), work / name, resume=True).run()
     gc.collect()
     torch.cuda.empty_cache()  # for the runs
 
@@ -123,5 +145,22 @@ STUDIES = [
         prepare=prepare,
         columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
-    )
+    ),
+    Study(
+        name="sums",
+        config=SUMS,
+        common=[
+            "task.variant=short", "task.test_size=512", "model.path={work}/smollm2-sums/model", *MODEL, "max_steps=60",
+            "rollout.engine=paged", "rollout.max_completion_length=160", "evaluation.eval_limit_during=null",
+            "evaluation.samples=2", "evaluation.eval_steps=20", "save.save_steps=12", "save.save_total_limit=1",
+        ],
+        arms=[
+            Arm("plain", ["save.save_total_limit=5"], rate=SUMS_RATE),
+            *(replace(arm, rate=SUMS_RATE) for arm in fewer_prompts(16)),
+            Arm("twice the rate", rate=2 * SUMS_RATE),
+        ],
+        levels=(0.6, 0.7, 0.8),
+        prepare=prepare_sums,
+        measure=measure,
+    ),
 ]  # fmt: skip

@@ -112,6 +112,25 @@ def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, 
     assert read_metrics(tmp_path / "run")[1]["sampling/logp_difference/max"] < 1e-4
 
 
+@pytest.mark.parametrize("off", [0.1, 0.6])
+def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, off):
+    """As a server is whose configuration does not fit the weights it gets."""
+    said = io.StringIO()
+    trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=Console(file=said, width=300))
+    generate = trainer.engine.generate
+
+    def generate_apart(*arguments):
+        rollouts = generate(*arguments)
+        for rollout in rollouts:
+            rollout.logprobs = [logprob - off for logprob in rollout.logprobs]
+        return rollouts
+
+    trainer.engine.generate = generate_apart
+    trainer.run()
+    wanted = "samples from another model than the one that trains: log-probabilities differ by 0.60 on average"
+    assert said.getvalue().count(wanted) == (1 if off > 0.5 else 0)
+
+
 def test_another_seed_gives_other_weights(make_config, tmp_path):
     """That the same seed gives the same weights is what tests of resuming are about."""
     assert not same(*(train(make_config(max_steps=1, seed=seed), tmp_path / str(seed)) for seed in (3, 4)))
