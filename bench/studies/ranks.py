@@ -16,6 +16,7 @@ from python_trainer import Trainer, load_config
 from python_trainer.accelerators.alpha import TRY_ANYWAY
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.hub import policy_folder
+from python_trainer.run_directory import load_evaluations
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Points
 from rlkernels.rank1.stream import default_filter
@@ -84,11 +85,18 @@ def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
         return trainer.evaluate("test")
 
 
+def gain_of(run: Path) -> tuple[float, float]:
+    """Accuracy at the start, and what it rose by until the end; NaN if that may be chance (two standard errors)."""
+    found = load_evaluations(run)
+    rise = found["final"].astype(float) - found["start"]  # of each test prompt
+    clear = rise.mean() > 2 * rise.std(ddof=1) / math.sqrt(len(rise))
+    return float(found["start"].mean()), float(rise.mean()) if clear else math.nan
+
+
 def share_of_gain(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
-    """Share of a run's gain in accuracy that there is with other weights, as of accuracy_with; NaN without a gain."""
-    found = evaluations(run)
-    start, end = found[0][3], found[-1][3]
-    return (accuracy_with(run, change) - start) / (end - start) if end > start else math.nan
+    """Share of a run's gain with other weights, as of accuracy_with; NaN without a gain, as of gain_of."""
+    start, gain = gain_of(run)
+    return math.nan if math.isnan(gain) else (accuracy_with(run, change) - start) / gain
 
 
 def gain_at_ranks(run: Path) -> dict[str, float]:
