@@ -184,7 +184,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise UserError(
@@ -197,13 +197,29 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values or {}
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a section that stands in a file twice: PyYAML takes the last one and forgets the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if any(key.value == other.value for other in keys[:number]):
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Returns what YAML holds."""
+    return UniqueKeys(text).get_single_data()
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one nested key in place."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set takes key=value, for example optimizer.learning_rate=1e-5, got {override!r}")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30
         form = {"[": "[A, B]", "{": "{A: B}"}.get(text.lstrip()[:1])
         quoted = f"; a shell cuts it at spaces, so write it in quotes: '{key}={form}'" if form else ""

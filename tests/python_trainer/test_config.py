@@ -129,6 +129,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a: [1", "is not valid YAML"), ("- 1\n- 2", "must hold a mapping of settings, got list"),
+     ("save: {save_steps: 1}\nsave: {}", "save stands there twice in .* line 2"),
      ("max_steps: x", "max_steps: .*got 'x'"), ("seed: 2026-02-30", "YAML: day is out of range"),
      (None, "cannot read the config file .*a.yaml: No such file")],
 )  # fmt: skip
