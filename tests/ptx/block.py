@@ -49,7 +49,6 @@ class Block:
         self.issued: Counter[str] = Counter()  # warps times statements, by the name of the instruction
         # blocks that ran; bytes between them and global memory; operations of tensor cores
         self.runs, self.moved, self.flops = 0, 0, 0
-        self.executed = np.zeros(len(program.statements), bool)
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
         self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]
 
@@ -161,7 +160,6 @@ class Block:
                 if steps > MOST_STEPS:
                     raise Fault("does not end")
                 statement, action, guard = statements[at], self.actions[at], self.guards[at]
-                self.executed[at] = True
                 at += 1
                 taking, taking_warps = mask, warps
                 if guard is not None:
