@@ -33,6 +33,20 @@ class WaitsForNothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Results(TorchDispatchMode):
+    """Notes (name of the operation, shape) of every tensor that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.found.append((func.overloadpacket.__name__, out.shape))
+        return out
+
+
 class Launches(TorchDispatchMode):
     """Counts by name the operations that compute, which a GPU would launch, and notes those that it would wait for."""
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from accuracy import check_logprobs
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Results
 
 import rlkernels
 from rlkernels.logprobs import reference
@@ -165,18 +165,8 @@ def test_an_id_outside_the_vocabulary_is_nan_where_ids_are_not_looked_at():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_plain_torch_makes_only_the_passes_that_were_asked_for(temperature):
     logits, ids = torch.randn(3, 50), torch.tensor([0, 49, 7])
-    passes = []
-
-    class Passes(TorchDispatchMode):
-        """Notes what gives a tensor of the size of the logits."""
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if torch.is_tensor(out) and out.numel() == logits.numel():
-                passes.append(func.overloadpacket.__name__)
-            return out
-
-    with Passes():
+    with Results() as results:
         found = rlkernels.token_logprobs(logits, ids, temperature=temperature, backend="torch")
+    passes = [name for name, shape in results.found if shape.numel() == logits.numel()]
     assert passes == (["_log_softmax"] if temperature == 1 else ["div", "_log_softmax"])
     assert torch.equal(found, reference.token_logprobs(logits, ids, temperature)[0])

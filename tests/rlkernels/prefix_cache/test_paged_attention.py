@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from paged_problems import Problem, check_change, check_write_kv, paged
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Results
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -21,10 +21,8 @@ def plain(problem: Problem, i: int) -> torch.Tensor:
     key, value = (c.flatten(0, 1)[place.long()] for c in (problem.key_cache, problem.value_cache))
     queries = rows.stop - rows.start
     mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-    group = problem.query.shape[1] // key.shape[1]
-    query, key, value = (t.transpose(0, 1) for t in (problem.query[rows], key, value))
-    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=problem.scale).transpose(0, 1)
+    heads = (t.transpose(0, 1) for t in (problem.query[rows], key, value))
+    return F.scaled_dot_product_attention(*heads, mask, scale=problem.scale, enable_gqa=True).transpose(0, 1)
 
 
 def test_paged_attention_is_attention():
@@ -36,27 +34,15 @@ def test_paged_attention_is_attention():
     assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
 
 
-class Largest(TorchDispatchMode):
-    """Most numbers of a tensor that an operation gave, of those of three dimensions: scores are [Hq, q, k]."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        if isinstance(out, torch.Tensor) and out.ndim == 3:
-            self.numbers = max(self.numbers, out.numel())
-        return out
-
-
 def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     """It is what a GPU takes where nothing is proven."""
     problem = paged([90, 40], [80, 33], heads=4, kv_heads=2, dim=2)
     attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
     whole = attend()
     monkeypatch.setattr(reference, "PIECE", 4 * 90 * 7)  # of 4 * 90 * 80
-    with Largest() as largest:
+    with Results() as results:
         torch.testing.assert_close(attend(), whole)
-    assert largest.numbers == reference.PIECE
+    assert max(shape.numel() for _, shape in results.found if len(shape) == 3) == reference.PIECE  # scores [Hq, q, k]
 
 
 @pytest.mark.parametrize("first", [0, 3, 10])
@@ -85,10 +71,8 @@ def repeated(query, key, value, layout, scale):
     for prefix, suffixes in layout.spans():
         for rows in [slice(0, 0), *suffixes]:
             pick = torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(rows.start, rows.stop)])
-            group = query.shape[1] // key.shape[1]
-            q, k, v = (t[pick].transpose(0, 1) for t in (query, key, value))
-            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-            whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+            heads = (t[pick].transpose(0, 1) for t in (query, key, value))
+            whole = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1)
             new = pick if rows.stop == 0 else pick[prefix.stop - prefix.start :]
             out = out.index_put((new,), whole[len(whole) - len(new) :])
     return out
