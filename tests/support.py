@@ -1,7 +1,11 @@
 """Helpers that several test files share."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlkernels import backend
 
 aten = torch.ops.aten
+ROOT = Path(__file__).parents[1]
 
 
 def waits(func: Any, args: Any, kwargs: Any) -> bool:
@@ -84,6 +89,14 @@ def every_isa() -> Iterator[str]:
         pass
     finally:
         torch.ops.rlkernels.set_cpu_isa("auto")
+
+
+def run_python(code: str, *options: str, cwd: Path = ROOT, **env: str) -> str:
+    """What another Python prints that runs ``code``, with ``env`` beside the environment of this one."""
+    command = [sys.executable, *options, "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-100:] + done.stderr[-3000:]
+    return done.stdout.strip()
 
 
 def lacks(what: str) -> None:

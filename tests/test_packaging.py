@@ -9,12 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support import lacks
+from support import ROOT, lacks, run_python
 
 import rlkernels.backend
 from tools import make_wheel
-
-ROOT = Path(__file__).parents[1]
 
 
 def setup(*command: str, cwd: Path = ROOT, **env: str) -> None:
@@ -39,12 +37,7 @@ def wheel(folder: Path, **env: str) -> Path:
 
 def python_in(site: Path, code: str) -> str:
     """Runs code where only the unpacked wheel and the installed dependencies are importable."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=site.parent, env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python(code, "-P", cwd=site.parent, PYTHONPATH=str(site))
 
 
 CODE = """
@@ -106,12 +99,7 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     code = "import os, site, sys\n"  # other installs of the package are none of this test's
     code += "sys.path[:] = [p for p in sys.path if not os.path.exists(os.path.join(p, 'rlkernels', '__init__.py'))]\n"
     code += f"site.addsitedir({str(tmp_path / 'site')!r})\nimport rlkernels; print(rlkernels.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(clone / "rlkernels" / "__init__.py")
+    assert run_python(code, cwd=tmp_path, PYTHONPATH="") == str(clone / "rlkernels" / "__init__.py")
 
 
 @pytest.mark.slow

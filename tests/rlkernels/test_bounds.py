@@ -4,13 +4,12 @@ import ctypes
 import faulthandler
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support import every_isa
+from support import every_isa, run_python
 from test_compiled_ops import problems
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -48,10 +47,8 @@ def run_all():
 
 
 def test_ops_stay_inside():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [sys.executable, "-c", "import test_bounds; test_bounds.run_all()"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout[-100:], done.stderr[-2000:])
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run_python("import test_bounds; test_bounds.run_all()", PYTHONPATH=path)
 
 
 @pytest.mark.parametrize("at_end", [False, True])

@@ -9,26 +9,15 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from support import lacks
+from support import ROOT, lacks, run_python
 
 import rlkernels
 from rlkernels import _waiting, backend
 from rlkernels.__main__ import main
 from rlkernels._info import print_info
-
-ROOT = Path(__file__).parents[2]
-
-
-def run_python(code: str, **env) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_import_needs_only_torch_and_numpy():

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,13 +12,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from rank1_cases import planted
+from support import run_python
 
 import rlkernels
 from rlkernels.rank1 import stream
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors")
 save = safetensors_torch.save_file
-ROOT = Path(__file__).parents[2]
 
 
 def write(folder: Path, shards: list[dict[str, torch.Tensor]], index: bool = True) -> Path:
@@ -159,10 +157,7 @@ watcher.join()
 assert len(names) == 8
 print((peak - before) / 2**20)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert out.returncode == 0, out.stderr
-    assert 8 < float(out.stdout) < 16 + 20  # one pair is 16 MiB; the rest is the solver's vectors and the loader
+    assert 8 < float(run_python(code)) < 16 + 20  # one pair is 16 MiB; the rest is the solver's vectors and the loader
 
 
 def tiny_llama(size=32):
