@@ -32,7 +32,6 @@ class Block:
     def __init__(self, program: Program, memory: Global, threads: int, shared: int) -> None:
         self.program, self.memory, self.threads = program, memory, threads
         self.shared = Shared(shared)
-        self.local = np.zeros((threads, program.local_bytes), np.uint8)
         self.thread = np.arange(threads)
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.warps = threads // 32
@@ -129,7 +128,6 @@ class Block:
                 values.view(np.uint8).fill(0 if values.dtype == bool else 0xA5)
         for axis, index in zip(AXES, place):
             self.places[f"%ctaid.{axis}"].fill(index)
-        self.local.fill(0xA5)
         self.shared.begin()
         self.copies, self.products, self.running = [[]], [[]], {}
         self._loop()

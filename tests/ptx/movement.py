@@ -1,4 +1,4 @@
-"""Instructions that move values: loads and stores, atomics, asynchronous copies, and those between lanes of a warp."""
+"""Instructions that move values: loads and stores, asynchronous copies, and those between lanes of a warp."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from ptx.block import Action, Block, Mask, instruction
-from ptx.memory import BITS, Fault, check_alignment
+from ptx.memory import BITS
 from ptx.program import TYPES, Statement, unbrace
 
 # Triton before 3.7 sets no fence between copies that have landed and the products that read them
@@ -16,7 +16,7 @@ COPIES_COUNT_AS_FENCED = find_spec("triton") is not None and version("triton") <
 
 @instruction("ld", "st")
 def _access(block: Block, s: Statement) -> Action:
-    space = next(part for part in ("param", "global", "shared", "local") if part in s.parts)
+    space = next(part for part in ("param", "global", "shared") if part in s.parts)
     storing = s.name == "st"
     place, values = s.operands if storing else s.operands[::-1]
     registers, size = unbrace(values), TYPES[s.kind].itemsize
@@ -38,31 +38,16 @@ def _access(block: Block, s: Statement) -> Action:
             stored = np.stack([read()[chosen] for read in reads], 1)
             if space == "global":
                 block.memory.write(at, stored, s.text)
-            elif space == "shared":
-                block.shared.write(at, warps, stored, s.text)
             else:
-                _local(block, at, size, count, s.text)[chosen[:, None], _columns(at, size, count)] = stored
+                block.shared.write(at, warps, stored, s.text)
             return
         if space == "global":
             found = block.memory.read(at, size, count, s.text)
-        elif space == "shared":
-            found = block.shared.read(at, warps, size, count, s.text)
         else:
-            found = _local(block, at, size, count, s.text)[chosen[:, None], _columns(at, size, count)]
+            found = block.shared.read(at, warps, size, count, s.text)
         scatter(block, registers, found.view(signed), chosen, on)
 
     return run
-
-
-def _local(block: Block, at: np.ndarray, size: int, count: int, text: str) -> np.ndarray:
-    check_alignment(at, size * count, text)
-    if at.min() < 0 or at.max() + size * count > block.local.shape[1]:
-        raise Fault(f"outside of a thread's own memory: {text}")
-    return block.local[:, : block.local.shape[1] // size * size].view(BITS[size])
-
-
-def _columns(at: np.ndarray, size: int, count: int) -> np.ndarray:
-    return (at // size)[:, None] + np.arange(count)
 
 
 def scatter(block: Block, registers: list[str], found: np.ndarray, chosen: np.ndarray, on: Mask) -> None:
@@ -73,24 +58,6 @@ def scatter(block: Block, registers: list[str], found: np.ndarray, chosen: np.nd
             values = np.zeros(block.threads, found.dtype)
             values[chosen] = found[:, i]
         block.write(register, values, on)
-
-
-@instruction("atom")
-def _atomic(block: Block, s: Statement) -> Action:
-    """Sums in global memory, thread after thread."""
-    if "add" not in s.parts or "global" not in s.parts:
-        raise NotImplementedError(s.text)
-    address, read, size = block.address(s.operands[1], "u64"), block.read(s.operands[2], s.kind), TYPES[s.kind].itemsize
-
-    def run(on: Mask) -> None:
-        chosen = block.chosen(on)
-        before = np.zeros((len(chosen), 1), TYPES[s.kind])
-        for row, at, more in zip(before, address()[chosen], read()[chosen]):
-            row[:] = block.memory.read(np.array([at]), size, 1, s.text).view(TYPES[s.kind])[0]
-            block.memory.write(np.array([at]), (row + more)[None], s.text)
-        scatter(block, [s.operands[0]], before, chosen, on)
-
-    return run
 
 
 @instruction("cp")
@@ -127,7 +94,6 @@ def _shuffle(block: Block, s: Statement) -> Action:
     value, count, bounds = (block.read(operand, "u32") for operand in s.operands[1:4])
     source: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = {
         "up": lambda lane, n, segment: lane - n,
-        "down": lambda lane, n, segment: lane + n,
         "bfly": lambda lane, n, segment: lane ^ n,
         "idx": lambda lane, n, segment: lane & segment | n & ~segment & 31,
     }[s.parts[2]]

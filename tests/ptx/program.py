@@ -37,7 +37,6 @@ class Program:
     registers: dict[str, str]  # "%r" for all of %r0, %r1, ..., or a whole name -> type
     labels: dict[str, int]  # -> index of a statement
     statements: list[Statement]
-    local_bytes: int  # of memory of a thread's own
 
     def register_type(self, name: str) -> str | None:
         return self.registers.get(name) or self.registers.get(name.rstrip("0123456789"))
@@ -62,7 +61,7 @@ def parse(text: str, entry: str) -> Program:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
     body = re.sub(r"^\s*\.(loc|file|pragma|section)\b[^\n]*", "", text[found.end() : end - 1], flags=re.MULTILINE)
-    registers, labels, statements, local_bytes = {}, {}, [], 0
+    registers, labels, statements = {}, {}, []
     for piece in body.split(";"):
         line = " ".join(piece.split()).lstrip("{} ")  # scopes of inline code name no registers twice
         while label := re.match(r"(\$\w+):\s*[{} ]*", line):
@@ -70,11 +69,9 @@ def parse(text: str, entry: str) -> Program:
             line = line[label.end() :]
         if one := re.match(r"\.reg \.(\w+) (%?\w+)(<\d+>)?$", line):
             registers[one[2]] = one[1]
-        elif array := re.match(r"\.local .*\[(\d+)\]$", line):
-            local_bytes += int(array[1])
         elif line and not line.startswith("."):
             statements.append(statement(line))
-    return Program(entry, _parameters(found[1]), registers, labels, statements, local_bytes)
+    return Program(entry, _parameters(found[1]), registers, labels, statements)
 
 
 def statement(line: str) -> Statement:
