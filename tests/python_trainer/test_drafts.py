@@ -1,10 +1,13 @@
-"""Drafts in the engine and in training: the same tokens in fewer forward passes."""
+"""Drafts in the engine and in training: the same tokens in fewer forward passes, as often as they are probable."""
+
+from collections import Counter
 
 import pytest
+import torch
 from conftest import QUIET, train
 from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
 
-from bench.studies.lossless import p_values
+from bench.studies.lossless import distribution, p_value, p_values, uniform
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.errors import UserError
@@ -126,7 +129,7 @@ def test_ends_inside_a_draft():
 
 @pytest.mark.parametrize("seed", [2, 3], ids=["without drafts", "with drafts"])
 def test_tokens_come_as_often_as_their_probabilities(seed):
-    """First and second tokens in two settings, of which rollout/test_lossless.py has more."""
+    """First and second tokens in two settings, of which the test of the frequencies has more."""
     assert min(p_values(seed)[0]) > 1e-3
 
 
@@ -219,3 +222,23 @@ def test_damaged_history_in_a_checkpoint():
     state["history"][-1] ^= 1
     with pytest.raises(UserError, match="drafts of the checkpoint cannot be read: the tensor is damaged"):
         accelerator.load_state_dict(state)
+
+
+ERROR = 1e-6  # of all tests here together, were everything right
+
+
+@pytest.mark.slow
+def test_frequencies_of_tokens_are_their_probabilities():
+    found = [p_values(seed) for seed in range(20)]
+    values = [p for pair, _ in found for p in pair if p is not None]
+    assert len(values) > 10 and {drawn["drafts"] for _, drawn in found} == {0, 1}
+    assert min(values) > ERROR / (2 * len(values)) and uniform(values) > ERROR / 2
+
+
+def test_a_token_too_often_is_seen():
+    probs = distribution(torch.tensor([1.0, 1.0, 0.0, -20.0]), 1.0, 1.0, 0)
+    even = Counter({token: round(10_000 * p) for token, p in enumerate(probs.tolist())})
+    assert p_value(even, probs) > 0.9
+    assert p_value(even + Counter({0: 800}), probs) < ERROR
+    assert p_value(Counter({3: 1}), distribution(torch.tensor([1.0, 1.0, 0.0, -20.0]), 1.0, 0.9, 0)) == 0
+    assert p_value(Counter({1: 5}), torch.tensor([0.0, 1.0])) is None

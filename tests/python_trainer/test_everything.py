@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import train
-from fake_llm import install
-from fake_vllm import draw, serving
+from fake_vllm import draw, install, serving
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.errors import UserError

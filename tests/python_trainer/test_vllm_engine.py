@@ -1,24 +1,28 @@
-"""What the vLLM engine does on its own; tests/with_vllm has the rest."""
+"""What the vLLM engine does on its own, and where ``auto`` takes it; tests/with_vllm has the rest."""
 
+import importlib.metadata
+import io
 import json
 import re
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_llm import FakeLLM, install
-from fake_vllm import LIMIT, serving
+from fake_vllm import LIMIT, FakeLLM, install, serving
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from python_trainer.config import check_config
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.weights import checkpoint_weights
-from python_trainer.parts import make_engine
+from python_trainer.parts import make_engine, resolve_engine
 from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, import_vllm
@@ -190,7 +194,7 @@ def fake():
 @pytest.mark.parametrize("on_server", [False, True])
 def test_the_limit_of_vllm_counts_like_that_of_the_model(make_config, tmp_path, monkeypatch, fake, on_server):
     install(monkeypatch, sleeps=False)
-    monkeypatch.setattr("fake_llm.LIMIT", 12)
+    monkeypatch.setattr("fake_vllm.LIMIT", 12)
     fake.settings["max_model_len"] = 12
     rollout = {"engine": "vllm", "vllm_server": fake.url if on_server else None}
     source = r"the vLLM server http.* \(--max-model-len\)" if on_server else "rollout.engine vllm .*memory_bytes.*"
@@ -280,3 +284,60 @@ def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monke
     finally:
         over.set()
     assert asked.is_set() and not (tmp_path / "weights").exists()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets whether there is a GPU, and which vLLM is installed."""
+
+    def be(gpu, vllm):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        version = importlib.metadata.version
+
+        def installed(name):
+            if name == "vllm" and vllm is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return vllm if name == "vllm" else version(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", installed)
+
+    return be
+
+
+def chosen(**sections):
+    config, said = resolve_engine(check_config(sections, source="test"))
+    return config.rollout.engine, said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "vllm", "engine"),
+    [(False, "0.32.1", "paged"), (True, None, "paged"), (True, "0.31.0", "paged"), (True, "0.32.1", "vllm")],
+)
+def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, vllm, engine):
+    machine(gpu, vllm)
+    found, said = chosen()
+    assert found == engine and (said is not None) == (engine == "vllm")
+    assert chosen(rollout={"engine": "paged"}) == ("paged", None)
+    assert chosen(model={"device": "cpu"}) == ("paged", None)
+    assert chosen(rollout={"vllm_server": "http://localhost:8000"}) == ("vllm", None), "a server is enough"
+    assert chosen(parallel="fsdp2")[0] == chosen(accelerators={"enabled": ["drafts"]})[0] == engine
+
+
+def test_settings_that_do_not_go_with_it_come_first(machine):
+    settings = {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 129}}}
+    machine(True, "0.32.1")
+    engine, said = chosen(**settings)
+    assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 129" in said
+    machine(True, None)
+    assert chosen(**settings) == ("paged", None)
+
+
+def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
+    machine(False, "0.32.1")
+    install(monkeypatch, sleeps=False)
+    monkeypatch.setattr("python_trainer.parts.resolve_engine", partial(resolve_engine, gpu=True))
+    console = Console(record=True, file=io.StringIO())
+    trainer = Trainer(make_config(), tmp_path / "run", console=console)
+    assert isinstance(trainer.engine, VLLMEngine)
+    assert trainer.learner.algorithm.importance_sampling == "token_truncate"
+    assert "auto generates with vLLM, which is installed" in " ".join(console.export_text().split())

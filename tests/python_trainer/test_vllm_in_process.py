@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import merged, run_settings
-from fake_llm import FakeLLM, install
-from fake_vllm import LIMIT, serving
+from fake_vllm import LIMIT, FakeLLM, install, serving
 from gloo import KINDS, run_on_ranks, train
 from paged import LONGROPE, SIZES
 from safetensors.torch import load_file
