@@ -30,6 +30,15 @@ def save_letters(folder, vocab=64):
     tokenizer.save_pretrained(folder)
 
 
+def own_greedy(model, prompt, count, eos=None):
+    """The tokens that Transformers draws without sampling and penalties; the ends are by default the model's own."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0, "repetition_penalty": 1.0}
+    ends = eos or model.generation_config.eos_token_id
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=ends, **options)
+    return out[0, len(prompt) :].tolist()
+
+
 def weights(trainer):
     """A copy of what a trainer of Transformers trains."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

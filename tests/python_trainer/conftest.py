@@ -8,7 +8,7 @@ import torch
 import yaml
 from rich.console import Console
 from tiny import digits, save_tiny_policy  # noqa: F401
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
@@ -33,6 +33,11 @@ def tiny_policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy(tiny_policy):
     return load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_policy):
+    return AutoTokenizer.from_pretrained(tiny_policy)
 
 
 @pytest.fixture(scope="module")

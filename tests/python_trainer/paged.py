@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
+from python_trainer.model.policy import Policy
 from python_trainer.rollout import PagedEngine, Request, SamplingParams
 
 VOCAB = 61
@@ -12,18 +13,22 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 160, "initializer_range": 0.3,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-MODELS = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-}
+MODELS: dict[str, dict] = {"Qwen2": {}, "Qwen3": {"head_dim": 16}, "Llama": {}}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make(name: str = "qwen2") -> torch.nn.Module:
+def make(kind: str = "Qwen2", **settings) -> torch.nn.Module:
+    """A random causal language model of a kind of Transformers, of these sizes but for some settings."""
     torch.manual_seed(1)
-    return MODELS[name]()
+    config = getattr(transformers, f"{kind}Config")(**SIZES | MODELS.get(kind, {}) | settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def make_policy(kind: str, tokenizer, **settings) -> Policy:
+    """Such a model with the vocabulary of the tiny policy, whose tokenizer it takes."""
+    model = make(kind, **{"vocab_size": 64, "eos_token_id": 63, **settings})
+    return Policy(model, tokenizer, name=kind)
 
 
 def engine_for(
@@ -58,13 +63,6 @@ def mixed_requests(**changes) -> list[Request]:
         Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **one, **changes})
         for i, one in enumerate(settings)
     ]
-
-
-def own_greedy(model, prompt: list[int], count: int, eos=None) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         eos_token_id=eos or None, pad_token_id=0)  # fmt: skip
-    return out[0, len(prompt) :].tolist()
 
 
 def assert_same(got, expected):

@@ -27,7 +27,7 @@ def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
     assert error <= 2 * allowed
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases, and with norms of heads
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])  # with biases, and with norms of heads
 def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
     """The error against float64 is at most twice that of the model's own layers, in the mean."""
     model, sampling = make(name).bfloat16(), SamplingParams(seed=3)

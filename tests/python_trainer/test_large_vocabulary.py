@@ -4,31 +4,23 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
-from paged import SIZES
+from paged import make_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from python_trainer.model import forward
 from python_trainer.model import policy as policy_module
 from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
-from python_trainer.model.policy import Policy, load_policy
-from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs
 
-SHAPE = SIZES | {"vocab_size": 64, "num_hidden_layers": 1, "eos_token_id": 63, "initializer_range": 0.02}
 
-
-def of_shape(kind, tiny_policy, **further):
-    """A model of a kind of Transformers, as a policy."""
-    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
-    config = getattr(transformers, kind + "Config")(**SHAPE, **further)
-    torch.manual_seed(0)
-    model = getattr(transformers, kind + "ForCausalLM")(config)
-    with torch.no_grad():  # logits far enough from 0 for a cap to matter
-        model.get_output_embeddings().weight.mul_(10)
-    return Policy(model, tokenizer, name=kind)
+def of_shape(kind, tokenizer, **further):
+    """A policy of one layer, whose logits are far enough from 0 for a cap to matter."""
+    policy = make_policy(kind, tokenizer, num_hidden_layers=1, initializer_range=0.02, **further)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(10)
+    return policy
 
 
 class Largest(TorchDispatchMode):
@@ -70,9 +62,9 @@ def scored(monkeypatch):
         ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8, "attn_logit_softcapping": None}, LogitRule(cap=3.0)),
     ],
 )
-def test_logits_that_are_too_many_are_not_held(answers, scored, tiny_policy, kind, further, rule):
+def test_logits_that_are_too_many_are_not_held(answers, scored, tokenizer, kind, further, rule):
     """Scores and gradients are the same; Qwen2 is fused."""
-    policy, packed = of_shape(kind, tiny_policy, **further), pack(answers, range(len(answers)))
+    policy, packed = of_shape(kind, tokenizer, **further), pack(answers, range(len(answers)))
     assert policy.traits.logits == rule and policy.fused == (kind == "Qwen2")
     (whole, all_rows), (blocks, rows) = (scored(policy, packed, most) for most in (1 << 20, 0))
     assert rows <= 3 < all_rows == packed.targets.numel()
@@ -80,8 +72,8 @@ def test_logits_that_are_too_many_are_not_held(answers, scored, tiny_policy, kin
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_logits_of_an_unknown_kind_are_held(answers, scored, tiny_policy):
-    policy, packed = of_shape("Granite", tiny_policy, logits_scaling=0.5), pack(answers, range(len(answers)))
+def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
+    policy, packed = of_shape("Granite", tokenizer, logits_scaling=0.5), pack(answers, range(len(answers)))
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + 1)  # which no setting names
     policy.traits = find_traits(policy.model)
     assert policy.traits.logits is None

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import QUIET
-from paged import SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from paged import make_policy
 
 import python_trainer.model.policy
 from python_trainer.batch import Minibatch
@@ -15,24 +14,20 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.memory import Device, plan_memory
 from python_trainer.model.packing import pack
-from python_trainer.model.policy import Policy, load_policy
-from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.trainer import Trainer
 
-KINDS = {"qwen2": {}, "qwen3": {"head_dim": 8}, "llama": {"attention_bias": True, "mlp_bias": True}}
+KINDS = {"Qwen2": {}, "Qwen3": {"head_dim": 8}, "Llama": {"attention_bias": True, "mlp_bias": True}}
 
 
-def make_policy(kind, tiny_policy):
-    """A random model of this kind with the tiny policy's tokenizer and sizes."""
-    torch.manual_seed(1)
-    sizes = SIZES | {"vocab_size": 64, "num_hidden_layers": 2, "eos_token_id": 63, "initializer_range": 0.2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **KINDS[kind]))
+def stirred_policy(kind, tokenizer):
+    """One of this kind whose biases and norms matter."""
+    policy = make_policy(kind, tokenizer, num_hidden_layers=2, initializer_range=0.2, **KINDS[kind])
     with torch.no_grad():
-        for p in model.parameters():
+        for p in policy.model.parameters():
             if p.ndim == 1:
                 p.add_(0.3 * torch.randn_like(p))
-    return Policy(model, load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer, name=kind)
+    return policy
 
 
 def gradients(policy, packed):
@@ -46,8 +41,8 @@ def gradients(policy, packed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, answers, kind):
-    policy, packed = make_policy(kind, tiny_policy), pack(answers, range(len(answers)))
+def test_fused_pass_has_the_gradients_of_the_model(tokenizer, answers, kind):
+    policy, packed = stirred_policy(kind, tokenizer), pack(answers, range(len(answers)))
     assert policy.fused
     ours = gradients(policy, packed)
     policy.fused = False
@@ -60,9 +55,9 @@ def test_fused_pass_has_the_gradients_of_the_model(tiny_policy, answers, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tiny_policy, answers, kind):
+def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tokenizer, answers, kind):
     """At most twice the model's own error of bfloat16, both against float64 with the same weights; by tensor."""
-    policy = make_policy(kind, tiny_policy)
+    policy = stirred_policy(kind, tokenizer)
     policy.model.bfloat16()
     packed, exact = pack(answers, range(len(answers))), copy.deepcopy(policy)
     exact.model.double()
@@ -83,13 +78,13 @@ def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tiny_policy, answers, k
     assert 0 < max(mine for mine, _ in pairs) < 0.1
 
 
-def test_hooks_and_checkpointing_take_the_model_itself(tiny_policy, monkeypatch):
+def test_hooks_and_checkpointing_take_the_model_itself(tokenizer, monkeypatch):
     def none_wanted(*args):
         raise AssertionError("the model's own forward was to run")
 
     monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", none_wanted)
     packed = pack([Rollout([1, 2], [3, 4])], [0])
-    policy = make_policy("qwen2", tiny_policy)
+    policy = stirred_policy("Qwen2", tokenizer)
     with policy.packed_attention():
         with pytest.raises(AssertionError, match="own forward"):
             policy.score(packed, 1.0)

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 import torch
-import transformers
 from conftest import QUIET, same, train
-from paged import SIZES
+from paged import make
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -148,9 +147,7 @@ EXPERTS = {
 def test_all_linear_adapts_what_it_can_of_a_mixture_of_experts(make_config, tmp_path, kind):
     """Fused experts and routers are no linear layers: they stay."""
     folder = save_tiny_policy(tmp_path / "policy")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | EXPERTS[kind] | {"vocab_size": 64})
-    plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+    plain = make(kind, vocab_size=64, **EXPERTS[kind])
     plain.save_pretrained(folder)
     options = {"model": {"path": str(folder), "lora": {"r": 2, "target_modules": "all-linear"}}}
     trainer = train(make_config(max_steps=2, **options), tmp_path / "run")

@@ -55,12 +55,11 @@ DROPOUT = {
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
-def test_recomputing_activations_leaves_dropout_off(tiny_policy, answers, kind):
+def test_recomputing_activations_leaves_dropout_off(tokenizer, answers, kind):
     """Log-probabilities and gradients are those of eager Transformers in evaluation mode."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, **DROPOUT[kind], pad_token_id=0)
     model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
-    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
     policy = Policy(model, tokenizer, name=kind)
     assert model.config._attn_implementation == "eager"
     expected, _ = plain_score(policy, answers[0])

@@ -5,22 +5,9 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from paged import (
-    GREEDY,
-    LONGROPE,
-    MODELS,
-    SIZES,
-    VOCAB,
-    assert_same,
-    engine_for,
-    full_logits,
-    make,
-    mixed_requests,
-    own_greedy,
-    prompts,
-)
+from paged import GREEDY, LONGROPE, MODELS, VOCAB, assert_same, engine_for, full_logits, make, mixed_requests, prompts
 from support import Launches
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import own_greedy
 
 from bench.studies.lossless import distribution
 from python_trainer.errors import UserError
@@ -131,7 +118,7 @@ def test_ends():
     request = Request(prompt, max_new_tokens=12)
     free = engine_for(model).generate([request], GREEDY)[0]
     last = next(i for i in range(3, 12) if free.ids[i] not in free.ids[:i])
-    stopped = engine_for(model, eos=[SIZES["vocab_size"] + 5, free.ids[last]]).generate([request], GREEDY)
+    stopped = engine_for(model, eos=[VOCAB + 5, free.ids[last]]).generate([request], GREEDY)
     assert stopped[0].ids == free.ids[: last + 1] and stopped[0].finish_reason == "stop"
     limit = model.config.max_position_embeddings
     long = prompts([limit - 3, limit])
@@ -191,7 +178,7 @@ def test_model_stays_trainable_and_as_it_was():
 
 def test_rotary_embeddings_by_length_leave_no_trace():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "rope_parameters": rope}))
+    model = make("Llama", rope_parameters=rope)
     request = Request(prompts([20])[0], max_new_tokens=10)
     got = engine_for(model).generate([request], GREEDY)[0]
     assert got.ids == own_greedy(model, request.prompt_ids, 10)
@@ -339,21 +326,21 @@ def test_absolute_positions_and_sliding_window():
     got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
     assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
     # inside its window a sliding layer attends to everything; the engine stops there
-    windowed = engine_for(transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=24)))
+    windowed = engine_for(make("Mistral", sliding_window=24))
     assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
     assert windowed.max_positions == 24 and windowed.limited_by.endswith("(the model's sliding window)")
 
 
 def test_angles_that_depend_on_the_longest_sequence():
     options = {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
-    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES | options)).eval()
+    model = make("Phi3", **options).eval()
     engine = engine_for(model)
     assert engine.max_positions == 40 and "original length of the model's rotary factors" in engine.limited_by
     request = Request(prompts([20])[0], max_new_tokens=30)
     assert engine.generate([request], GREEDY)[0].ids == own_greedy(model, request.prompt_ids, 20)  # and ends there
     # what Transformers compares with is another number
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
-    engine = engine_for(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=rope)))
+    engine = engine_for(make("Llama", rope_parameters=rope))
     assert engine.max_positions == engine_for(make()).max_positions == 160
 
 
@@ -372,10 +359,9 @@ def test_passes_are_measured_in_what_there_is(positions, blocks):
 
 
 def test_models_it_cannot_run():
-    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2)
     with pytest.raises(UserError, match="MambaForCausalLM"):
-        PagedEngine(transformers.MambaForCausalLM(config), eos_token_ids=())
-    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8))
+        PagedEngine(make("Mamba", state_size=4), eos_token_ids=())
+    gemma = make("Gemma2", head_dim=8)
     with pytest.raises(UserError, match="softcap"):
         PagedEngine(gemma, eos_token_ids=())
     assert gemma.config._attn_implementation != IMPLEMENTATION

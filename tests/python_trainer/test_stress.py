@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 from conftest import merged
-from paged import engine_for
+from paged import engine_for, make_policy
 from tiny import weights
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
 from python_trainer.errors import NotFinite
-from python_trainer.model.policy import Policy, load_policy
+from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.parts import make_learner
 from python_trainer.rollout import Request, SamplingParams
@@ -35,16 +34,10 @@ def learner_of(policy, settings, **algorithm):
     return make_learner(check_config(config, source="test"), policy)
 
 
-def policy_of(tiny_policy, vocab=64, longest=128, **sizes):
+def policy_of(tokenizer, vocab=64, **sizes):
     """A random model with any vocabulary; no text is made of its tokens."""
-    torch.manual_seed(1)
-    config = Qwen2Config(**{
-        "vocab_size": vocab, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": longest,
-        "tie_word_embeddings": True, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": None, **sizes,
-    })  # fmt: skip
-    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
-    return Policy(Qwen2ForCausalLM(config), tokenizer, name="random")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True, "eos_token_id": 0} | sizes
+    return make_policy("Qwen2", tokenizer, vocab_size=vocab, **sizes)
 
 
 @pytest.fixture
@@ -91,8 +84,8 @@ def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, 
 
 
 @pytest.mark.parametrize("vocab", [1, 257, 262_144])
-def test_vocabularies(tiny_policy, settings, vocab):
-    policy = policy_of(tiny_policy, vocab)
+def test_vocabularies(tokenizer, settings, vocab):
+    policy = policy_of(tokenizer, vocab)
     request = Request([0, 0], num_samples=4, max_new_tokens=5)
     for temperature in (1.0, 1e-3):
         drawn = engine_for(policy.model).generate([request], SamplingParams(temperature=temperature, seed=1))
@@ -120,11 +113,11 @@ def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
 
 
 @pytest.mark.slow
-def test_one_token_beside_sixteen_thousand(tiny_policy, settings):
+def test_one_token_beside_sixteen_thousand(tokenizer, settings):
     """Per answer, as with grpo, the short one counts as much as the long one."""
     gradients = []
     for lengths in ([1, 16_000], [1, 16]):
-        policy = policy_of(tiny_policy, longest=16_384, hidden_size=8)
+        policy = policy_of(tokenizer, max_position_embeddings=16_384, hidden_size=8)
         learner = learner_of(policy, settings, loss_type="grpo")
         learned = learner.update(answers(lengths, [1.0, 0.0], group=2), 1)
         assert all(math.isfinite(value) for value in learned.values())

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 from conftest import QUIET, save_tiny_policy
-from paged import GREEDY, LONGROPE, SIZES, make, own_greedy, prompts
+from paged import GREEDY, LONGROPE, SIZES, make, make_policy, prompts
+from tiny import own_greedy
 
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
@@ -16,7 +17,6 @@ from python_trainer.model.attention import page
 from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
-from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.parts import make_engine
 from python_trainer.rollout import PagedEngine, Request
@@ -37,8 +37,7 @@ class Convolution(torch.nn.Module):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_convolution_among_the_tokens_is_refused(tiny_policy, causal):
-    tokenizer = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")).tokenizer
+def test_a_convolution_among_the_tokens_is_refused(tokenizer, causal):
     model = make()
     layer = model.model.layers[1]
     layer.mlp = torch.nn.Sequential(Convolution(SIZES["hidden_size"], causal=causal), layer.mlp)
@@ -50,7 +49,7 @@ def test_a_convolution_among_the_tokens_is_refused(tiny_policy, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_that_attends_twice_is_refused(dtype):
     """Without a cache it computes what it should; in a cache the second values take the place of the first."""
-    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES)).to(dtype)
+    model = make("DiffLlama").to(dtype)
     with pytest.raises(UserError, match=r"^cannot run \w+ on flattened tokens: it computes something else [^\n]*$"):
         find_traits(model)
     assert model.config._attn_implementation != IMPLEMENTATION
@@ -79,7 +78,7 @@ def test_the_paths_of_generation_are_checked(monkeypatch, dtype):
         return made
 
     monkeypatch.setattr(traits_module, "page", paged)
-    model, broken = make("llama").to(dtype), []
+    model, broken = make("Llama").to(dtype), []
     find_traits(model)
     assert [len(made.slots) for made in passes[:3]] == [3, 2, 2] and len(passes) == 6, "by both ways through the model"
     assert [made.groups is not None for made in passes[:3]] == [False, False, True]
@@ -115,9 +114,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_models_that_want_contiguous_attention(kind):
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | UNUSUAL[kind])
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = make(kind, **UNUSUAL[kind]).eval()
     prompt = prompts([11])[0]
     engine = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20)
     assert engine.generate([Request(prompt, max_new_tokens=8)], GREEDY)[0].ids == own_greedy(model, prompt, 8)
@@ -146,7 +143,7 @@ def test_traits_of_models():
     found = find_traits(make())
     assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logits=LogitRule(), fusible=True)
     assert find_traits(make().bfloat16()).fusible and not find_traits(make().half()).fusible
-    windowed = find_traits(transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=24)))
+    windowed = find_traits(make("Mistral", sliding_window=24))
     assert windowed.window == 24 and windowed.fusible
 
 
@@ -160,12 +157,10 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
 
 
-def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tiny_policy):
+def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tokenizer):
     """Up to it log-probabilities do not depend on what else is in the micro-batch; beyond it they do."""
     options = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12}
-    config = transformers.Phi3Config(**SIZES | {"pad_token_id": 0} | options)
-    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-    policy = Policy(transformers.Phi3ForCausalLM(config).eval(), policy.tokenizer, name="phi")
+    policy = make_policy("Phi3", tokenizer, pad_token_id=0, **options)
     assert policy.max_length == 12
 
     def beside(length):

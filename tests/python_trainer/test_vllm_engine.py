@@ -15,7 +15,7 @@ from fake_vllm import LIMIT, FakeLLM, install, serving
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from python_trainer.config import check_config
 from python_trainer.distributed import RankGroup
@@ -28,11 +28,6 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, import_vllm
 from python_trainer.rollout.vllm.servers import Server, Servers
 from python_trainer.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_policy):
-    return AutoTokenizer.from_pretrained(tiny_policy)
 
 
 class Recorder(Backend):

@@ -11,9 +11,8 @@ import torch
 from conftest import merged, run_settings
 from fake_vllm import LIMIT, FakeLLM, install, serving
 from gloo import KINDS, run_on_ranks, train
-from paged import LONGROPE, SIZES
+from paged import LONGROPE, make
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
@@ -187,14 +186,14 @@ def test_where_vllm_can_sleep(monkeypatch):
 def test_vllm_ties_the_head_as_the_policy_does(tmp_path, monkeypatch, tied):
     """An adapter may have trained the head alone: its base, whose folder vLLM reads, ties it."""
     install(monkeypatch, sleeps=False)
-    InProcess(Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)), tmp_path, memory_bytes=1)
+    InProcess(make("Qwen2", tie_word_embeddings=tied), tmp_path, memory_bytes=1)
     assert FakeLLM.last.options["hf_overrides"] == {"tie_word_embeddings": tied}
 
 
 def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch):
     """Of longrope vLLM takes those of long sequences for all, unless none may be longer than the original length."""
     rope = LONGROPE | {"original_max_position_embeddings": 20}
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"vocab_size": 64, "rope_parameters": rope}))
+    model = make("Qwen2", vocab_size=64, rope_parameters=rope)
     install(monkeypatch, sleeps=False)
     InProcess(model, tmp_path, memory_bytes=1)
     assert FakeLLM.last.options["max_model_len"] == 20

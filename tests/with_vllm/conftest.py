@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 MAX_LENGTH = 256
 VOCAB = 97
@@ -54,20 +53,14 @@ def gloo(monkeypatch):
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
-    """Writes a tiny random Llama whose greedy answers vary; returns its folder."""
+    """Writes a tiny random policy whose greedy answers vary; returns its folder."""
 
     def make(seed: int) -> str:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from tiny import save_tiny_policy
 
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=MAX_LENGTH, initializer_range=0.2, bos_token_id=None,
-            eos_token_id=VOCAB - 1, pad_token_id=None,
-        )  # fmt: skip
+        size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
         folder = tmp_path_factory.mktemp("model")
-        LlamaForCausalLM(config).save_pretrained(folder)
-        return str(folder)
+        return str(save_tiny_policy(folder, seed=seed, vocab=VOCAB, max_position_embeddings=MAX_LENGTH, **size))
 
     return make
 

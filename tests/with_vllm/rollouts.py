@@ -4,7 +4,7 @@ import json
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from python_trainer.config import check_config
 from python_trainer.rollout import SamplingParams
@@ -23,13 +23,6 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def own_greedy(model, prompt, count):
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         eos_token_id=EOS, pad_token_id=0, repetition_penalty=1.0)  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
 def spent(engine, before):
     return {name: count - before[name] for name, count in engine.stats.items()}
 
@@ -38,15 +31,11 @@ def own_logprobs(model, context, ids, sampling):
     """Those of the distribution that is sampled from, by one pass of the model."""
     with torch.no_grad():
         logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
-    logprobs = (logits / sampling.temperature).log_softmax(-1)
+    logits = TemperatureLogitsWarper(sampling.temperature)(None, logits)
     if sampling.top_k:
-        kept = logprobs.topk(sampling.top_k).indices
-        logprobs = torch.full_like(logprobs, -torch.inf).scatter(1, kept, logprobs.gather(1, kept)).log_softmax(-1)
-    if sampling.top_p < 1:
-        ordered, order = logprobs.sort(descending=True)
-        ordered[ordered.exp().cumsum(-1) - ordered.exp() >= sampling.top_p] = -torch.inf
-        logprobs = torch.empty_like(logprobs).scatter(1, order, ordered.log_softmax(-1))
-    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
+    logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def run_settings(folder, path, **rollout):
