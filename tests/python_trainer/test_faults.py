@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET
+from conftest import train
 
 from bench.faults import records
 from bench.faults.case import Case, Outcome, Place
 from bench.faults.training import Ended, differences
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.run_directory import append_row
-from python_trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +48,7 @@ def test_a_run_is_killed_by_the_command(tmp_path):
 
 def test_what_is_lost_is_seen(make_config, tmp_path):
     for name in "ab":
-        Trainer(make_config(max_steps=2), tmp_path / name, console=QUIET).run()
+        train(make_config(max_steps=2), tmp_path / name)
     assert differences(tmp_path / "a", tmp_path / "b") == []
     folder = tmp_path / "a" / "checkpoints"
     state = load_checkpoint(list_checkpoints(folder)[-1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, merged, run_settings
+from conftest import QUIET, merged, run_settings, train
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,7 +21,6 @@ from python_trainer.report.page import compare_rows, draw_curves, report, svg_of
 from python_trainer.report.runs import by_variant, find_runs
 from python_trainer.report.tables import caveats, escape_controls, judge, verdicts
 from python_trainer.run_directory import read_metrics, read_samples
-from python_trainer.trainer import Trainer
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
@@ -60,7 +59,7 @@ def trained(tiny_policy, jsonl_files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
         values = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 3} | changes)
-        Trainer(check_config(values, source="test"), folder / name, console=QUIET).run()
+        train(check_config(values, source="test"), folder / name)
     path = folder / "a&b" / "samples.jsonl"
     path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
     return folder

@@ -22,7 +22,6 @@ from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
-from python_trainer.trainer import Trainer
 
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {
@@ -94,7 +93,7 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
         options = {"rollout": SMALL, "task": {"test_size": 2}, "model": {"device": device, "dtype": "float32"}}
         config = make_config(max_steps=2, **options)
         with pretended() if device == "cuda" else nullcontext():
-            Trainer(config, tmp_path / device, console=QUIET).run()
+            train(config, tmp_path / device)
         rows[device] = read_metrics(tmp_path / device)
     for here, there in zip(rows["cpu"], rows["cuda"], strict=True):
         for name in here.keys() & {"reward", "loss", "grad_norm", "entropy", "total/generated_tokens"}:

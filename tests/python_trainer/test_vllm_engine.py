@@ -144,18 +144,6 @@ def test_weights_are_sent_as_a_checkpoint_has_them(tiny_policy, model, tmp_path)
     assert any("experts.3.up_proj" in name for name in saved)
 
 
-def test_settings_that_do_not_go_together(make_config):
-    with pytest.raises(UserError, match="rollout.vllm_server needs rollout.engine vllm, got paged"):
-        make_config(rollout={"engine": "paged", "vllm_server": "http://localhost:8000"})
-    drafts = {"enabled": ["drafts"]}
-    assert make_config(rollout={"engine": "vllm"}, accelerators=drafts).accelerators.chosen()[0].longest_draft() == 16
-    for engine in "auto", "vllm":
-        rollout = {"engine": engine, "vllm_server": ["http://localhost:1", "http://localhost:2"]}
-        refused = "drafts needs rollout.vllm_server null, got http://localhost:1, http://localhost:2; .*integrations.md"
-        with pytest.raises(UserError, match=refused):
-            make_config(rollout=rollout, accelerators=drafts)
-
-
 def test_vllm_is_missing_or_too_old(make_config, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"needs the package vllm >= 0.32 here, or a server \(rollout.vllm_server\)"):
@@ -325,6 +313,8 @@ def test_settings_that_do_not_go_with_it_come_first(machine):
     assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 129" in said
     machine(True, None)
     assert chosen(**settings) == ("paged", None)
+    by_default = check_config({"accelerators": {"enabled": ["drafts"]}}, source="test")
+    assert by_default.accelerators.chosen()[0].longest_draft() == 16
 
 
 def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):

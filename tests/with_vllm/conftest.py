@@ -45,6 +45,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
+def model(folder):
+    from rollouts import load
+
+    return load(folder)
+
+
+@pytest.fixture
 def gloo(monkeypatch):
     """The module that trains in two processes, which are connected by gloo."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))

@@ -26,11 +26,6 @@ def drafting(folder, plain):
     return InProcess(load(folder), folder, memory_bytes=MEMORY, longest_draft=8)
 
 
-@pytest.fixture
-def model(folder):
-    return load(folder)
-
-
 def test_drafts_change_no_greedy_token(drafting, model):
     engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
     requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]

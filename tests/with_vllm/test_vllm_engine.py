@@ -63,11 +63,6 @@ def backend(request, folder, tmp_path):
 
 
 @pytest.fixture
-def model(folder):
-    return load(folder)
-
-
-@pytest.fixture
 def engine(backend, model, tokenizer):
     return VLLMEngine(model, backend, eos_token_ids=[EOS], tokenizer=tokenizer)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import save_tiny_policy
 from scipy.stats import spearmanr
+from test_packing import plain_score
 
 import python_trainer.model.policy
 from python_trainer.accelerators.rhyme import matching, sampling
@@ -240,11 +241,9 @@ def test_scores_are_those_of_the_policy(tmp_path, monkeypatch, limit):
     found = candidates_of(answers, behaviour)
     score_candidates(context_of(policy, 0.7, tokens=12), found)
     for candidate, a, then in zip(found, answers, behaviour):
-        logits = policy.model(torch.tensor([[*a.prompt_ids, *a.response_ids[:-1]]])).logits[0, 2:].detach() / 0.7
-        every = logits.log_softmax(-1)
-        logprobs = every.gather(1, torch.tensor(a.response_ids)[:, None])[:, 0]
+        logprobs, entropy = (x.detach() for x in plain_score(policy, a, 0.7))
         torch.testing.assert_close(candidate.logprobs, logprobs, rtol=1e-4, atol=1e-5)
-        assert candidate.entropy == pytest.approx(float(-(every.exp() * every).sum(-1).mean()), rel=1e-4)
+        assert candidate.entropy == pytest.approx(float(entropy.mean()), rel=1e-4)
         weights = (logprobs - torch.tensor(then)).exp().clamp(max=1).nan_to_num(1.0)
         assert candidate.weight == pytest.approx(float(weights.mean()), rel=1e-3)
 
