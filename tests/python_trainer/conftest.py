@@ -1,6 +1,7 @@
 """A tiny policy and a task that it can learn, for tests of the trainer."""
 
 import json
+import math
 import random
 
 import pytest
@@ -139,6 +140,17 @@ def record_updates(trainer):
     seen, update = [], trainer.learner.update
     trainer.learner.update = lambda rollouts, number: seen.append(rollouts) or update(rollouts, number)
     return seen
+
+
+def graded(rewards, lengths=None, *, vocab=64, size=4, finish="stop"):
+    """Rollouts of these rewards in groups of a size, drawn from a uniform policy."""
+    gen, rollouts = torch.Generator().manual_seed(3), []
+    for i, reward in enumerate(rewards):
+        ids = torch.randint(0, vocab, (lengths[i] if lengths else 2 + i % 5,), generator=gen).tolist()
+        facts = {"prompt_key": i // size, "group": i // size, "reward": reward, "accuracy": reward}
+        prompt = [i // size % vocab, 0]
+        rollouts.append(Rollout(prompt, ids, 0, [-math.log(vocab)] * len(ids), finish, rewards={"r": reward}, **facts))
+    return rollouts
 
 
 def same(a, b):

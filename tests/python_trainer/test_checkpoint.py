@@ -85,24 +85,27 @@ def assert_same_run(a, b):
 GRPO = {"num_iterations": 2, "beta": 0.1}
 PPO = GRPO | {"advantage": "gae", "use_kl_in_reward": True}
 ROUNDS = {"dynamic_sampling": True, "schedule": "history"}
+ADAPTED = {"lora": {"r": 4, "alpha": 16}, "gradient_checkpointing": True}
 ROOM = {"max_completion_length": 40}  # to end, as answers that are remembered do
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "separate", "rollout", "preset"),
-    [(GRPO, False, ROUNDS, "paper"), (PPO, False, ROOM, "ours"), (PPO, True, {}, "paper")],
-)
-def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch, algorithm, separate, rollout, preset):
+@pytest.mark.parametrize(("changes", "preset"), [
+    ({"algorithm": GRPO, "rollout": ROUNDS}, "paper"),
+    ({"algorithm": PPO, "rollout": ROOM}, "ours"),
+    ({"algorithm": PPO, "critic": {"separate": True}}, "paper"),
+    ({"algorithm": GRPO, "model": ADAPTED, "rollout": ROOM}, "paper"),
+    ({"algorithm": PPO, "model": ADAPTED, "rollout": ROOM}, "paper"),
+])  # fmt: skip
+def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch, changes, preset):
     """With suffix rollouts and drafts, whose bounded history and cost, measured once, come back too."""
     monkeypatch.setattr(drafts, "HISTORY_TOKENS", 500)
     costs = iter([200.0, 200.0, 1.0])
     monkeypatch.setattr(drafts.Drafts, "_measured", lambda self, engine: self.pass_overhead or next(costs))
     options = {
-        "algorithm": algorithm, "critic": {"separate": separate}, "rollout": rollout,
         "accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"preset": preset}}, "evaluation": {"eval_steps": 3},
         "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},
     }  # fmt: skip
-    config = make_config(max_steps=6, **options)
+    config = make_config(max_steps=6, **options, **changes)
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     part = Trainer(config, tmp_path / "parts", console=QUIET)
     original = part.step
@@ -123,10 +126,27 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     assert max(row["rpo/hit_rate"] for row in read_metrics(tmp_path / "parts")[1:]) > 0
 
 
-def test_resume_refuses_other_accelerators(make_config, tmp_path):
-    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
-    with pytest.raises(UserError, match=r"run with the accelerators \[\], not \['rpo'\]"):
-        Trainer(make_config(accelerators={"enabled": ["rpo"]}), tmp_path / "run", resume=True, console=QUIET)
+CRITIC, ADAPTERS = {"algorithm": {"advantage": "gae"}}, {"model": {"lora": {"r": 4, "target_modules": ["q_proj"]}}}
+OTHER_MODEL = "is of another model than the settings"
+
+
+@pytest.mark.parametrize(("begun", "resumed", "message"), [
+    ({}, {"accelerators": {"enabled": ["rpo"]}}, r"run with the accelerators \[\], not \['rpo'\]"),
+    ({"max_steps": 2}, {}, "max_steps must be at least 2, the steps that .*run has done, got 1"),
+    (CRITIC, {}, "was run with a critic: algorithm.advantage must be gae, got group"),
+    ({}, CRITIC, "was run without a critic: algorithm.advantage must not be gae, got gae"),
+    (CRITIC, CRITIC | {"critic": {"separate": True}}, "is of another model than"),
+    ({}, ADAPTERS, OTHER_MODEL),
+    (ADAPTERS, {}, OTHER_MODEL),
+    (ADAPTERS, {"model": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}}, OTHER_MODEL),
+    (ADAPTERS, {"model": {"lora": {"r": 2, "target_modules": ["q_proj"]}}}, OTHER_MODEL),
+])  # fmt: skip
+def test_a_run_does_not_go_on_as_another(make_config, tmp_path, begun, resumed, message):
+    train(make_config(**{"max_steps": 1} | begun), tmp_path / "run")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(UserError, match=message):
+        Trainer(make_config(**{"max_steps": 1} | resumed), tmp_path / "run", resume=True, console=QUIET)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
 def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tmp_path):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import QUIET
+from conftest import QUIET, graded
 from paged import make_policy
 
 import python_trainer.model.policy
@@ -97,16 +97,6 @@ def test_hooks_and_checkpointing_take_the_model_itself(tokenizer, monkeypatch):
     assert seen == [1]
 
 
-def rollouts(rewards):
-    """Groups of four answers with these rewards."""
-    gen, found = torch.Generator().manual_seed(3), []
-    for i, reward in enumerate(rewards):
-        ids = torch.randint(0, 63, (2 + i % 5,), generator=gen).tolist()
-        facts = {"prompt_key": i // 4, "group": i // 4, "reward": reward, "accuracy": reward}
-        found.append(Rollout([1 + i // 4, 2], ids, 0, [-4.0] * len(ids), "stop", **facts))
-    return found
-
-
 MIXED = [1, 0, 0, 1] + [1] * 4 + [0] * 4 + [0, 0, 0, 1]
 
 
@@ -126,7 +116,7 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
     monkeypatch.setattr(ours.policy, "score_with_states", counted)
     for number, rewards in ((1, MIXED), (2, [1] * 16)):  # the second has nothing to teach: momentum alone moves weights
         seen.clear()
-        row, wanted = (trainer.learner.update(rollouts(rewards), number) for trainer in (ours, other))
+        row, wanted = (trainer.learner.update(graded(rewards), number) for trainer in (ours, other))
         trained = row["tokens/trained"]
         assert trained == sum(tokens for graded, tokens in seen if graded) < wanted["tokens/trained"]
         # log-probabilities of before the update, once, and no others
@@ -146,7 +136,7 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
 
     trainer = Trainer(make_config(), tmp_path, console=QUIET)
     trainer.learner.ranks = Second()
-    steps = rollouts(MIXED)
+    steps = graded(MIXED)
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).input_ids.numel()
 
 
@@ -159,7 +149,7 @@ def less_sure(logprobs, ratio, advantages, settings):
 ])  # fmt: skip
 def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
-    steps = rollouts([1] * 16)
+    steps = graded([1] * 16)
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(16)).input_ids.numel()
 
 
@@ -188,7 +178,7 @@ def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monk
 
     monkeypatch.setattr(learner.optimizer, "step", count_and_step)
     for number in (1, 2):  # the critic has no moments before its first step
-        learner.update(rollouts(MIXED), number)
+        learner.update(graded(MIXED), number)
         learner.optimizer.adamw.zero_grad()
     memory = plan_memory(config, Device("cpu", 1 << 40), model=learner.policy.model)
     expected = memory.reserved - memory.parts["activations"]
@@ -221,7 +211,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, 
 
     monkeypatch.setattr(learner, "_pass", in_pieces)
     monkeypatch.setattr(learner.optimizer, "step", lambda lr: 0.0)
-    learner.update(rollouts(MIXED), 1)
+    learner.update(graded(MIXED), 1)
     assert len(pieces) == 8 and all(p.grad is None for p in learner.policy.model.parameters())
     for name, master in masters.items():
         total = pieces[0][name].clone()

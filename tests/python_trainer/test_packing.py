@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-import transformers
+from paged import make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.model.packing import micro_batches, pack
@@ -46,9 +46,8 @@ def test_micro_batches_keep_to_the_budget(answers):
     assert list(micro_batches(answers, [], 10)) == []
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DROPOUT = {
-    "Qwen2": {"attention_dropout": 0.5, "num_key_value_heads": 2},
+    "Qwen2": {"attention_dropout": 0.5},
     "OPT": {"dropout": 0.5, "attention_dropout": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "BioGpt": {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5, "activation_dropout": 0.5},
 }
@@ -57,9 +56,8 @@ DROPOUT = {
 @pytest.mark.parametrize("kind", DROPOUT)
 def test_recomputing_activations_leaves_dropout_off(tokenizer, answers, kind):
     """Log-probabilities and gradients are those of eager Transformers in evaluation mode."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **DROPOUT[kind], pad_token_id=0)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "initializer_range": 0.02}
+    model = make(kind, attn_implementation="eager", pad_token_id=0, **sizes, **DROPOUT[kind]).eval()
     policy = Policy(model, tokenizer, name=kind)
     assert model.config._attn_implementation == "eager"
     expected, _ = plain_score(policy, answers[0])

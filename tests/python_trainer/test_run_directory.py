@@ -133,14 +133,6 @@ def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
 
 
-def test_fewer_steps_than_done_are_refused(make_config, tmp_path):
-    Trainer(make_config(max_steps=2), tmp_path / "run", console=QUIET).run()
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    with pytest.raises(UserError, match="max_steps must be at least 2, the steps that .*run has done, got 1"):
-        Trainer(make_config(max_steps=1), tmp_path / "run", resume=True, console=QUIET)
-    assert (tmp_path / "run" / "config.yaml").read_text() == before
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

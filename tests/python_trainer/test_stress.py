@@ -4,29 +4,16 @@ import math
 
 import pytest
 import torch
-from conftest import merged
+from conftest import graded, merged
 from paged import engine_for, make_policy
 from tiny import weights
 
 from python_trainer.config import check_config
-from python_trainer.data import Rollout
 from python_trainer.errors import NotFinite
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.parts import make_learner
 from python_trainer.rollout import Request, SamplingParams
-
-
-def answers(lengths, rewards, *, vocab=64, group=4, finish="stop"):
-    """Rollouts of these lengths and rewards in groups, drawn from a uniform policy."""
-    gen = torch.Generator().manual_seed(3)
-    return [
-        Rollout(
-            [0, 0], torch.randint(0, vocab, (n,), generator=gen).tolist(), logprobs=[-math.log(vocab)] * n,
-            finish_reason=finish, group=i // group, prompt_key=i // group, reward=reward, rewards={"r": reward},
-        )
-        for i, (n, reward) in enumerate(zip(lengths, rewards, strict=True))
-    ]  # fmt: skip
 
 
 def learner_of(policy, settings, **algorithm):
@@ -58,9 +45,9 @@ def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
     lengths, rewards = [3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0]
     learner, plain = fresh(advantage=advantage), fresh(advantage=advantage)
     before = weights(learner.policy)
-    plain.update(answers(lengths, rewards), 1)
+    plain.update(graded(rewards, lengths), 1)
     try:
-        learner.update(answers(lengths, [size * r for r in rewards]), 1)
+        learner.update(graded([size * r for r in rewards], lengths), 1)
     except NotFinite:
         torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
         return
@@ -69,7 +56,7 @@ def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
         torch.testing.assert_close(weights(learner.policy), weights(plain.policy), rtol=1e-3, atol=1e-4)
 
 
-EQUAL = [({}, [reward] * 4, {"group": group}) for reward in (0.0, 1.0, 0.1, -1e30) for group in (1, 4)]
+EQUAL = [({}, [reward] * 4, {"size": size}) for reward in (0.0, 1.0, 0.1, -1e30) for size in (1, 4)]
 MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, [1.0, 0.0, 0.0, 1.0], {"finish": "length"})
           for kind in ("grpo", "dapo", "dr_grpo")]  # fmt: skip
 
@@ -78,7 +65,7 @@ MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, [1.0, 0.0, 0
 def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, algorithm, rewards, facts):
     learner = fresh(**algorithm)
     before = weights(learner.policy)
-    learned = learner.update(answers([3, 5, 2, 7], rewards, **facts), 1)
+    learned = learner.update(graded(rewards, [3, 5, 2, 7], **facts), 1)
     assert all(math.isfinite(value) for value in learned.values())
     torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
 
@@ -96,7 +83,7 @@ def test_vocabularies(tokenizer, settings, vocab):
             assert [answer.ids for answer in drawn] == [answer.ids for answer in best]
     learner = learner_of(policy, settings)
     before = weights(policy)
-    learned = learner.update(answers([3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0], vocab=vocab), 1)
+    learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7], vocab=vocab), 1)
     assert all(math.isfinite(value) for value in learned.values())
     assert all(p.isfinite().all() for p in policy.model.parameters())
     assert vocab == 1 or any(not torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
@@ -107,7 +94,7 @@ def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
     config = check_config(merged(settings, {"rollout": {"temperature": 1e-3}}), source="test")
     learner = make_learner(config, policy)
-    learned = learner.update(answers([3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0]), 1)
+    learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7]), 1)
     assert all(math.isfinite(value) for value in learned.values())
     assert all(p.isfinite().all() for p in policy.model.parameters())
 
@@ -119,7 +106,7 @@ def test_one_token_beside_sixteen_thousand(tokenizer, settings):
     for lengths in ([1, 16_000], [1, 16]):
         policy = policy_of(tokenizer, max_position_embeddings=16_384, hidden_size=8)
         learner = learner_of(policy, settings, loss_type="grpo")
-        learned = learner.update(answers(lengths, [1.0, 0.0], group=2), 1)
+        learned = learner.update(graded([1.0, 0.0], lengths, size=2), 1)
         assert all(math.isfinite(value) for value in learned.values())
         assert all(p.isfinite().all() for p in policy.model.parameters())
         gradients.append(learned["grad_norm"])
