@@ -1,13 +1,12 @@
 """The report of runs: a table on the terminal, the picture accuracy.png, an HTML page without network or script."""
 
-import io
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 from rich.console import Console
 
 from python_trainer.config import settings_used
@@ -25,9 +24,8 @@ from python_trainer.run_directory import read_metrics, read_samples, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = ("#3b82f6", "#e8731a", "#16a37a", "#d6409f", "#8b5cf6", "#a3860b", "#0ea5b7", "#ef4444")  # light and dark
+COLOURS = ("#3b82f6", "#e8731a", "#16a37a", "#d6409f", "#8b5cf6", "#a3860b", "#0ea5b7", "#ef4444")
 AXES = {"time/training_s": "training time without evaluations (s)", "total/generated_tokens": "generated tokens"}
-INK = "#010203"  # matplotlib draws in it; the page replaces it by the colour of its text
 SHOWN_STEPS = 8  # of a run, with sample answers
 
 
@@ -38,9 +36,8 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     columns = summary_columns(runs)
     console.print(make_table(columns))
     picture, pages = folders[0] / "accuracy.png", [folder / "report.html" for folder in dict.fromkeys(folders)]
-    figure = draw_curves(runs)
-    figure.savefig(picture, dpi=130)
-    page = render_page(runs, columns, figure)
+    draw_curves(runs).savefig(picture, dpi=130)
+    page = render_page(runs, columns, picture)
     for path in pages:
         write_text(path, page)
     lines = [*(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
@@ -76,22 +73,6 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     return figure
 
 
-def svg_of(figure: "Figure") -> Markup:
-    """Return the figure as SVG, in the colour of the page's text."""
-    from matplotlib import rc_context
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        text.set_color(INK)
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rlkernels"}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Type": None})
-    svg = file.getvalue().replace(INK, "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    role = 'role="img" aria-label="Accuracy on test prompts over time and over tokens"'
-    return Markup(re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', role, svg, count=1))  # numbers and escaped labels
-
-
 def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], list[tuple]]:
     """Return rows (name, value per column): those whose values differ, those that agree."""
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -106,7 +87,7 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
 
 
-def render_page(runs: Sequence[Run], columns: Mapping[str, Mapping[str, str]], figure: "Figure") -> str:
+def render_page(runs: Sequence[Run], columns: Mapping[str, Mapping[str, str]], picture: Path) -> str:
     """Return the page: verdict, curves, summary, sample answers, settings, versions."""
     differing, same = compare_rows([settings_used(run.folder) for run in runs])
     made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
@@ -120,7 +101,7 @@ def render_page(runs: Sequence[Run], columns: Mapping[str, Mapping[str, str]], f
         variants=list(columns),
         verdicts=verdicts(runs),
         caveats=caveats(runs),
-        curves=svg_of(figure),
+        picture=base64.b64encode(picture.read_bytes()).decode(),
         summary=[(row, [column[row] for column in columns.values()]) for row in next(iter(columns.values()))],
         differing=differing,
         same=same,
