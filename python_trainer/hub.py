@@ -65,11 +65,6 @@ def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
         UserError: there is none.
     """
     folder = SHIPPED / path if path in shipped_policies() else Path(path)
-    if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.json"))):
-        raise UserError(
-            f"model.path: {path} is GGUF: unpack it by Transformers, AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW); AutoTokenizer too"
-        )
     if folder.is_dir():
         return folder
     if (hub := hub_model(path)) is not None:

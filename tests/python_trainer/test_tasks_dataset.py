@@ -198,13 +198,6 @@ def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch,
     assert asked == dict.fromkeys(folders, ("*.json", "*.py"))
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "."])
-def test_a_gguf_file_is_to_be_unpacked_first(tmp_path, name):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"is GGUF: .*from_pretrained\(FOLDER, gguf_file=NAME, .*dequantize=True"):
-        load_policy(ModelConfig(path=str(tmp_path / name), device="cpu"))
-
-
 @pytest.fixture
 def chatting(tiny_policy):
     """A policy whose tokenizer begins texts with 9, and whose template writes 8 itself."""
