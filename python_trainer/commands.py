@@ -19,21 +19,6 @@ from python_trainer.run_directory import check_run_directory
 if TYPE_CHECKING:
     from python_trainer.config import Config
 
-PROGRAM = "python -m python_trainer"
-EXAMPLES = """examples:
-  {p} train --config configs/sums.yaml --output-dir runs/first
-  {p} train --config configs/sums.yaml --output-dir runs/{name} \\
-      --set 'accelerators.enabled=[{name}]'
-  {p} train --config configs/sums.yaml --output-dir runs/first --resume --set max_steps=120
-  {p} compare --config configs/sums.yaml --variants baseline,{name},all --seeds 3 \\
-      --output-dir runs/compare
-  {p} report runs/compare
-  {p} report runs/first runs/{name}
-  {p} probe --config configs/sums.yaml
-  {p} sft --config configs/gsm8k_smollm2.yaml --output-dir runs/sft --set model.path=MODEL
-  {p} history runs/history.db
-  {p} train --config configs/gpu_7b_8x80gb.yaml --set model.path=MODEL --dry-run --gpus 8x80"""
-
 
 class Parser(argparse.ArgumentParser):
     """Reports errors on the first process of a host before others end it."""
@@ -74,17 +59,13 @@ DESCRIPTIONS = {
 
 def make_parser() -> Parser:
     """Makes the parser of all commands; each sets ``call`` to the function that runs it."""
-    names = ACCELERATORS.names()
-    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    form["epilog"] = EXAMPLES.format(p=PROGRAM, name=names[0])
     about = "Trains language models on tasks with checkable answers (GRPO and relatives)."
-    whole = Parser(prog=PROGRAM, description=about, **form)
+    whole = Parser(prog="python -m python_trainer", description=about)
     commands = whole.add_subparsers(dest="command", required=True)
 
     def add(name: str, call: Any, *shared: Parser) -> Parser:
-        text = " ".join(DESCRIPTIONS[name].split())
-        form["help"], form["description"] = re.split("[.:]", text)[0], textwrap.fill(text, 110)
-        command = commands.add_parser(name, parents=shared, **form)
+        text = DESCRIPTIONS[name]
+        command = commands.add_parser(name, parents=shared, help=re.split("[.:]", text)[0], description=text)
         command.set_defaults(call=call)
         return command
 
@@ -104,7 +85,8 @@ def make_parser() -> Parser:
     train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
     compare = add("compare", run_compare, settings, output)
-    variants = f"comma-separated: baseline (no accelerator), {', '.join(names)}, all, or several joined by +"
+    names = ", ".join(ACCELERATORS.names())
+    variants = f"comma-separated: baseline (no accelerator), {names}, all, or several joined by +"
     compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
     add("sft", run_sft, settings, output, resume)

