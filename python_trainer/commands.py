@@ -65,7 +65,7 @@ def make_parser() -> Parser:
 
     def add(name: str, call: Any, *shared: Parser) -> Parser:
         text = DESCRIPTIONS[name]
-        command = commands.add_parser(name, parents=shared, help=re.split("[.:]", text)[0], description=text)
+        command = commands.add_parser(name, parents=shared, help=re.split(r"[.:,]\s", text)[0], description=text)
         command.set_defaults(call=call)
         return command
 
