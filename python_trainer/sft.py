@@ -33,29 +33,6 @@ HELD_OUT = 64  # test examples whose loss is measured before and after
 LEARN_ALL = Advantage(lambda step, settings: (torch.ones_like(step.rewards), None))
 
 
-def reference_answers(policy: Policy, examples: Sequence[Example]) -> list[Rollout]:
-    """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
-
-    Raises:
-        UserError: an example has no such column, or an empty prompt.
-    """
-    rows = []
-    for example, prompt in zip(examples, policy.encode([example.prompt for example in examples])):
-        answer = example.columns.get("answer")
-        if not isinstance(answer, str | int | float):
-            known = ", ".join(example.columns) or "none"
-            raise UserError(
-                f"{place_of(example)} has no text or number 'answer' for sft; its columns: {known}; task.columns can "
-                "rename one: {answer: COLUMN}"
-            )
-        check_text(place_of(example), "answer", str(answer))
-        if not prompt:
-            raise UserError(f"{place_of(example)} has 0 tokens; allowed: 1 or more")
-        ids = policy.tokenizer(str(answer), add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
-        rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
-    return rows
-
-
 def tokens_of(row: Rollout) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
@@ -122,8 +99,27 @@ class Sft:
         self.checkpointer.restore(self.policy, self.learner, lambda: {"sft_steps": len(self.batches)}, self.load)
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
-        """Returns the answers to examples; too long ones end the run or, with task.overlong=drop, are left out."""
-        policy, rows = self.policy, reference_answers(self.policy, examples)
+        """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
+
+        Too long ones end the run or, with task.overlong=drop, are left out.
+
+        Raises:
+            UserError: an example has no such column, or an empty prompt.
+        """
+        policy, rows = self.policy, []
+        for example, prompt in zip(examples, policy.encode([example.prompt for example in examples])):
+            answer = example.columns.get("answer")
+            if not isinstance(answer, str | int | float):
+                known = ", ".join(example.columns) or "none"
+                raise UserError(
+                    f"{place_of(example)} has no text or number 'answer' for sft; its columns: {known}; task.columns "
+                    "can rename one: {answer: COLUMN}"
+                )
+            check_text(place_of(example), "answer", str(answer))
+            if not prompt:
+                raise UserError(f"{place_of(example)} has 0 tokens; allowed: 1 or more")
+            ids = policy.tokenizer(str(answer), add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
+            rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
         kept = [row for row in rows if tokens_of(row) <= policy.max_length]
         if len(kept) < len(rows):
             example, row = max(zip(examples, rows), key=lambda pair: tokens_of(pair[1]))
