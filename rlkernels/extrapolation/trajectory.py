@@ -28,14 +28,13 @@ class Points:
     accuracy: torch.Tensor  # float64 [T]
     x: torch.Tensor  # float32 [T, m], (W_t - W_0) v_T
     v: torch.Tensor  # float32 [n], v_T
-    captured: torch.Tensor  # float64 [T], length of v_T within the factors kept of step t; 1: x_t is exact
     cosine: torch.Tensor  # float64 [T], |cos(v_t, v_T)|
     frobenius: torch.Tensor  # float64 [T], |W_t - W_0|
 
     def until(self, count: int) -> "Points":
         """Return the first ``count`` steps, with the same ``v``."""
-        rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "captured", "cosine")}
-        return replace(self, **rows, frobenius=self.frobenius[:count])
+        rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "cosine", "frobenius")}
+        return replace(self, **rows)
 
 
 def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
@@ -169,7 +168,6 @@ class RankOneTrajectory:
             accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
             x=x,
             v=v,
-            captured=torch.tensor([float(s.norm()) for s in shadows], dtype=torch.float64, device="cpu"),
             cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64, device="cpu"),
             frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64, device="cpu"),
         )
@@ -189,8 +187,7 @@ class RankOneTrajectory:
             raise ValueError(
                 f"checkpoints must be the {len(self)} tracked steps, got {len(next(iter(found.values())))}"
             )
-        ones = torch.ones(len(self), dtype=torch.float64, device="cpu")
-        return {name: replace(self.points(name), x=torch.stack(rows), captured=ones) for name, rows in found.items()}
+        return {name: replace(self.points(name), x=torch.stack(rows)) for name, rows in found.items()}
 
     def to(self, device: torch.device) -> None:
         """Move base and factors to a device."""

@@ -52,7 +52,6 @@ def test_x_is_the_delta_times_the_latest_direction():
     expected = (weights["a"] - trajectory.base["a"]) @ points.v
     assert torch.allclose(points.x[-1], expected, rtol=1e-4, atol=1e-7)
     assert points.steps.tolist() == [4, 8, 12, 16, 20, 24]
-    assert points.captured[-1] == pytest.approx(1, abs=1e-4) and (points.captured > 0.95).all()
     assert (points.cosine > 0.9).all()
     assert torch.allclose(points.frobenius[-1].float(), (weights["a"] - trajectory.base["a"]).norm(), rtol=1e-4)
 
@@ -66,7 +65,6 @@ def test_checkpoints_give_x_exactly():
     exact, rough = trajectory.exact_points(saved)["a"], trajectory.points("a")
     for x, weights in zip(exact.x, saved):
         assert torch.allclose(x, (weights["a"] - base["a"]) @ exact.v, atol=1e-6)
-    assert (exact.captured == 1).all() and rough.captured[0] < 0.99
     assert not torch.allclose(rough.x[0], exact.x[0], rtol=1e-2)
     with pytest.raises(ValueError, match="3 tracked steps, got 2"):
         trajectory.exact_points(saved[:2])
