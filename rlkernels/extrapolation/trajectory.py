@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import DTYPES, check_settings, delta_matvec, leading_deltas
+from rlkernels.rank1.ops import DTYPES, delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
@@ -75,7 +75,6 @@ class RankOneTrajectory:
     Args:
         base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
         rank: of the factors that are kept of every tracked step.
-        tol, seed: as for :func:`rlkernels.top1_delta`.
 
     Raises:
         TypeError, ValueError: a tensor or setting that :func:`rlkernels.top1_delta` would not take.
@@ -84,7 +83,7 @@ class RankOneTrajectory:
         steps, accuracy: of the tracked steps that are kept, oldest first.
     """
 
-    def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4, tol: float = 1e-2, seed: int = 0) -> None:
+    def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4) -> None:
         if not isinstance(base, Mapping):
             raise TypeError(f"base must be a dictionary, name -> weights, got {type(base).__name__}")
         if not base:
@@ -95,9 +94,8 @@ class RankOneTrajectory:
                 raise ValueError(
                     f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
                 )
-        check_settings(tol, 1, seed)
         self.base = {name: tensor.detach() for name, tensor in base.items()}  # the same memory
-        self.rank, self.tol, self.seed = _check.integer("rank", rank, 1, _check.MOST), tol, seed
+        self.rank = _check.integer("rank", rank, 1, _check.MOST)
         self.steps: list[int] = []
         self.accuracy: list[float] = []
         self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
@@ -126,7 +124,7 @@ class RankOneTrajectory:
         check_weights("weights", weights, self.base)
         starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
-        found = leading_deltas(pairs, rank=self.rank, starts=starts, tol=self.tol, seed=self.seed)
+        found = leading_deltas(pairs, rank=self.rank, starts=starts)
         noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in found.items()}
         for name, (update, left, right) in found.items():
             self._left[name].append(left)
