@@ -30,10 +30,10 @@ from trl.models import unwrap_model_for_generation
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
 from rlkernels.history import RolloutHistory
-from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixMixin
+from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer
 from rlkernels.rank1.stream import default_filter
 
-__all__ = ["GatedExtrapolation", "HistoryRecorder", "SharedPrefixGRPOTrainer", "SharedPrefixMixin", "SuffixRollouts"]
+__all__ = ["GatedExtrapolation", "HistoryRecorder", "SharedPrefixGRPOTrainer", "SuffixRollouts"]
 
 Reward = Callable[..., Sequence[float | None]]
 

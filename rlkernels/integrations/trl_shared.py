@@ -20,7 +20,7 @@ from rlkernels import grouped_attention, linear_token_logprobs
 from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
 from rlkernels.prefix_cache import GroupedLayout
 
-__all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixMixin"]
+__all__ = ["SharedPrefixGRPOTrainer"]
 
 # of configs whose logits are not the head's product, or whose attention is not the plain one
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
@@ -176,7 +176,7 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
 class SharedPrefixGRPOTrainer(GRPOTrainer):
     """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch.
 
-    It also joins your own subclass, as ``class Mine(SharedPrefixMixin, YourTrainer)``: the second name is an alias.
+    It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
     attention, eager attention alone, dropout of attention, soft caps, scaled logits, aLoRA, images, a router's loss, or
     a batch longer than the sliding window or the length at which rotary factors change.
@@ -318,6 +318,3 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = regroup(batches)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
-
-
-SharedPrefixMixin = SharedPrefixGRPOTrainer

@@ -194,7 +194,7 @@ def test_lists_of_a_subclass_stay_with_their_rows(trl_integration, train):
     """TRL shuffles and splits lists beside tensors."""
     trl = importlib.import_module("trl")
 
-    class Listed(trl_integration.SharedPrefixMixin, trl.GRPOTrainer):
+    class Listed(trl_integration.SharedPrefixGRPOTrainer, trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             found = super()._generate_and_score_completions(inputs)
             return found | {"answers": found["completion_ids"].tolist()}
@@ -319,14 +319,14 @@ def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     assert_same(found, train(shared=False), 1e-6)
 
 
-def test_the_mixin_serves_subclasses(trl_integration, train):
+def test_it_serves_subclasses(trl_integration, train):
     trl = importlib.import_module("trl")
 
     class Own(trl.GRPOTrainer):
         def _compute_loss(self, model, inputs):
             return 2 * super()._compute_loss(model, inputs)
 
-    plain, mixin = train(trainer_class=Own), trl_integration.SharedPrefixMixin
-    for bases in ((mixin, Own), (Own, mixin)):
+    plain, sharing = train(trainer_class=Own), trl_integration.SharedPrefixGRPOTrainer
+    for bases in ((sharing, Own), (Own, sharing)):
         assert_same(shared := train(trainer_class=type("SharedOwn", bases, {})), plain)
         assert shared[0].shares_prefixes and shared[0]._compared
