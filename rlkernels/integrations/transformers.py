@@ -147,6 +147,9 @@ class PagedCache(Cache):
     Raises:
         TypeError, ValueError: no tensors [B, L]; padding that is not on the left, or a row without tokens.
         OutOfBlocks: the prompts do not fit; nothing has been changed.
+
+    Attributes:
+        num_cached: tokens of each row that were found in the cache.
     """
 
     def __init__(self, kv: PagedKVCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None):
@@ -163,11 +166,6 @@ class PagedCache(Cache):
         self._open(1)
 
     @property
-    def num_cached(self) -> list[int]:
-        """Count the tokens of each row that were found in the cache."""
-        return list(self._cached)
-
-    @property
     def is_linear(self) -> list[bool]:
         """Tell for each layer that it has attention: then ``generate`` feeds the model only what is not cached."""
         return [False] * len(self.kv.key_cache)
@@ -177,8 +175,8 @@ class PagedCache(Cache):
         prompts = [prompt for prompt in self._prompts for _ in range(copies)]
         pads = [pad for pad in self._pads for _ in range(copies)]
         self._sequences = self.kv.open_many([self._keyed(ids, 0) for ids in prompts])
-        self._prompts, self._pads, self._cached = prompts, pads, [seq.num_cached for seq in self._sequences]
-        known = min((pad + n for pad, n in zip(pads, self._cached)), default=0)
+        self._prompts, self._pads, self.num_cached = prompts, pads, [seq.num_cached for seq in self._sequences]
+        known = min((pad + n for pad, n in zip(pads, self.num_cached)), default=0)
         assert columns is None or known >= columns
         self._columns = known if columns is None else columns
 
@@ -225,7 +223,7 @@ class PagedCache(Cache):
         if attention_mask is not None:
             self._check_mask(attention_mask, end)
         device, size = self.kv.device, self.kv.block_size
-        pads, cached = (torch.tensor(x, device=device) for x in (self._pads, self._cached))
+        pads, cached = (torch.tensor(x, device=device) for x in (self._pads, self.num_cached))
         index = torch.arange(self._columns, end, device=device) - pads[:, None]  # [B, q], of the token in its sequence
         self._check_positions(given.get("position_ids"), index)
         if end > self._width:
@@ -238,7 +236,7 @@ class PagedCache(Cache):
         seq_lens = (end - pads).clamp(min=0)
         counts = torch.cat([pads.new_zeros(1), seq_lens.clamp(max=new).cumsum(0)])
         padded = self._columns < max(self._pads)
-        shared = any(self._columns < pad + n for pad, n in zip(self._pads, self._cached))
+        shared = any(self._columns < pad + n for pad, n in zip(self._pads, self.num_cached))
         self._step = _Step(
             (index >= 0).flatten() if padded else None,
             own.flatten() if padded or shared else None,
