@@ -80,18 +80,9 @@ def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch
     # equal rewards can leave a rounding error in the mean, which a division by (almost) zero would blow up
     low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index, rewards, "amin")[index]
     high = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
-    scale = scale_of(high - low)
-    square = rewards.new_zeros(count).index_add_(0, index, ((rewards - mean) / scale) ** 2)[index]
-    std = torch.where(low == high, 0.0, scale * (square / (size - 1).clamp(min=1)).sqrt())
+    square = rewards.new_zeros(count).index_add_(0, index, (rewards - mean) ** 2)[index]
+    std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())
     return size, torch.where(low == high, rewards, mean), std
-
-
-def scale_of(values: torch.Tensor) -> torch.Tensor:
-    """Returns for each value >= 0 a power of two just above it, at least 1.
-
-    Dividing by it is exact, and keeps squares within float32: the square of 1e20 is not.
-    """
-    return torch.exp2(torch.frexp(values).exponent.clamp(0, 126).to(values.dtype))
 
 
 def group_advantages(
@@ -106,8 +97,7 @@ def group_advantages(
     if scale_rewards == "group":
         return (rewards - mean) / (std + epsilon)
     if scale_rewards == "batch":
-        scale = scale_of(rewards.abs().amax()) if rewards.numel() else 1.0
-        return (rewards - mean) / ((scale * (rewards / scale).std() if rewards.numel() > 1 else 0.0) + epsilon)
+        return (rewards - mean) / ((rewards.std() if rewards.numel() > 1 else 0.0) + epsilon)
     return rewards - mean
 
 
@@ -148,11 +138,8 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -
     kept = values[mask]
     if kept.numel() == 0:
         return torch.zeros_like(values)
-    scale = scale_of(kept.abs().amax())
-    kept = kept / scale
-    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]) / scale**2, kept[0])
-    scaled = (values / scale - mean) * torch.rsqrt(variance + epsilon / scale**2)
-    return torch.where(mask, scaled, 0.0)
+    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + epsilon), 0.0)
 
 
 def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Scores:
     merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
 
 
-LARGEST = 1e30  # value of a reward function: their sums stay finite in float32
+LARGEST = 1e15  # value of a reward function: sums of squares stay finite in float32
 TEXT = (str, bytes, bytearray)
 
 
