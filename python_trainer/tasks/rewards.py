@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -113,28 +113,22 @@ def _as_list(found: Any) -> Any:
     return list(found) if ordered else found
 
 
-def _place(function: Any, error: BaseException) -> str:
-    """Names the innermost line of the function's own file that the error came through: `` (my_rewards.py:7)``.
+def _place(error: BaseException) -> str:
+    """Names the line of a reward function that the error came through: `` (my_rewards.py:7)``.
 
-    A function that was never entered is named by its first line; one of this package, or in C, not at all.
+    A function that was never entered has none, and one of this package needs none.
     """
-    while isinstance(function, partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
-    if code is None or PACKAGE in Path(code.co_filename).parents:
+    inside = traceback.extract_tb(error.__traceback__)[1:]  # the first line is the call, in this file
+    if not inside or PACKAGE in Path(inside[0].filename).parents:
         return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename]
-    path = Path(code.co_filename)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}:{lines[-1] if lines else code.co_firstlineno})"
+    return f" ({os.path.relpath(inside[0].filename)}:{inside[0].lineno})"
 
 
-def _checked(name: str, function: RewardFunction, arguments: dict[str, Any], found: Any) -> list[float | None]:
+def _checked(name: str, arguments: dict[str, Any], found: Any) -> list[float | None]:
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
     if isinstance(found, BaseException):
-        about, pattern = _place(function, found), r"unexpected keyword argument|missing \d+ required"
+        about, pattern = _place(found), r"unexpected keyword argument|missing \d+ required"
         call = isinstance(found, TypeError) and re.search(pattern, str(found))
         if call or isinstance(found, KeyError):  # a missing or an unexpected column
             about += f"; it is given {', '.join(arguments)}"
@@ -189,7 +183,7 @@ def score(
     ]
     arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
     found = _call_all(task.reward_functions, arguments)
-    rewards = {name: _checked(name, task.reward_functions[name], arguments, found[name]) for name in found}
+    rewards = {name: _checked(name, arguments, value) for name, value in found.items()}
 
     total: list[float] = []
     for row in range(len(texts)):

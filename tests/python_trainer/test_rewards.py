@@ -227,10 +227,10 @@ judge = functools.partial(Judge(), more=1)
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("right", r"right raised TypeError: right\(\) missing 1 required positional argument: 'total' "
-     r"\(own_rewards.py:4\); it is given prompts, completions, completion_ids, answer$"),
-    ("deeper", r"deeper raised TypeError: .*unexpected keyword .* \(own_rewards.py:7\); it is given prompts, "),
-    ("narrow", r"narrow raised TypeError: .*unexpected .* \(own_rewards.py:16\); it is given .*, answer$"),
+    ("right", r"right raised TypeError: right\(\) missing 1 required positional argument: "
+     r"'total'; it is given prompts, completions, completion_ids, answer$"),
+    ("deeper", r"deeper raised TypeError: .*unexpected keyword .*'; it is given prompts, "),
+    ("narrow", r"narrow raised TypeError: .*unexpected .*'; it is given .*, answer$"),
     ("asks", r"asks raised KeyError: 'total' \(own_rewards.py:11\); it is given prompts, .*, answer$"),
     ("later", r"later raised AttributeError: .* 'strip' \(own_rewards.py:14\)$"),
     ("judge", r"judge raised ZeroDivisionError: division by zero \(own_rewards.py:21\)$"),
@@ -243,9 +243,9 @@ def test_errors_name_the_place_and_what_was_given(tmp_path, monkeypatch, name, m
     sys.modules.pop("own_rewards")
     with pytest.raises(UserError, match=message):
         judge(**{name: function})
-    if name == "right":  # entered: the innermost line of its own module, not that in the library which it calls
+    if name == "right":  # entered: its own line, not one of what it calls
         task = Task("t", [], [], {"right": function})
-        with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:8\)$"):
+        with pytest.raises(UserError, match=r"right raised JSONDecodeError: .* \(own_rewards.py:5\)$"):
             score(task, [Example("p", {"total": 1})], ["no JSON"], [[1]])
 
 
