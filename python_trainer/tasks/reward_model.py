@@ -1,6 +1,6 @@
 """Rewards from a model of one's own: a sequence-classification model of Transformers with a single label."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class RewardModel:
         config = self.model.config.get_text_config()
         if config.num_labels != 1:
             raise UserError(f"task.reward: a reward model has 1 label, {path} has {config.num_labels}")
-        self.config, self.own_pad = config, config.pad_token_id  # another one stands in the settings during a pass
+        self.pad: int | None = config.pad_token_id
 
     def to(self, device: torch.device) -> None:
         """Moves the model to a device."""
@@ -53,22 +53,15 @@ class RewardModel:
         """Returns one number for each completion."""
         rows = [self._encode(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(rows)
-        for part in batches([len(row) for row in rows], most=self.config.vocab_size - 1):
+        # by its pad token the model finds the last token of a row, which it scores
+        for part in batches([len(row) for row in rows], most=1 if self.pad is None else len(rows)):
             tokens = [torch.tensor(rows[i]) for i in part]
-            # by its pad token the model finds the last token of a row, which it scores
-            self.config.pad_token_id = pad = self._pad({token for i in part for token in rows[i][-1:]})
-            ids = pad_sequence(tokens, batch_first=True, padding_value=pad).to(self.model.device)  # [rows, T]
+            ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad or 0).to(self.model.device)  # [rows, T]
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).to(self.model.device)
             scores = self.model(input_ids=ids, attention_mask=mask).logits[:, 0]
             for i, score in zip(part, scores.float().tolist()):
                 rewards[i] = score
         return rewards
-
-    def _pad(self, ends: Set[int]) -> int:
-        """Returns the model's own pad token, as in its training; without one, a token that none of the rows ends in."""
-        if self.own_pad is not None:
-            return int(self.own_pad)
-        return next(token for token in range(self.config.vocab_size) if token not in ends)
 
     def _encode(self, prompt: str | Messages, said: str | Messages) -> list[int]:
         if isinstance(prompt, str):
