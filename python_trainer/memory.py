@@ -58,6 +58,7 @@ class Shape:
         query, key: heads x head size.
         item: bytes of a number in its passes.
         fused: its passes are those of FusedDecoder.
+        capped: its logits are, which are then all held.
     """
 
     def __init__(self, model: Any, kind: str):
@@ -78,6 +79,7 @@ class Shape:
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
         if experts := getattr(text, "num_experts_per_tok", None):
             self.inner = experts * (getattr(text, "moe_intermediate_size", None) or self.inner)
+        self.capped = getattr(text, "final_logit_softcapping", None) is not None
         small = self.item == 2 or 4 * self.total <= MAX_BYTES
         self.fused = kind == "cpu" and small and not self.adapted and model.config.model_type in MODEL_TYPES
 
@@ -111,7 +113,7 @@ def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, 
     else:  # norms keep their inputs in float32
         layer = s.item * (4 * s.hidden + attention + 4 * s.inner) + 8 * s.hidden
     logits = pairs * s.vocab
-    if logits * s.item > LARGEST_LOGITS:
+    if logits * s.item > LARGEST_LOGITS and not s.capped:
         logits = min(logits, pairs * block_columns(pairs, gpu_memory))
     at_head = logits * LOGIT_BYTES[kind] + s.head * s.item
     if not recompute:

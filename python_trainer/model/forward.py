@@ -5,18 +5,13 @@ All sequences are one row of tokens, told apart by attention.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlkernels import linear_token_logprobs, token_logprobs
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention
-
-PIECE = 1 << 24  # logits that exist at one time where they are capped
 
 # ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
@@ -88,55 +83,17 @@ def forward_with_states(
     return logits, states[0]
 
 
-@dataclass(frozen=True)
-class LogitRule:
-    """Logits of the product of hidden states and output matrix: ``cap * tanh(scale * product / cap)``.
+def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float | None:
+    """Returns x if logits [R, V] are x times the product of states [R, H] and output matrix, by the model's config.
 
-    Without a cap they are ``scale * product``. Granite divides by ``logits_scaling``, Cohere multiplies by
-    ``logit_scale``, Gemma 2 and 3n cap.
+    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
     """
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, product: torch.Tensor) -> torch.Tensor:
-        scaled = product if self.scale == 1 else product * self.scale
-        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
-
-    def logprobs(
-        self, states: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores targets [R] after states [R, H] -> log-probabilities, entropies [R]; computes [R, V] twice.
-
-        A multiple is one more temperature. Capped logits are made for some rows at a time, and again for the gradient.
-        """
-        if self.cap is None:
-            options: dict[str, Any] = {"temperature": temperature / self.scale, "return_entropy": True}
-            return linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
-        rows = max(PIECE // len(head.weight), 1)
-        parts = [
-            checkpoint(self._capped, *piece, head.weight, head.bias, temperature, use_reentrant=False)
-            for piece in zip(states.split(rows), targets.split(rows))
-        ]
-        logprobs, entropy = zip(*parts)
-        return torch.cat(logprobs), torch.cat(entropy)
-
-    def _capped(
-        self, states: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, bias: Any, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self(linear(states, weight, bias))
-        return token_logprobs(logits, targets, temperature=temperature, return_entropy=True)
-
-
-def observe_logit_rule(model: Any, logits: torch.Tensor, states: torch.Tensor) -> LogitRule | None:
-    """Returns the config's rule if logits [R, V] follow from states [R, H] by it."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scale, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
     factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
     if factor <= 0:
         return None
-    rule = LogitRule(factor, getattr(config, "final_logit_softcapping", None))
-    product = rule(linear(states[None], head.weight, head.bias)[0])
+    product = linear(states[None], head.weight, head.bias)[0] * factor
     near = 4 * torch.finfo(logits.dtype).eps * logits.abs().max()
     same = logits.dtype == product.dtype and bool((logits - product).abs().max() <= near)
-    return rule if same else None
+    return factor if same else None

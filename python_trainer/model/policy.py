@@ -33,10 +33,11 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
 from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
 from python_trainer.run_directory import usual_mode
-from rlkernels import token_logprobs
+from rlkernels import linear_token_logprobs, token_logprobs
 from rlkernels.integrations.vllm_worker import merged_weight
 
-LARGEST_LOGITS = 1 << 28  # bytes of logits in a micro-batch; more are not held but computed block by block, twice
+# Bytes of logits in a micro-batch; more are not held but computed block by block, twice, unless the model caps them.
+LARGEST_LOGITS = 1 << 28
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -211,9 +212,10 @@ class Policy:
         """Computes :meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
         head, targets = self.model.get_output_embeddings(), packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
-        if logits_bytes > LARGEST_LOGITS and self.traits.logits is not None:
+        if logits_bytes > LARGEST_LOGITS and self.traits.logit_scale is not None:
             _, states = self._run(packed, predict=1)
-            logprobs, entropy = self.traits.logits.logprobs(states, head, targets, temperature)
+            options: dict[str, Any] = {"temperature": temperature / self.traits.logit_scale, "return_entropy": True}
+            logprobs, entropy = linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
         else:
             logits, states = self._run(packed)
             logprobs, entropy = token_logprobs(logits, targets, temperature=temperature, return_entropy=True)

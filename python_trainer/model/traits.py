@@ -11,12 +11,11 @@ from python_trainer.errors import UserError
 from python_trainer.model.attention import PackedLayout, page
 from python_trainer.model.forward import (
     Forward,
-    LogitRule,
     attend_by,
     evaluation_mode,
     forward,
     forward_with_states,
-    observe_logit_rule,
+    logit_scale,
 )
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels import PagedKVCache
@@ -35,7 +34,7 @@ class ModelTraits:
     kv_heads: int
     head_dim: int
     window: int | None  # tokens of the smallest sliding window
-    logits: LogitRule | None  # how they come from states and output matrix; None: in another way
+    logit_scale: float | None  # of logits to the product of states and output matrix; None: made in another way
     fusible: bool  # FusedDecoder computes what the model computes
 
 
@@ -92,7 +91,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
         cache = partial(PagedKVCache, len(seen.shapes), heads, dim, num_blocks=8, block_size=BLOCK)
         cache = partial(cache, dtype=model.dtype, device=device)
         cached = _cached_logits(partial(forward, model), cache(), prompt, answers)
-        rule = observe_logit_rule(model, logits, states)
+        scale = logit_scale(model, logits, states)
     with attend_by(model, "eager"):
         rows = torch.tensor([[*prompt, *answer] for answer in answers], device=device)
         own = model(input_ids=rows, use_cache=False).logits  # [2, 5, V]
@@ -104,7 +103,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
         logits, cached = decoder(*packed, again), _cached_logits(decoder, cache(), prompt, answers)
         fusible = _agree(model, logits, cached, own) and again == seen
     window = min((w for w in seen.windows.values() if w is not None), default=None)
-    return ModelTraits(len(seen.shapes), heads, dim, window, rule, fusible)
+    return ModelTraits(len(seen.shapes), heads, dim, window, scale, fusible)
 
 
 def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:

@@ -9,18 +9,17 @@ from conftest import QUIET, save_tiny_policy
 from paged import GREEDY, LONGROPE, SIZES, make, make_policy, prompts
 from tiny import own_greedy
 
-from python_trainer.data import Rollout
+from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model import traits as traits_module
 from python_trainer.model.attention import page
-from python_trainer.model.forward import LogitRule
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.parts import make_engine
-from python_trainer.rollout import PagedEngine, Request
 from python_trainer.rollout.paged import engine as engine_module
+from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
@@ -141,7 +140,7 @@ def test_masks_that_short_sequences_do_not_show_are_refused():
 
 def test_traits_of_models():
     found = find_traits(make())
-    assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logits=LogitRule(), fusible=True)
+    assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logit_scale=1.0, fusible=True)
     assert find_traits(make().bfloat16()).fusible and not find_traits(make().half()).fusible
     windowed = find_traits(make("Mistral", sliding_window=24))
     assert windowed.window == 24 and windowed.fusible
