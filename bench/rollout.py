@@ -15,9 +15,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, Stoppi
 from bench import Case
 from python_trainer.accelerators.drafts import MEASURED_PASSES
 from python_trainer.config import load_config
+from python_trainer.data import Request
 from python_trainer.model.policy import load_policy
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
 from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import RolloutHistory
 
 VOCAB, SAMPLES = 300, 8

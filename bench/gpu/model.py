@@ -20,10 +20,11 @@ from tokenizers.models import WordLevel
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from python_trainer.data import Rollout
+from python_trainer.data import Request, Rollout
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
 
 Message = dict[str, Any]
 SAMPLES = 8  # of each prompt

@@ -23,8 +23,10 @@ from scipy import stats
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench._runner import commit
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import RolloutHistory
 
 RECORDS = Path(__file__).parent / "results" / "lossless.csv"

@@ -4,8 +4,10 @@ import pytest
 import torch
 import transformers
 
+from python_trainer.data import Request
 from python_trainer.model.policy import Policy
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
 
 VOCAB = 61
 SIZES = {

@@ -10,9 +10,10 @@ from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_re
 from bench.studies.lossless import distribution, p_value, p_values, uniform
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.settings import DraftsSettings
+from python_trainer.data import Request
 from python_trainer.errors import UserError
-from python_trainer.rollout import Request, SamplingParams
 from python_trainer.rollout.drafting import DEAR_PASS, Drafter, pass_overhead
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory

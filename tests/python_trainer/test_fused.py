@@ -5,8 +5,9 @@ import torch
 from paged import GREEDY, engine_for, make, mixed_requests, prompts
 from torch import nn
 
+from python_trainer.data import Request
 from python_trainer.model.fused import FusedDecoder, Product, packs_bfloat16
-from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 
 

@@ -10,13 +10,15 @@ from support import Launches
 from tiny import own_greedy
 
 from bench.studies.lossless import distribution
+from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model import attention
 from python_trainer.model.forward import attend_by, evaluation_mode
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged import graphs
+from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import keyed_uniform, prefix_cache
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 from rlkernels.prefix_cache import library

@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from bench.faults.tensors import OPS
 from python_trainer.config import check_config
+from python_trainer.data import Request
 from python_trainer.model.attention import page
 from python_trainer.model.policy import load_policy
 from python_trainer.probe import probe
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
+from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.sft import Sft
 

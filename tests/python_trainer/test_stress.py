@@ -9,11 +9,12 @@ from paged import engine_for, make_policy
 from tiny import weights
 
 from python_trainer.config import check_config
+from python_trainer.data import Request
 from python_trainer.errors import NotFinite
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.parts import make_learner
-from python_trainer.rollout import Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
 
 
 def learner_of(policy, settings, **algorithm):

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import python_trainer.tasks
 from python_trainer.config import load_config
+from python_trainer.data import Request
 from python_trainer.hub import policy_folder
 from python_trainer.model.policy import load_policy
-from python_trainer.rollout import PagedEngine, Request, SamplingParams
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.tasks.rewards import score
 from python_trainer.tasks.sums import SumsSettings
 from tools.policies import sums as pretrain

@@ -18,14 +18,15 @@ from tiny import save_tiny_policy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from python_trainer.config import check_config
+from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.parts import make_engine, resolve_engine
-from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
-from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, import_vllm
+from python_trainer.rollout.vllm.engine import COUNTERS, Backend, Drawn, VLLMEngine, import_vllm
 from python_trainer.rollout.vllm.servers import Server, Servers
 from python_trainer.trainer import Trainer
 

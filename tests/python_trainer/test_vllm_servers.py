@@ -18,6 +18,7 @@ from support import lacks
 from torch.testing import assert_close
 
 from python_trainer.config import load_config
+from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
@@ -25,9 +26,10 @@ from python_trainer.model.lora import is_adapter
 from python_trainer.model.policy import load_policy
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.parts import make_engine
-from python_trainer.rollout import Request, Rollout, SamplingParams, VLLMEngine
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm import servers as servers_module
+from python_trainer.rollout.vllm.engine import VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers, read
 
 

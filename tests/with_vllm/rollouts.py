@@ -7,7 +7,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from python_trainer.config import check_config
-from python_trainer.rollout import SamplingParams
+from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

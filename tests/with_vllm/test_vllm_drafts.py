@@ -6,9 +6,10 @@ from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
 
 from python_trainer.config import check_config
-from python_trainer.rollout import Request, SamplingParams, VLLMEngine
+from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
-from python_trainer.rollout.vllm.engine import InProcess
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory

@@ -13,10 +13,12 @@ from transformers import AutoTokenizer
 
 from bench._vllm_server import VLLMServer
 from python_trainer.config import check_config
+from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
-from python_trainer.rollout import PagedEngine, Request, SamplingParams, VLLMEngine
-from python_trainer.rollout.vllm.engine import InProcess
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer

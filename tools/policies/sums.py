@@ -189,7 +189,9 @@ def right_answers(policy: Qwen2ForCausalLM, variant: Variant, prompts: int) -> d
     Returns:
         ``sampled``: at temperature 1; ``greedy``.
     """
-    from python_trainer.rollout import PagedEngine, Request, SamplingParams  # the trainer's engine, slow to import
+    from python_trainer.data import Request
+    from python_trainer.rollout.engine import SamplingParams
+    from python_trainer.rollout.paged.engine import PagedEngine  # the trainer's engine, slow to import
 
     *_, test = shipped(variant)
     asked = [str(example.prompt) for example in test[:prompts]]

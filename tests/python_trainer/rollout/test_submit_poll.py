@@ -6,8 +6,9 @@ import pytest
 import torch
 from paged import engine_for, make, mixed_requests, prompts
 
-from python_trainer.rollout import Request, SamplingParams
+from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.engine import SamplingParams
 from rlkernels import RolloutHistory
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
