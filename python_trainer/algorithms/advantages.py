@@ -6,6 +6,8 @@ import torch
 
 from python_trainer.algorithms.settings import AlgorithmConfig
 
+EPSILON = 1e-4  # added to the standard deviation of rewards
+
 
 @dataclass(frozen=True)
 class StepRewards:
@@ -32,13 +34,25 @@ Judged = tuple[torch.Tensor, torch.Tensor | None]  # advantages [B] or [B, T], r
 
 
 def against_group(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """Compares answers with the mean of their group: GRPO and Dr. GRPO."""
-    return group_advantages(step.answer_rewards(), step.groups, scale_rewards=settings.scale_rewards), None
+    """Compares answers with the mean of their group, and divides by a standard deviation.
+
+    That is of the ``"group"`` (GRPO, arXiv 2402.03300) or of the ``"batch"``; ``"none"`` divides by nothing (Dr. GRPO,
+    arXiv 2503.20783). The advantage is 0 for every answer of a group whose rewards are all equal.
+    """
+    rewards = step.answer_rewards()
+    _, mean, std = group_statistics(rewards, step.groups)
+    if settings.scale_rewards == "none":
+        return rewards - mean, None
+    if settings.scale_rewards == "batch":
+        std = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
+    return (rewards - mean) / (std + EPSILON), None
 
 
 def against_others(step: StepRewards, settings: AlgorithmConfig) -> Judged:
-    """Compares answers with the others of their group: REINFORCE leave-one-out."""
-    return rloo_advantages(step.answer_rewards(), step.groups), None
+    """Compares answers with the mean of the *others* of their group (RLOO, arXiv 2402.14740); alone: 0."""
+    rewards = step.answer_rewards()
+    size, mean, _ = group_statistics(rewards, step.groups)
+    return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0), None
 
 
 def against_critic(step: StepRewards, settings: AlgorithmConfig) -> Judged:
@@ -83,28 +97,6 @@ def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch
     square = rewards.new_zeros(count).index_add_(0, index, (rewards - mean) ** 2)[index]
     std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())
     return size, torch.where(low == high, rewards, mean), std
-
-
-def group_advantages(
-    rewards: torch.Tensor, groups: torch.Tensor, *, scale_rewards: str = "group", epsilon: float = 1e-4
-) -> torch.Tensor:
-    """Computes GRPO's advantage [B]: reward minus the mean of its group, divided by a standard deviation.
-
-    That is of the ``"group"`` (GRPO, arXiv 2402.03300) or of the ``"batch"``; ``"none"`` divides by nothing (Dr. GRPO,
-    arXiv 2503.20783). It is 0 for every sample of a group whose rewards are all equal.
-    """
-    _, mean, std = group_statistics(rewards, groups)
-    if scale_rewards == "group":
-        return (rewards - mean) / (std + epsilon)
-    if scale_rewards == "batch":
-        return (rewards - mean) / ((rewards.std() if rewards.numel() > 1 else 0.0) + epsilon)
-    return rewards - mean
-
-
-def rloo_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Computes reward minus the mean of the *other* samples of its group, [B] (RLOO, arXiv 2402.14740); alone: 0."""
-    size, mean, _ = group_statistics(rewards, groups)
-    return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0)
 
 
 def gae(

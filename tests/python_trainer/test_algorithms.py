@@ -28,9 +28,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_trainer.algorithms.advantages import gae, group_advantages, group_statistics, rloo_advantages
+from python_trainer.algorithms.advantages import StepRewards, gae, group_statistics
 from python_trainer.algorithms.losses import importance_weights, kl_estimate, policy_loss, value_loss
-from python_trainer.algorithms.settings import LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
+from python_trainer.algorithms.settings import ADVANTAGES, LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
 
 INF = float("inf")
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr_grpo"]
@@ -47,6 +47,13 @@ def mask_of(lengths, width):
     return torch.arange(width)[None] < torch.tensor(lengths)[:, None]
 
 
+def advantages(kind, rewards, groups, **settings):
+    """Those of answers with these rewards, of a token each."""
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    step = StepRewards(rewards, groups, mask, mask, torch.zeros(len(rewards), 1))
+    return ADVANTAGES.resolve(kind)(step, AlgorithmConfig(**settings))[0]
+
+
 def test_group_advantages_known_values():
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.0, 5.0, 4.0])
     groups = torch.tensor([7, 7, 2, 7, 2, 2])
@@ -54,11 +61,11 @@ def test_group_advantages_known_values():
     plain = torch.tensor([2 / 3, -1 / 3, -1, -1 / 3, 1, 0])
     std = torch.tensor([1 / 3, 1 / 3, 1, 1 / 3, 1, 1])
     std[[0, 1, 3]] = math.sqrt(1 / 3)
-    torch.testing.assert_close(group_advantages(rewards, groups, scale_rewards="none"), plain)
-    torch.testing.assert_close(group_advantages(rewards, groups), plain / (std + 1e-4))
+    torch.testing.assert_close(advantages("group", rewards, groups, scale_rewards="none"), plain)
+    torch.testing.assert_close(advantages("group", rewards, groups), plain / (std + 1e-4))
     # all six: mean 13/6, sum of squares 51 - 6 * (13/6)^2 = 22.8333, / 5 = 4.5667
     batch = plain / (math.sqrt((51 - 169 / 6) / 5) + 1e-4)
-    torch.testing.assert_close(group_advantages(rewards, groups, scale_rewards="batch"), batch)
+    torch.testing.assert_close(advantages("group", rewards, groups, scale_rewards="batch"), batch)
 
 
 def test_equal_rewards_give_exactly_zero_advantage():
@@ -67,14 +74,14 @@ def test_equal_rewards_give_exactly_zero_advantage():
         for n in (0, 1, 3, 7):
             rewards, groups = torch.full((n,), value), torch.zeros(n, dtype=torch.int64)
             for scale in ("group", "batch", "none"):
-                assert torch.equal(group_advantages(rewards, groups, scale_rewards=scale), torch.zeros(n))
-            assert torch.equal(rloo_advantages(rewards, groups), torch.zeros(n))
+                assert torch.equal(advantages("group", rewards, groups, scale_rewards=scale), torch.zeros(n))
+            assert torch.equal(advantages("rloo", rewards, groups), torch.zeros(n))
             assert torch.equal(group_statistics(rewards, groups)[2], torch.zeros(n))
 
 
 def test_rloo_known_values():
     # others of 1 are (0, 2): mean 1 -> 0; of 0: 1.5 -> -1.5; of 2: 0.5 -> 1.5; alone: nothing to compare with
-    got = rloo_advantages(torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
+    got = advantages("rloo", torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -1.5, 1.5]))
 
 
