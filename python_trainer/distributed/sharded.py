@@ -36,7 +36,7 @@ class ShardedGroup(RankGroup):
 
     def __init__(self) -> None:
         super().__init__("fsdp2")
-        self.mesh: DeviceMesh | None = None
+        self.mesh: DeviceMesh | None = None  # of all ranks, from load() on
         self.offload = False  # shards that train, their gradients and moments are in the memory of the host
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
@@ -61,7 +61,7 @@ class ShardedGroup(RankGroup):
             read.clear()
         for _, weight in named_weights(whole):
             dist.broadcast(weight, 0)
-        self._device_mesh(device)
+        self.mesh = init_device_mesh(device.type, (self.size,))
         with self.together():
             if config.lora is not None:
                 inject_adapters(model, config.lora)
@@ -74,12 +74,6 @@ class ShardedGroup(RankGroup):
         if config.gradient_checkpointing is True:
             recompute_activations(sharded)
         return policy
-
-    def _device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Returns the mesh of all ranks, who must ask for it together when they do so first."""
-        if self.mesh is None:
-            self.mesh = init_device_mesh(device.type, (self.size,))
-        return self.mesh
 
     def copy(self, module: Any, *, trains: bool) -> Any:
         copied = self._sharded_copy(module, next(module.parameters()).device, trains=trains)
@@ -101,7 +95,7 @@ class ShardedGroup(RankGroup):
 
     def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
         dtype = next(module.parameters()).dtype
-        options: dict[str, Any] = {"mesh": self._device_mesh(device)}
+        options: dict[str, Any] = {"mesh": self.mesh}
         if any(p.requires_grad for p in module.parameters()):
             # embeddings and output layer stay gathered until the backward pass
             options["mp_policy"] = MixedPrecisionPolicy(
