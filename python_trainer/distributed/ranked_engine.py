@@ -1,6 +1,6 @@
 """A rollout engine on weights that are kept elsewhere, whose requests are divided among ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from python_trainer.data import Request, Rollout
@@ -29,15 +29,6 @@ class RankedEngine(WrappedEngine):
     def stats(self) -> dict[str, float]:
         return {name: count + self._others[name] for name, count in self.inner.stats.items()}
 
-    @property
-    def on_progress(self) -> Callable[[int, int], None] | None:  # type: ignore[override]
-        """Returns None with several ranks: the inner engine reports this rank's part."""
-        return self.inner.on_progress if self.ranks is None else None
-
-    @on_progress.setter
-    def on_progress(self, on_progress: Callable[[int, int], None] | None) -> None:
-        self.inner.on_progress = on_progress
-
     def policy_updated(self) -> None:
         self.policy.sync_inference_model()
         self.inner.policy_updated()  # which counts
@@ -62,6 +53,7 @@ class RankedEngine(WrappedEngine):
     ) -> None:
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own = self.inner.stats, list[Rollout]()
+        self.inner.on_progress = self.on_progress  # of this rank's part
         # by rank 0: others may have seen the same lengths in another order
         parts = ranks.first(divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size))
         if self.policy.streams_weights:  # all ranks gather them, also those without a request
