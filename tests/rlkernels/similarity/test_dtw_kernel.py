@@ -176,9 +176,10 @@ def test_bound_never_exceeds_the_cost_by_more_than_rounding(cpu_isa):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_and_views(dtype):
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_other_dtypes_and_views(dtype, backend):
     wide = torch.randn(40, 30, 3).to(dtype)
     x, y = wide[::3, ::2, 1:], wide[1::2, 3:, :2]
-    expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend="cpu")
-    ours = rlkernels.dtw(x, y, backend="cpu")
-    assert ours.dtype == torch.float32 and torch.equal(ours, expected)
+    expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend=backend)
+    ours = rlkernels.dtw(x, y, backend=backend)
+    torch.testing.assert_close(ours, expected, rtol=0 if backend == "cpu" else 1e-6, atol=0)
