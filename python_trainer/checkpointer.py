@@ -40,7 +40,7 @@ class Checkpointer:
     there, :meth:`restore` takes them.
 
     Args:
-        output_dir: the run directory; ``folder`` is where this rank writes.
+        output_dir: the run directory; this rank writes to the folder of its ``logger``.
         resume: continue from the newest checkpoint, if there is one.
         notify: calls a method of all callbacks.
 
@@ -55,7 +55,6 @@ class Checkpointer:
         self,
         config: Config,
         output_dir: Path,
-        folder: Path,
         *,
         resume: bool,
         ranks: RankGroup,
@@ -64,7 +63,7 @@ class Checkpointer:
         logger: Logger,
         notify: Callable[..., None] = lambda *_: None,
     ):
-        self.config, self.folder, self.ranks, self.state = config, folder, ranks, state
+        self.config, self.folder, self.ranks, self.state = config, logger.folder, ranks, state
         self.clock, self.logger, self.notify = clock, logger, notify
         self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
         self.present: list[Path] = []  # all checkpoints there were; known to rank 0

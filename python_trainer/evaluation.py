@@ -1,9 +1,8 @@
 """Judges answers: the rollouts of a step by the task's rewards, and a policy by its answers to the test sets."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -17,7 +16,7 @@ from python_trainer.logger import Logger
 from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import save_evaluation
-from python_trainer.run_state import Clock, RunState
+from python_trainer.run_state import Clock
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
 
@@ -26,20 +25,12 @@ class Scorer:
     """Scores the answers of a run.
 
     Args:
-        prompts: of the task that is trained on.
-        state: its ``judged`` turns False once the rewards show that answers are not simply right or wrong.
-        decode: token ids -> text.
+        prompts: of the task that is trained on. ``judged`` of their run state turns False once the rewards show that
+            answers are not simply right or wrong.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        prompts: Prompts,
-        ranks: RankGroup,
-        state: RunState,
-        decode: Callable[[Sequence[int]], str],
-    ):
-        self.config, self.prompts, self.ranks, self.state, self.decode = config, prompts, ranks, state, decode
+    def __init__(self, config: Config, prompts: Prompts, ranks: RankGroup):
+        self.config, self.prompts, self.ranks = config, prompts, ranks
         self._failure_noted = False
 
     def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
@@ -69,7 +60,7 @@ class Scorer:
     def raw(self, task: Task, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
         """Returns the task's own scores of rollouts, and fills in their texts."""
         for rollout in rollouts:
-            rollout.text = self.decode(rollout.response_ids)
+            rollout.text = self.prompts.policy.decode(rollout.response_ids)
         failed = next((r.episode for r in rollouts if r.episode and r.episode.failure), None)
         if failed and not self._failure_noted:
             self._failure_noted = True
@@ -90,11 +81,11 @@ class Scorer:
         ids: Sequence[Sequence[int]],
     ) -> Scores:
         """Returns scores; ``merit`` is set from the first batch on that shows answers not to be right or wrong."""
-        scores = self.ranks.score(task, examples, completions, ids)
+        scores, state = self.ranks.score(task, examples, completions, ids), self.prompts.state
         if task is not self.prompts.task:
             return scores
-        self.state.judged &= scores.merit is None
-        return replace(scores, merit=None if self.state.judged else scores.total)
+        state.judged &= scores.merit is None
+        return replace(scores, merit=None if state.judged else scores.total)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -124,20 +115,9 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
 class Evaluator:
     """Evaluates a policy on the test split of its task and on more test sets, always with the same noise."""
 
-    def __init__(
-        self,
-        config: Config,
-        prompts: Prompts,
-        engine: Engine,
-        scorer: Scorer,
-        *,
-        state: RunState,
-        clock: Clock,
-        logger: Logger,
-        folder: Path,
-    ):
-        self.config, self.prompts, self.engine, self.scorer = config, prompts, engine, scorer
-        self.state, self.clock, self.logger, self.folder = state, clock, logger, folder
+    def __init__(self, scorer: Scorer, engine: Engine, clock: Clock, logger: Logger):
+        self.scorer, self.engine, self.clock, self.logger = scorer, engine, clock, logger
+        self.config, self.prompts = scorer.config, scorer.prompts
         self._partial_noted = False
 
     def evaluate(self, name: str | None = None) -> dict[str, float]:
@@ -146,7 +126,7 @@ class Evaluator:
         Args:
             name: ``start`` or ``final``, whose answers and metrics are kept; None: an evaluation in between.
         """
-        state, limit = self.state, self.config.evaluation.eval_limit_during
+        state, limit = self.prompts.state, self.config.evaluation.eval_limit_during
         if not self.prompts.ids["test"]:
             return {}
         cost = [self.clock.training_seconds, state.counts.get("generated_tokens", 0)]
@@ -154,7 +134,7 @@ class Evaluator:
             with self.logger.generating("evaluation"):
                 row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
             if name is not None:
-                save_evaluation(self.folder, name, correct)
+                save_evaluation(self.logger.folder, name, correct)
                 state.results[name] = dict(row)
         state.costs.append(cost)
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])

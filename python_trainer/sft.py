@@ -70,8 +70,9 @@ class Sft:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         self.config, self.folder, self.state, self.clock = config, output_dir, RunState(), Clock()
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
-        shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
-        self.checkpointer = Checkpointer(config, output_dir, output_dir, resume=resume, ranks=RankGroup(), **shared)
+        self.checkpointer = Checkpointer(
+            config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, clock=self.clock, logger=self.logger
+        )
         task = load_task(config.task)
         self.policy = load_policy(keep_dtype(config.model, self.checkpointer.saved))
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs

@@ -89,10 +89,10 @@ class Trainer:
         self.stop, self.done, self.rehearsed = StopSignal(), False, False
         self.apart_noted = False  # that the engine samples from another model
         note = self.logger.note
-        shared: dict[str, Any] = {"state": self.state, "clock": self.clock, "logger": self.logger}
         self.checkpointer = Checkpointer(
-            config, output_dir, self.folder, resume=resume, ranks=ranks, notify=self.notify, **shared
-        )
+            config, output_dir, resume=resume, ranks=ranks, state=self.state, clock=self.clock, logger=self.logger,
+            notify=self.notify,
+        )  # fmt: skip
         with ranks.together():
             newest = self.checkpointer.newest
             if newest is not None and step_of(newest) > config.max_steps:
@@ -114,8 +114,8 @@ class Trainer:
                 self.prompts = Prompts(config, tasks, self.policy, self.state, note)
                 self.learner = make_learner(chosen, self.policy, ranks)
                 self.accelerators = config.accelerators.make()
-            self.scorer = Scorer(config, self.prompts, ranks, self.state, self.policy.decode)
-            self.evaluator = Evaluator(config, self.prompts, self.engine, self.scorer, folder=self.folder, **shared)
+            self.scorer = Scorer(config, self.prompts, ranks)
+            self.evaluator = Evaluator(self.scorer, self.engine, self.clock, self.logger)
             self.run_context = RunContext(
                 config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,

@@ -25,7 +25,7 @@ def grades(monkeypatch):
     found = [0.1, 0.2, 0.6, 0.3, 0.4]
 
     def evaluate_all(evaluator, rows):
-        accuracy = found[evaluator.state.step]
+        accuracy = found[evaluator.prompts.state.step]
         return {"eval/accuracy": accuracy, "eval/reward": -accuracy}, [accuracy] * 6
 
     monkeypatch.setattr(Evaluator, "_evaluate_all", evaluate_all)

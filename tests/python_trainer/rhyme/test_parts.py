@@ -286,7 +286,7 @@ def task_with(function):
 
 def context(task, config):
     """What judging uses of a step."""
-    scorer = Scorer(config, SimpleNamespace(task=task), RankGroup(), RunState(), decode=str)
+    scorer = Scorer(config, SimpleNamespace(task=task, state=RunState()), RankGroup())
     return SimpleNamespace(task=task, config=config, judge=scorer.judge)
 
 
