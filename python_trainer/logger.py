@@ -122,8 +122,6 @@ class Logger:
         self.console = console or Console(stderr=True)
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._accuracy: float | None = None  # of the newest evaluation
-        self._writer: Any = None
-        self._purge = 0  # first step that TensorBoard is to forget
         self._work = "answers"
         self._last_line = time.monotonic()
         self._step, self._facts, self._began = 0, "", (0, self._last_line)
@@ -144,17 +142,14 @@ class Logger:
             write_rows(path, [row for row in read_rows(path) if after_step is not None and row["step"] <= after_step])
         found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
         self._accuracy = found[-1] if found else None
-        self._purge = 0 if after_step is None else after_step + 1
         self._step, self._last_line = after_step or 0, time.monotonic()
         self._began = (self._step, self._last_line)
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)
-        try:
-            with self._progress:
-                yield
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        forgotten = 0 if after_step is None else after_step + 1  # the first step that TensorBoard is to forget
+        with SummaryWriter(str(self.folder / "tensorboard"), purge_step=forgotten) as self._writer, self._progress:
+            yield
 
     def note(self, text: str) -> None:
         """Shows the user a fact that is no error but may be unintended."""
@@ -165,7 +160,7 @@ class Logger:
         append_row(self._metrics_path, {"step": step, **{key: finite(value) for key, value in row.items()}})
         for key, value in row.items():
             if finite(value) is not None:
-                self._tensorboard().add_scalar(key, value, step)
+                self._writer.add_scalar(key, value, step)
         self._accuracy = row.get("eval/accuracy", self._accuracy)
         told = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
         told += [
@@ -217,13 +212,6 @@ class Logger:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-    def _tensorboard(self) -> Any:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-            self._writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self._purge)
-        return self._writer
 
 
 def finite(value: float) -> float | None:
