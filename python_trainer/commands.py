@@ -1,6 +1,7 @@
 """The commands of the command line. Slow modules are imported once the arguments are known to be right."""
 
 import argparse
+import json
 import re
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from python_trainer.config import changed_settings, describe_settings, dump_conf
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.hub import policy_folder
 from python_trainer.removed import REMOVED
-from python_trainer.run_directory import check_run_directory
+from python_trainer.run_directory import check_run_directory, write_text
 
 if TYPE_CHECKING:
     from python_trainer.config import Config
@@ -165,9 +166,14 @@ def run_sft(args: argparse.Namespace) -> None:
 
 def run_probe(args: argparse.Namespace) -> None:
     config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
-    from python_trainer.probe import run
+    if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise UserError(f"--json must be a file in a folder that exists, got {args.json}")
+    from python_trainer.probe import lines, probe
 
-    run(config, json_file=args.json, seconds=args.seconds)
+    found = probe(config, seconds=args.seconds)
+    print("\n".join(lines(found)))
+    if args.json:
+        write_text(args.json, json.dumps(found, indent=1) + "\n")
 
 
 def run_report(args: argparse.Namespace) -> None:

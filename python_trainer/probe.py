@@ -1,6 +1,5 @@
 """What training would meet, by answers to a sample of training prompts: ``python -m python_trainer probe``."""
 
-import json
 import math
 import time
 from dataclasses import replace
@@ -15,7 +14,6 @@ from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.run_directory import write_text
 from python_trainer.run_state import Clock, device_name, versions
 from python_trainer.trainer import Trainer
 
@@ -137,13 +135,3 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"generation: {found['tokens_per_second']:,.0f} tokens/s",
         f"epochs: {found['epochs']:.2f} in {found['steps']} steps over {found['train_prompts']} prompts",
     ]
-
-
-def run(config: Config, *, json_file: Path | None, seconds: float) -> None:
-    """Runs the command: prints the findings, and writes them to a file if one is named."""
-    if json_file and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise UserError(f"--json must be a file in a folder that exists, got {json_file}")
-    found = probe(config, seconds=seconds)
-    print("\n".join(lines(found)))
-    if json_file:
-        write_text(json_file, json.dumps(found, indent=1) + "\n")

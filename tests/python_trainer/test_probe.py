@@ -10,7 +10,7 @@ from python_trainer.__main__ import main
 from python_trainer.config import check_config
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
-from python_trainer.probe import lines, probe, run
+from python_trainer.probe import lines, probe
 from python_trainer.rollout.paged.engine import PagedEngine
 
 
@@ -61,7 +61,7 @@ def test_vllm_gives_its_memory_up_before_the_update(settings, monkeypatch):
     assert calls[:2] == ["sleep", "update"]
 
 
-def test_a_file_that_cannot_be_written_is_refused_first(settings, tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     for file in (tmp_path, tmp_path / "none" / "p.json"):
-        with pytest.raises(UserError, match="--json must be a file in a folder that exists"):
-            run(check_config(settings, source="test"), json_file=file, seconds=0.1)
+        assert main(["probe", "--config", "smoke", "--json", str(file)]) == 2
+        assert "--json must be a file in a folder that exists" in capsys.readouterr().err
