@@ -10,10 +10,12 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from python_trainer.config import settings_used
-from python_trainer.report.runs import Run, by_variant, find_runs
-from python_trainer.report.tables import (
+from python_trainer.report.runs import (
+    Run,
+    by_variant,
     caveats,
     escape_controls,
+    find_runs,
     judge,
     make_table,
     summary_columns,

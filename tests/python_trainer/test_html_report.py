@@ -18,8 +18,7 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.logger import Logger, choose_samples
 from python_trainer.report.page import compare_rows, draw_curves, report
-from python_trainer.report.runs import by_variant, find_runs
-from python_trainer.report.tables import caveats, escape_controls, judge, verdicts
+from python_trainer.report.runs import by_variant, caveats, escape_controls, find_runs, judge, verdicts
 from python_trainer.run_directory import read_metrics, read_samples
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}

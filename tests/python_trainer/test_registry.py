@@ -19,8 +19,7 @@ from python_trainer.checkpoint import list_checkpoints
 from python_trainer.compare import compare
 from python_trainer.config import check_config, dump_config
 from python_trainer.errors import UserError
-from python_trainer.report.runs import find_runs
-from python_trainer.report.tables import summary_columns
+from python_trainer.report.runs import find_runs, summary_columns
 from python_trainer.run_directory import read_metrics
 from python_trainer.settings import PluginError, Registry
 from python_trainer.tasks import TASKS
