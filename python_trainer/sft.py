@@ -22,7 +22,7 @@ from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, needs_recomputing
 from python_trainer.model.loading import keep_dtype
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import Policy, load_policy, recompute_activations, set_matmul_precision
+from python_trainer.model.policy import load_policy, recompute_activations, set_matmul_precision
 from python_trainer.parts import make_learner
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import Clock, RunState, device_name, versions
@@ -39,16 +39,6 @@ def tokens_of(row: Rollout) -> int:
 
 def place_of(example: Example) -> str:
     return example.place or f"the prompt {str(example.prompt)[:60]!r}"
-
-
-@torch.no_grad()
-def mean_loss(policy: Policy, rows: Sequence[Rollout], micro_batch_tokens: int) -> float | None:
-    """Returns the mean of -log p over all answer tokens; None without rows."""
-    total, count = 0.0, sum(len(row.response_ids) for row in rows)
-    with policy.packed_attention():
-        for part in micro_batches(rows, range(len(rows)), micro_batch_tokens, share=True):
-            total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
-    return total / count if count else None
 
 
 class Sft:
@@ -181,9 +171,15 @@ class Sft:
             "time/wall_s": seconds + self.clock.seconds.get("eval", 0.0),
         }
 
+    @torch.no_grad()
     def held_out_loss(self) -> float | None:
-        with self.clock.measure("eval"):
-            return mean_loss(self.policy, self.held_out, self.config.optimizer.micro_batch_tokens)
+        """Returns the mean of -log p over all answer tokens of held-out examples; None without any."""
+        policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
+        total, count = 0.0, sum(len(row.response_ids) for row in rows)
+        with self.clock.measure("eval"), policy.packed_attention():
+            for part in micro_batches(rows, range(len(rows)), most, share=True):
+                total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
+        return total / count if count else None
 
     def summarise(self) -> dict[str, Any]:
         losses, after = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()

@@ -22,7 +22,7 @@ from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
 from python_trainer.report.runs import find_runs, summary_columns
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.sft import Sft, mean_loss
+from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
 
@@ -66,11 +66,12 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
     monkeypatch.setattr(PolicyOptimizer, "step", keep)
     metrics = run.step()
     policy, rows, task = run.policy, run.rows, config.task.load()
+    run.held_out = rows
     policy.model.zero_grad()
     loss = -torch.cat([plain_score(policy, row)[0] for row in rows]).mean()
     assert sum(len(row.ids) for row in rows) == sum(len(e.columns["answer"]) + 1 for e in task.train)  # and the end
     loss.backward()
-    assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == mean_loss(policy, rows, 99)
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == run.held_out_loss()
     for name, p in policy.model.named_parameters():
         assert torch.allclose(ours[name], p.grad, atol=1e-6), name
 
