@@ -13,7 +13,7 @@ from test_earlier_runs import found
 
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares, visits
+from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 
@@ -35,7 +35,7 @@ def test_the_last_visit_of_each_prompt_counts():
 
 def test_damaged_outcomes_are_refused():
     whole = outcomes([(number, 8, 3) for number in range(16)])
-    assert len(list(visits(whole))) == 16
+    assert len(last_shares([whole])) == 16
     for damaged in (
         {"answers": whole["answers"]},
         whole | {"right": whole["right"][:3]},
@@ -44,7 +44,7 @@ def test_damaged_outcomes_are_refused():
         whole | {"right": whole["right"] + 9},
     ):
         with pytest.raises(UserError, match="outcomes in the retrospective database are damaged"):
-            list(visits(damaged))
+            last_shares([damaged])
 
 
 @given(SHARES, SHARES)

@@ -81,23 +81,20 @@ class SuccessRates:
         vars(self).update(state | {"right": state["right"].clone(), "answers": state["answers"].clone()})
 
 
-def visits(outcomes: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
-    """Reads the outcomes of a :class:`StepRecord`: of each group its prompt, its answers, and how many were right."""
-    if not outcomes:
-        return []
+def last_shares(trajectory: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Returns of each prompt of a run the share of right answers at its last visit, from ``StepRecord.outcomes``."""
+    shares: dict[str, float] = {}
     try:
-        keys = [bytes(key).hex() for key in outcomes["prompts"].tolist()]
-        rows = list(zip(keys, outcomes["answers"].tolist(), outcomes["right"].tolist(), strict=True))
-        if not all(0 <= right <= answers for _, answers, right in rows):
-            raise ValueError("more right answers than answers")
+        for outcomes in filter(None, trajectory):
+            columns = (outcomes[name].tolist() for name in ("prompts", "answers", "right"))
+            for key, answers, right in zip(*columns, strict=True):
+                if not 0 <= right <= answers:
+                    raise ValueError("more right answers than answers")
+                if answers:
+                    shares[bytes(key).hex()] = right / answers
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"outcomes in the retrospective database are damaged ({error})") from error
-    return rows
-
-
-def last_shares(trajectory: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Returns of each prompt of a run the share of right answers at its last visit."""
-    return {key: right / answers for outcomes in trajectory for key, answers, right in visits(outcomes) if answers}
+    return shares
 
 
 def clearly_better(theirs: Mapping[str, float], own: Mapping[str, float]) -> bool:
