@@ -32,18 +32,6 @@ STORED_OF_GROUP = 2  # most right answers of a group that are stored at each vis
 OWN = 0  # no run in a database has this id
 
 
-def describe_run(run: RunContext) -> StoredRun:
-    """Describes a run. Settings of accelerators stay out: they may hold the password of a database."""
-    config = run.config
-    settings = config.model_dump(mode="json") | {"accelerators": config.accelerators.enabled}
-    return StoredRun(
-        tokenizer=tokenizer_fingerprint(run.policy.tokenizer),
-        task=run.task.name,
-        settings=settings | {"output_dir": str(run.folder.resolve())},
-        created=time.time(),
-    )
-
-
 def read_note(folder: Path) -> dict[str, Any]:
     """Reads which run of a database began in a folder: ``folder``, ``run`` and ``created``; empty without one."""
     try:
@@ -120,10 +108,12 @@ class RunRecorder:
         return RetrospectiveDatabase(self.url)
 
     def begin(self, run: RunContext) -> None:
-        """Adds a new run to the database."""
-        described = describe_run(run)
-        self.fingerprint, self.created = described.tokenizer, described.created
+        """Adds a new run to the database. Settings of accelerators stay out: they may hold its password."""
+        self.fingerprint, self.created = tokenizer_fingerprint(run.policy.tokenizer), time.time()
         if self.url is not None:
+            settings = run.config.model_dump(mode="json") | {"accelerators": run.config.accelerators.enabled}
+            settings["output_dir"] = str(run.folder.resolve())
+            described = StoredRun(self.fingerprint, run.task.name, settings, self.created)
             self.run_id = run.once(lambda: begin_run(self.database, described, run.folder))
 
     def collect(self, rollouts: Sequence[Rollout]) -> None:
