@@ -88,7 +88,11 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
-            return PeftModel.from_pretrained(model, folder, local_files_only=True).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, folder, local_files_only=True)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if hasattr(layer, "lora_A"):  # a weight tied to another would change in both places, or twice
+                layer.base_layer.weight = torch.nn.Parameter(layer.base_layer.weight.detach().clone())
+        return adapted.merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.path: the adapter {folder} does not fit its model: {first}") from error

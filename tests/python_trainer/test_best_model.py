@@ -127,3 +127,28 @@ def test_an_adapter_without_its_base_is_named(tmp_path, config, message):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_an_adapter_on_tied_embeddings_is_merged_as_it_computes(tmp_path, tiny_policy, options):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    assert base.config.tie_word_embeddings
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, base_model_name_or_path=str(tiny_policy), **options)
+    adapted = peft.get_peft_model(base, settings).eval()
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = load_policy(ModelConfig(path=str(tmp_path / "adapter"), device="cpu")).model
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=1e-3)
+    assert not merged.config.tie_word_embeddings
