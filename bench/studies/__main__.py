@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), metavar="DIR", help="of the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the page")
+    parser.add_argument("--study", metavar="NAME", help="run this section of the page alone")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="run these arms alone")
     rate = "of the baseline, whose multiples other arms keep; without it arms are tuned"
     parser.add_argument("--rate", type=float, metavar="LR", help=rate)
@@ -38,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     module = importlib.import_module(f"bench.studies.{args.name}")
-    studies = [at_rate(study, args.rate) for study in module.STUDIES]
+    studies = [at_rate(study, args.rate) for study in module.STUDIES if args.study in (None, study.name)]
     harnesses = [
         Harness(study, args.output / args.name, args.overrides, args.arms, jobs=args.jobs, stop_after=args.stop_after)
         for study in studies
