@@ -86,12 +86,12 @@ def forward_with_states(
 def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float | None:
     """Returns x if logits [R, V] are x times the product of states [R, H] and output matrix, by the model's config.
 
-    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
+    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``; Gemma caps, which small logits hide.
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scale, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
     factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
-    if factor <= 0:
+    if factor <= 0 or getattr(config, "final_logit_softcapping", None) is not None:
         return None
     product = linear(states[None], head.weight, head.bias)[0] * factor
     near = 4 * torch.finfo(logits.dtype).eps * logits.abs().max()

@@ -136,3 +136,5 @@ def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
     policy.traits = find_traits(policy.model)
     assert policy.traits.logit_scale is None
     assert scored(policy, packed, 0)[1] == packed.targets.numel()
+    capped = of_shape("Gemma2", tokenizer, attn_logit_softcapping=None, final_logit_softcapping=1e6)
+    assert capped.traits.logit_scale is None  # though logits so small show no cap
