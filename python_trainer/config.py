@@ -200,12 +200,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 class UniqueKeys(yaml.SafeLoader):
     """Refuses a section that stands in a file twice: PyYAML takes the last one and forgets the first."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if any(key.value == other.value for other in keys[:number]):
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # as written: anchors are merged later
+        for number, (key, _) in enumerate(node.value):
+            if key.value in [before.value for before, _ in node.value[:number]]:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def parse_yaml(text: str) -> Any:

@@ -108,6 +108,7 @@ ONE = "rollout.num_generations=1"
          "overlong_cache must be <= rollout.max_completion_length .12., got 13"),
         (["accelerators.rhyme.database=history.db", "task.environment=test_environments:Echo"],
          "accelerators.rhyme.database needs task.environment null, got test_environments:"),
+        (["task.chat_template_kwargs={a: {b: &b {<<: {k: 1}, k: 2}}, c: {<<: *b}}"], None),  # k stands in b once
         (["parallel=ddp", "rollout.engine=vllm"], None),
         (["parallel=ddp", "accelerators.enabled=[rpo, alpha]"], None),
         (["parallel=fsdp2", "accelerators.enabled=[alpha]"], "alpha needs all weights on every rank.* got fsdp2"),

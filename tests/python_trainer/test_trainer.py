@@ -117,9 +117,8 @@ def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, off):
     """As a server is whose configuration does not fit the weights it gets."""
     said = io.StringIO()
     trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=Console(file=said, width=300))
-    generate = trainer.engine.generate
 
-    def generate_apart(*arguments):
+    def generate_apart(*arguments, generate=trainer.engine.generate):
         rollouts = generate(*arguments)
         for rollout in rollouts:
             rollout.logprobs = [logprob - off for logprob in rollout.logprobs]
