@@ -33,14 +33,6 @@ HELD_OUT = 64  # test examples whose loss is measured before and after
 LEARN_ALL = Advantage(lambda step, settings: (torch.ones_like(step.rewards), None))
 
 
-def tokens_of(row: Rollout) -> int:
-    return len(row.prompt_ids) + len(row.response_ids)
-
-
-def place_of(example: Example) -> str:
-    return example.place or f"the prompt {str(example.prompt)[:60]!r}"
-
-
 class Sft:
     """Supervised steps in one run directory.
 
@@ -73,7 +65,7 @@ class Sft:
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
         self.logger.max_steps = len(self.batches)
-        longest = max(self.rows, key=tokens_of)
+        longest = max(self.rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
         # as if a server generated: there is no KV cache
         answers = {"engine": "vllm", "vllm_server": "none", "num_generations": 1, "temperature": 1.0}
         answers["max_completion_length"] = len(longest.response_ids)
@@ -98,28 +90,29 @@ class Sft:
             UserError: an example has no such column, or an empty prompt.
         """
         policy, rows = self.policy, []
-        for example, prompt in zip(examples, policy.encode([example.prompt for example in examples])):
-            answer = example.columns.get("answer")
+        about = f"more than {policy.max_length} tokens with its answer, {policy.limited_by}"
+        prompts = policy.encode([example.prompt for example in examples])
+        for number, (example, prompt) in enumerate(zip(examples, prompts)):
+            answer, place = example.columns.get("answer"), example.place or f"{split}[{number}] of the task"
             if not isinstance(answer, str | int | float):
                 known = ", ".join(example.columns) or "none"
                 raise UserError(
-                    f"{place_of(example)} has no text or number 'answer' for sft; its columns: {known}; task.columns "
-                    "can rename one: {answer: COLUMN}"
+                    f"{place} has no text or number 'answer' for sft; its columns: {known}; task.columns can rename "
+                    "one: {answer: COLUMN}"
                 )
-            check_text(place_of(example), "answer", str(answer))
+            check_text(place, "answer", str(answer))
             if not prompt:
-                raise UserError(f"{place_of(example)} has 0 tokens; allowed: 1 or more")
+                raise UserError(f"{place} has 0 tokens; allowed: 1 or more")
             ids = policy.tokenizer(str(answer), add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
-            rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
-        kept = [row for row in rows if tokens_of(row) <= policy.max_length]
-        if len(kept) < len(rows):
-            example, row = max(zip(examples, rows), key=lambda pair: tokens_of(pair[1]))
-            about = f"more than {policy.max_length} tokens with its answer, {policy.limited_by}"
-            if self.config.task.overlong != "drop":
-                raise UserError(f"{place_of(example)} has {tokens_of(row)}: {about}; task.overlong=drop leaves it out")
-            counts = f"{len(rows) - len(kept)} of {len(rows)} {split} examples dropped (task.overlong)"
-            self.logger.note(f"{counts}: {about}; the longest is {place_of(example)} with {tokens_of(row)}")
-        return kept
+            tokens = len(prompt) + len(ids)
+            if tokens <= policy.max_length:
+                rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
+            elif self.config.task.overlong != "drop":
+                raise UserError(f"{place} has {tokens}: {about}; task.overlong=drop leaves it out")
+        if len(rows) < len(examples):
+            dropped = f"{len(examples) - len(rows)} of {len(examples)} {split} examples dropped (task.overlong)"
+            self.logger.note(f"{dropped}: {about}")
+        return rows
 
     def load(self, saved: dict[str, Any]) -> None:
         """Checks that a checkpoint is of a run with as many steps; there is nothing else to load."""
