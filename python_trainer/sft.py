@@ -79,7 +79,8 @@ class Sft:
             self.logger.note(RECOMPUTES)
             recompute_activations(self.policy.model)
         self.learner = make_learner(chosen, self.policy)
-        self.checkpointer.restore(self.policy, self.learner, lambda: {"sft_steps": len(self.batches)}, self.load)
+        progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
+        self.checkpointer.restore(self.policy, self.learner, lambda: progress, lambda saved: saved["sft_steps"])
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
@@ -113,14 +114,6 @@ class Sft:
             dropped = f"{len(examples) - len(rows)} of {len(examples)} {split} examples dropped (task.overlong)"
             self.logger.note(f"{dropped}: {about}")
         return rows
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Checks that a checkpoint is of a run with as many steps; there is nothing else to load."""
-        if saved["sft_steps"] != len(self.batches):
-            raise UserError(
-                f"{self.folder} was run with {saved['sft_steps']} steps, and these settings make "
-                f"{len(self.batches)}: change sft and task back, or choose another --output-dir"
-            )
 
     def run(self) -> dict[str, Any]:
         """Takes all steps, writes the model, and returns what is in summary.json.

@@ -46,6 +46,8 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
+    with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_steps"):
+        Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
     told = summary_columns(find_runs([tmp_path / "run"]))["run"]
     assert told["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
@@ -93,8 +95,6 @@ def test_resume_gives_the_same_weights(lessons, tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match="already holds a run: add --resume"):
         Sft(config, tmp_path / "cut")
-    with pytest.raises(UserError, match="was run with 5 steps, and these settings make 1"):
-        Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "cut", resume=True)
     resumed = Sft(config, tmp_path / "cut", resume=True, console=QUIET)
     assert resumed.state.step == 2
     resumed.run()
