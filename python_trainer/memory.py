@@ -231,12 +231,12 @@ def parse_gpus(text: str) -> Device:
     return Device("cuda", int(float(found[2]) * 1e9), int(found[1] or 1))
 
 
-def needs_recomputing(config: Config, ranks: int, prompt: int = PROMPT_TOKENS) -> bool:
+def needs_recomputing(config: Config, ranks: int) -> bool:
     """Decides whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU that could not hold activations."""
     if config.model.gradient_checkpointing != "auto" or choose_device(config.model.device).type == "cpu":
         return False
     here = device_here(config.model.device)
-    memory = plan_memory(config, Device(here.kind, here.memory, ranks), prompt=prompt)
+    memory = plan_memory(config, Device(here.kind, here.memory, ranks))
     return memory.phases["the update"] > here.memory
 
 

@@ -19,11 +19,9 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import StopSignal, UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.logger import Logger
-from python_trainer.memory import RECOMPUTES, needs_recomputing
-from python_trainer.model.loading import keep_dtype
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import load_policy, recompute_activations, set_matmul_precision
-from python_trainer.parts import make_learner
+from python_trainer.model.policy import load_policy, set_matmul_precision
+from python_trainer.parts import make_learner, resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import Clock, RunState, device_name, versions
 from python_trainer.tasks.base import check_text
@@ -56,7 +54,11 @@ class Sft:
             config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, clock=self.clock, logger=self.logger
         )
         task = load_task(config.task)
-        self.policy = load_policy(keep_dtype(config.model, self.checkpointer.saved))
+        algorithm = AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none")
+        rollout = config.rollout.model_copy(update={"engine": "paged", "temperature": 1.0})  # nothing generates
+        chosen = config.model_copy(update={"algorithm": algorithm, "rollout": rollout})
+        chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note)
+        self.policy = load_policy(chosen.model)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows, self.held_out = self.answers("train", task.train), self.answers("test", task.test[:HELD_OUT])
@@ -65,20 +67,7 @@ class Sft:
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
         self.logger.max_steps = len(self.batches)
-        longest = max(self.rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
-        # as if a server generated: there is no KV cache
-        answers = {"engine": "vllm", "vllm_server": "none", "num_generations": 1, "temperature": 1.0}
-        answers["max_completion_length"] = len(longest.response_ids)
-        update = {
-            "algorithm": AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none"),
-            "rollout": config.rollout.model_copy(update=answers),
-            "max_steps": len(self.batches),
-        }
-        chosen = config.model_copy(update=update)
-        if needs_recomputing(chosen, 1, len(longest.prompt_ids)):
-            self.logger.note(RECOMPUTES)
-            recompute_activations(self.policy.model)
-        self.learner = make_learner(chosen, self.policy)
+        self.learner = make_learner(chosen.model_copy(update={"max_steps": len(self.batches)}), self.policy)
         progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
         self.checkpointer.restore(self.policy, self.learner, lambda: progress, lambda saved: saved["sft_steps"])
 
