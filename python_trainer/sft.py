@@ -23,7 +23,7 @@ from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy, set_matmul_precision
 from python_trainer.parts import make_learner, resolve_settings
 from python_trainer.run_directory import read_metrics
-from python_trainer.run_state import Clock, RunState, device_name, versions
+from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.tasks.base import check_text
 from python_trainer.tasks.settings import load_task
 
@@ -125,25 +125,36 @@ class Sft:
                     self.checkpointer.after_step(stop.name, done=state.step == last)
             self.policy.sync_inference_model()
             self.checkpointer.save_models()
-            summary = self.summarise()
+            losses, held_out_loss = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()
+            summary = summarise(state, self.clock, None) | {
+                "examples": len(self.rows),
+                "answer_tokens": sum(len(row.response_ids) for row in self.rows),
+                "loss_first": losses[0],
+                "loss_final": losses[-1],
+                "held_out": len(self.held_out),
+                "held_out_loss_start": state.results["start"]["held_out_loss"],
+                "held_out_loss_final": held_out_loss,
+                "device": device_name(self.policy.device),
+            }
             self.logger.write_summary(summary)
             return summary
 
     def step(self) -> dict[str, float]:
         """Takes the next optimizer step; returns its metrics."""
-        state, before = self.state, self.clock.seconds.get("train", 0.0)
+        before = self.clock.seconds.get("train", 0.0)
         with self.clock.measure("train"):
-            rows = [self.rows[index] for index in self.batches[state.step]]
-            learned = self.learner.update(rows, state.step + 1)
-        seconds = self.clock.seconds["train"]
+            rows = [self.rows[index] for index in self.batches[self.state.step]]
+            learned = self.learner.update(rows, self.state.step + 1)
+        self.state.count("trained_tokens", learned["tokens/trained"])
+        seconds = self.clock.seconds["train"] - before
         return {
             # the sampler's log-probabilities are said to be 0
             "sft/loss": learned["sampling/logp_difference/mean"],
             **{name: learned[name] for name in ("grad_norm", "learning_rate", "tokens/trained")},
-            "tokens_per_second": learned["tokens/trained"] / (seconds - before),
-            "time/train_s": seconds - before,
-            "time/training_s": seconds,
-            "time/wall_s": seconds + self.clock.seconds.get("eval", 0.0),
+            "tokens_per_second": learned["tokens/trained"] / seconds,
+            "time/train_s": seconds,
+            "time/training_s": self.clock.training_seconds,
+            "time/wall_s": self.clock.wall_seconds,
         }
 
     @torch.no_grad()
@@ -155,20 +166,3 @@ class Sft:
             for part in micro_batches(rows, range(len(rows)), most, share=True):
                 total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
         return total / count if count else None
-
-    def summarise(self) -> dict[str, Any]:
-        losses, after = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()
-        seconds, eval_s = self.clock.seconds["train"], self.clock.seconds["eval"]
-        return {
-            "steps": self.state.step,
-            "examples": len(self.rows),
-            "answer_tokens": sum(len(row.response_ids) for row in self.rows),
-            "loss_first": losses[0],
-            "loss_final": losses[-1],
-            "held_out": len(self.held_out),
-            "held_out_loss_start": self.state.results["start"]["held_out_loss"],
-            "held_out_loss_final": after,
-            **{"wall_s": seconds + eval_s, "training_s": seconds, "train_s": seconds, "eval_s": eval_s},
-            "device": device_name(self.policy.device),
-            "versions": versions(),
-        }

@@ -84,7 +84,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
         "device": "-", "versions": {},
-        **(found if ended else {}),  # of supervised steps it tells less
+        **(found if ended else {}),  # that of older runs may tell less
     }, ended  # fmt: skip
 
 
