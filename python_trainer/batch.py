@@ -109,9 +109,9 @@ class Batch:
         """Returns room for a number per response token, float32 [B, T], NaN so far."""
         return torch.full(self.present.shape, torch.nan, device=self.device)
 
-    def pack(self, samples: Sequence[int], *, share: bool = True) -> Packed:
+    def pack(self, samples: Sequence[int]) -> Packed:
         """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
-        return pack(self.rollouts, samples, share=share, score_prefix=self.prefix_in_loss)
+        return pack(self.rollouts, samples, score_prefix=self.prefix_in_loss)
 
     def set_advantages(self) -> dict[str, float]:
         """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.

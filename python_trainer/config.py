@@ -60,7 +60,7 @@ class SftConfig(Section):
     epochs: int = Field(1, ge=1)
     """Passes over the training examples."""
     batch_tokens: int = Field(8192, ge=1)
-    """Tokens of prompts and answers per optimizer step, at most."""
+    """Tokens of prompts and answers per optimizer step, at most; a prompt that answers share counts once."""
 
 
 class Config(Section):

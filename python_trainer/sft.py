@@ -65,7 +65,7 @@ class Sft:
         if not self.rows:
             raise UserError(f"task {task.name} has no training examples")
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
-        self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens, share=False))
+        self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens))
         self.logger.max_steps = len(self.batches)
         self.learner = make_learner(chosen.model_copy(update={"max_steps": len(self.batches)}), self.policy)
         progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
@@ -163,6 +163,6 @@ class Sft:
         policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
         total, count = 0.0, sum(len(row.response_ids) for row in rows)
         with self.clock.measure("eval"), policy.packed_attention():
-            for part in micro_batches(rows, range(len(rows)), most, share=True):
+            for part in micro_batches(rows, range(len(rows)), most):
                 total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
         return total / count if count else None

@@ -46,30 +46,26 @@ class Packed:
         return torch.where(self.mask, pairs[self.place], 0.0)
 
 
-def _beginning(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Returns prompt and given prefix of a sample, and a number that keeps equal ones apart unless they are shared."""
-    rollout = rollouts[index]
-    return tuple(rollout.prompt_ids), tuple(rollout.response_ids[: rollout.prefix_len]), -1 if share else index
+def _beginning(rollout: Rollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns prompt and given prefix, which samples share."""
+    return tuple(rollout.prompt_ids), tuple(rollout.response_ids[: rollout.prefix_len])
 
 
-def pack(
-    rollouts: Sequence[Rollout], samples: Sequence[int], *, share: bool = True, score_prefix: bool = True
-) -> Packed:
+def pack(rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: bool = True) -> Packed:
     """Packs the rollouts with these indices; samples with the same prompt and given prefix need not be neighbours.
 
     Args:
-        share: False: every sample brings its own copy of prompt and prefix, the plain, slower form.
         score_prefix: the given prefix is scored too; False: it is context only.
     """
     groups: dict[tuple, list[int]] = {}
     for index in samples:
-        groups.setdefault(_beginning(rollouts, index, share), []).append(index)
+        groups.setdefault(_beginning(rollouts[index]), []).append(index)
     ids: list[int] = []
     rows: list[int] = []
     targets: list[int] = []
     places: list[list[int]] = []
     prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
-    for (prompt, prefix, _), members in groups.items():
+    for (prompt, prefix), members in groups.items():
         start, shared_pairs = len(ids), len(targets)
         skipped = 0 if score_prefix else len(prefix)
         ids += [*prompt, *prefix]
@@ -102,10 +98,12 @@ def pack(
     return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
 
 
-def _tokens(rollouts: Sequence[Rollout], index: int, share: bool) -> tuple[tuple, int, int]:
-    """Returns the part of a sample that others may share, its number of tokens, and that of its own."""
-    key = _beginning(rollouts, index, share)
-    return key, len(key[0]) + len(key[1]), max(len(rollouts[index].response_ids) - len(key[1]) - 1, 0)
+def _added_tokens(rollout: Rollout, seen: set[tuple]) -> int:
+    """Returns how many tokens a sample adds to a pack with the beginnings ``seen``, and adds its beginning to them."""
+    beginning = prompt, prefix = _beginning(rollout)
+    shared = 0 if beginning in seen else len(prompt) + len(prefix)
+    seen.add(beginning)
+    return shared + max(len(rollout.response_ids) - len(prefix) - 1, 0)
 
 
 def split_evenly(rollouts: Sequence[Rollout], samples: Sequence[int], parts: int) -> list[list[int]]:
@@ -113,9 +111,7 @@ def split_evenly(rollouts: Sequence[Rollout], samples: Sequence[int], parts: int
     seen: set[tuple] = set()
     middles, total = [], 0
     for index in samples:
-        key, shared, own = _tokens(rollouts, index, share=True)
-        needed = max(own if key in seen else own + shared, 1)
-        seen.add(key)
+        needed = max(_added_tokens(rollouts[index], seen), 1)
         middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
         total += needed
     split: list[list[int]] = [[] for _ in range(parts)]
@@ -124,21 +120,18 @@ def split_evenly(rollouts: Sequence[Rollout], samples: Sequence[int], parts: int
     return split
 
 
-def micro_batches(
-    rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, *, share: bool = True
-) -> Iterator[list[int]]:
+def micro_batches(rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
     part: list[int] = []
     seen: set[tuple] = set()
     tokens = 0
     for index in samples:
-        key, shared, own = _tokens(rollouts, index, share)
-        needed = own if key in seen else own + shared
+        needed = _added_tokens(rollouts[index], seen)
         if part and tokens + needed > max_tokens:
             yield part
-            part, seen, tokens, needed = [], set(), 0, own + shared
+            part, seen, tokens = [], set(), 0
+            needed = _added_tokens(rollouts[index], seen)
         part.append(index)
-        seen.add(key)
         tokens += needed
     if part:
         yield part

@@ -79,8 +79,7 @@ def test_tokens_of_others_change_nothing(form, masks, others):
     torch.testing.assert_close(with_others, without, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_pairs_of_a_masked_answer(share):
+def test_pairs_of_a_masked_answer():
     """Each scored token is predicted from the token before it, and context is what it was."""
     mask = [True, False, False, True, True, False, True]
     prefix = [False, True, True, True, True]
@@ -90,8 +89,8 @@ def test_pairs_of_a_masked_answer(share):
         Rollout([7], [30, 31, 32, 33, 34], prefix_len=3, response_mask=prefix),
         Rollout([7], [30, 31, 32, 35], prefix_len=3),
     ]
-    packed = pack(answers, range(4), share=share)
-    assert packed.input_ids.numel() == (14 if share else 20)  # nothing is predicted from the last token
+    packed = pack(answers, range(4))
+    assert packed.input_ids.numel() == 14  # nothing is predicted from the last token
     for row, sample in enumerate(packed.samples):
         answer = answers[sample]
         assert packed.mask[row, : len(answer.response_ids)].tolist() == scored_tokens(answer, score_prefix=True)
@@ -102,4 +101,4 @@ def test_pairs_of_a_masked_answer(share):
             assert packed.targets[pair] == answer.response_ids[t]
             assert packed.input_ids[before] == everything[len(answer.prompt_ids) + t - 1]
             assert packed.layout.position_ids[before] == len(answer.prompt_ids) + t - 1
-    assert packed.targets.numel() == (4 + 1 + (3 + 2) + 1 if share else 4 + 1 + 4 + 4 + 1)
+    assert packed.targets.numel() == 4 + 1 + (3 + 2) + 1

@@ -163,5 +163,5 @@ def test_a_reference_is_whole_within_its_passes_only(tiny_policy, answers):
         reference = policy.frozen_copy(partial(ranks.copy, trains=False))
         for model, sharded in (policy, False), (reference, True):
             with torch.no_grad(), model.packed_attention():
-                model.score(pack(answers, range(len(answers)), share=True), 1.0)
+                model.score(pack(answers, range(len(answers))), 1.0)
             assert all(hasattr(p, "to_local") for p in model.model.parameters()) == sharded

@@ -113,20 +113,19 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
     everything = range(len(rollouts))
     minibatch = Minibatch(batch, everything)
     tokens = {}
-    for share in (True, False):
-        for budget in (10_000, 30):
-            policy.model.zero_grad()
-            total = tokens[share, budget] = 0
-            with policy.packed_attention():
-                for part in micro_batches(batch.rollouts, everything, budget, share=share):
-                    packed = batch.pack(part, share=share)
-                    assert whole or len(packed.rows) == len(packed.targets) == packed.mask.sum()  # of suffixes alone
-                    loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0))
-                    loss.backward()
-                    total += loss.item()
-                    tokens[share, budget] += packed.input_ids.numel()
-            assert total == pytest.approx(expected.item(), abs=1e-5)
-            error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, wanted)]).norm()
-            assert error < 1e-5 * size
+    for budget in (10_000, 30, 1):  # the last one parts all answers
+        policy.model.zero_grad()
+        total = tokens[budget] = 0
+        with policy.packed_attention():
+            for part in micro_batches(batch.rollouts, everything, budget):
+                packed = batch.pack(part)
+                assert whole or len(packed.rows) == len(packed.targets) == packed.mask.sum()  # of suffixes alone
+                loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0))
+                loss.backward()
+                total += loss.item()
+                tokens[budget] += packed.input_ids.numel()
+        assert total == pytest.approx(expected.item(), abs=1e-5)
+        error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, wanted)]).norm()
+        assert error < 1e-5 * size
     policy.model.zero_grad()
-    assert tokens[True, 10_000] < 0.75 * tokens[False, 10_000]
+    assert tokens[10_000] < 0.75 * tokens[1]
