@@ -252,37 +252,30 @@ class Minibatch:
             return loss, torch.stack(metrics)
 
 
-class MetricSums:
-    """Adds up what :meth:`Minibatch.loss` counted, over all micro-batches of a step, without waiting for the device."""
+def mean_metrics(
+    counted: list[torch.Tensor], optimizer_steps: int, device: torch.device, ranks: RankGroup
+) -> dict[str, float]:
+    """Returns the metrics of a step from what :meth:`Minibatch.loss` counted in each micro-batch.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows: list[torch.Tensor] = []
-
-    def add(self, metrics: torch.Tensor) -> None:
-        self.rows.append(metrics)
-
-    def means(self, optimizer_steps: int, ranks: RankGroup) -> dict[str, float]:
-        """Returns the metrics of the step: means over tokens, the loss as a mean over optimizer steps."""
-        if not optimizer_steps:
-            return {}
-        # of a step with a single sample, other ranks have seen nothing
-        table = torch.stack(self.rows) if self.rows else torch.zeros(1, len(SUMS) + len(MAXIMA), device=self.device)
-        sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
-        maxima = dict(zip(MAXIMA, ranks.max(table[:, len(SUMS) :].amax(0)).tolist()))
-        tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
-        row = {
-            "loss": sums["loss"] / optimizer_steps,
-            "entropy": sums["entropy"] / tokens,
-            "kl": sums["kl"] / tokens,
-            "clip_ratio/low_mean": sums["clip_low"] / tokens,
-            "clip_ratio/high_mean": sums["clip_high"] / tokens,
-            "importance_ratio/mean": sums["ratio"] / tokens,
-            "importance_ratio/max": maxima["ratio_max"],
-            "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
-            "sampling/logp_difference/max": maxima["logprob_diff_max"],
-            "sampling/importance_sampling_ratio/mean": sums["correction"] / sampled,
-        }
-        if sums["value_loss"]:
-            row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}
-        return row
+    They are means over tokens, and the loss is a mean over optimizer steps.
+    """
+    # of a step with a single sample, other ranks have seen nothing
+    table = torch.stack(counted) if counted else torch.zeros(1, len(SUMS) + len(MAXIMA), device=device)
+    sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
+    maxima = dict(zip(MAXIMA, ranks.max(table[:, len(SUMS) :].amax(0)).tolist()))
+    tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
+    row = {
+        "loss": sums["loss"] / optimizer_steps,
+        "entropy": sums["entropy"] / tokens,
+        "kl": sums["kl"] / tokens,
+        "clip_ratio/low_mean": sums["clip_low"] / tokens,
+        "clip_ratio/high_mean": sums["clip_high"] / tokens,
+        "importance_ratio/mean": sums["ratio"] / tokens,
+        "importance_ratio/max": maxima["ratio_max"],
+        "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
+        "sampling/logp_difference/max": maxima["logprob_diff_max"],
+        "sampling/importance_sampling_ratio/mean": sums["correction"] / sampled,
+    }
+    if sums["value_loss"]:
+        row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}
+    return row

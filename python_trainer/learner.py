@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from python_trainer.algorithms.settings import POLICY_LOSSES, AlgorithmConfig
-from python_trainer.batch import Batch, MetricSums, Minibatch, put
+from python_trainer.batch import Batch, Minibatch, mean_metrics, put
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
@@ -61,33 +61,29 @@ class Learner:
         self.max_completion_length, self.prefix_in_loss = max_completion_length, prefix_in_loss
         self.changed = False
 
-    def update(self, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
+    def update(self, rollouts: Sequence[Rollout], number: int, *, rise: float | None = None) -> dict[str, float]:
         """Takes all optimizer steps on the rollouts of step ``number`` -> metrics.
+
+        Args:
+            rise: of stored answers alone: the share, at most 1, of the full learning rate. The critic does not learn
+                from them: all of them are right, and it would learn that all answers are.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
-        return self._update(rollouts, learning_rate(self.settings, number, self.max_steps))
-
-    def rehearse(self, rollouts: Sequence[Rollout], rise: float) -> dict[str, float]:
-        """Takes the optimizer steps of :meth:`update` on stored answers alone, without the critic.
-
-        All of them are right: a critic would learn that all answers are.
-
-        Args:
-            rise: share of the full learning rate, at most 1.
-        """
-        return self._update(rollouts, self.settings.learning_rate * min(rise, 1.0), train_critic=False)
-
-    def _update(self, rollouts: Sequence[Rollout], lr: float, *, train_critic: bool = True) -> dict[str, float]:
-        algorithm = self.algorithm
+        algorithm, settings = self.algorithm, self.settings
         longest, device = self.max_completion_length, self.policy.device
+        if rise is None:
+            lr = learning_rate(settings, number, self.max_steps)
+        else:
+            lr = settings.learning_rate * min(rise, 1.0)
         batch = Batch(rollouts, algorithm, longest, device, prefix_in_loss=self.prefix_in_loss)
-        metrics, norms, tokens = MetricSums(self.policy.device), list[float](), 0
+        norms, tokens = list[float](), 0
+        counted: list[torch.Tensor] = []  # of each micro-batch
         with self.policy.packed_attention():
             self._record_before(batch)
             row = batch.set_advantages()
-            if not train_critic:
+            if rise is not None:
                 batch.returns = None
             # rank 0 decides: sums on a GPU have no fixed order, and all ranks must cut the same micro-batches
             trained = self.ranks.first(self._have_gradient(batch))
@@ -95,13 +91,12 @@ class Learner:
             if minibatches and batch.old is None and algorithm.num_iterations * len(batch.split()) > 1:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
             for minibatch in minibatches * algorithm.num_iterations:
-                loss, passed = self._pass(minibatch, metrics)
+                loss, passed = self._pass(minibatch, counted)
                 tokens += passed
                 norms.append(self._step(lr, float(self.ranks.sum(loss)), minibatch))
         self.changed = True  # or will be, by an accelerator
-        row = metrics.means(len(norms), self.ranks) | row
         if norms:
-            row["grad_norm"] = sum(norms) / len(norms)
+            row = mean_metrics(counted, len(norms), device, self.ranks) | row | {"grad_norm": sum(norms) / len(norms)}
         return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(tokens)))}
 
     def _have_gradient(self, batch: Batch) -> list[bool]:
@@ -114,16 +109,19 @@ class Learner:
         assert batch.advantages is not None
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
-    def _pass(self, minibatch: Minibatch, metrics: MetricSums) -> tuple[torch.Tensor, int]:
-        """Runs forward and backward passes over a minibatch -> this rank's share of its loss, and its tokens."""
+    def _pass(self, minibatch: Minibatch, counted: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """Runs forward and backward passes over a minibatch -> this rank's share of its loss, and its tokens.
+
+        It appends the metrics of each micro-batch to ``counted``.
+        """
         total, tokens = torch.zeros((), device=self.policy.device), 0
         for packed in self._packs(minibatch.batch, minibatch.samples):
             logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
             values = self.critic(packed, states) if self.critic else None
-            loss, counted = minibatch.loss(packed, logprobs, entropy, values)
+            loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
             total += loss.detach()
-            metrics.add(counted)
+            counted.append(metrics)
             tokens += packed.input_ids.numel()
         return total, tokens
 
@@ -151,7 +149,6 @@ class Learner:
         """Records what advantages and loss need before the update: log-probabilities of both models, values."""
         every = range(len(batch.rollouts))
         if self.critic is not None or self.algorithm.use_kl_in_reward:
-            batch.values = batch.record() if self.critic is not None else None
             self._record_logprobs(batch, every)
         if self.reference is not None:
             batch.reference = batch.record()
@@ -166,15 +163,15 @@ class Learner:
 
         A single optimizer step takes them from its own pass, unless advantages need them earlier.
         """
-        batch.old = batch.record()
+        old, values = batch.record(), batch.record()
         for packed in self._packs(batch, samples):
             logprobs, _, states = self.policy.score_with_states(packed, self.temperature)
-            put(batch.old, packed, logprobs)
-            if self.critic is not None and batch.values is not None:
-                put(batch.values, packed, self.critic(packed, states))
-        batch.old = self.ranks.merge(batch.old)
-        if batch.values is not None:
-            batch.values = self.ranks.merge(batch.values)
+            put(old, packed, logprobs)
+            if self.critic is not None:
+                put(values, packed, self.critic(packed, states))
+        batch.old = self.ranks.merge(old)
+        if self.critic is not None:
+            batch.values = self.ranks.merge(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and moments."""

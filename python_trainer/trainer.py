@@ -252,7 +252,7 @@ class Trainer:
             self.engine.sleep()
         for number, batch in enumerate(batches, 1):
             with self.clock.measure("train"):
-                learned = self.learner.rehearse(batch, number / REHEARSAL_RISE)
+                learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
             self.state.count("trained_tokens", learned["tokens/trained"])
             self.logger.log_work("stored answers in batches", number, len(batches))
         self.engine.policy_updated()
