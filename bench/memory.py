@@ -20,9 +20,9 @@ from bench._case import Row
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import check_config
 from python_trainer.data import Rollout
+from python_trainer.learner import Learner
 from python_trainer.memory import Device, plan_memory
 from python_trainer.model.policy import load_policy
-from python_trainer.parts import make_learner
 
 PROMPTS, SAMPLES, PROMPT = 4, 8, 24
 
@@ -102,7 +102,7 @@ def update(values: dict[str, Any], times: int = 2) -> int:
     gc.collect()
     before = reset_resident_peak()
     assert before is not None, "this machine lacks /proc/self/clear_refs"
-    learner = make_learner(config, load_policy(config.model))
+    learner = Learner(load_policy(config.model), config)
     generator, vocab = torch.Generator().manual_seed(0), learner.policy.model.config.vocab_size
     rollouts = []
     for group in range(PROMPTS):

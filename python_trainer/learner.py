@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from python_trainer.algorithms.settings import POLICY_LOSSES, AlgorithmConfig
+from python_trainer.algorithms.settings import POLICY_LOSSES
 from python_trainer.batch import Batch, Minibatch, mean_metrics, put
+from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
@@ -18,7 +19,6 @@ from python_trainer.model.lora import is_adapter
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
-from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.model.weights import load_weights
 
 
@@ -26,39 +26,26 @@ class Learner:
     """Owns the weights that training changes, and updates them.
 
     Args:
-        algorithm, optimizer, critic: those sections of the settings.
-        temperature: of the sampler; log-probabilities use the same.
-        max_completion_length: most tokens of an answer.
-        max_steps: of the run, for the learning rate's schedule.
-        prefix_in_loss: train on the beginnings that answers were given too.
+        config: all settings, with the engine chosen; log-probabilities use the temperature of the sampler.
 
     Attributes:
         reference: the policy at the start of training, with ``algorithm.beta``.
         critic: if the advantages need one.
+        prefix_in_loss: train on the beginnings that answers were given too.
         changed: set once weights or moments have changed.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        algorithm: AlgorithmConfig,
-        optimizer: OptimizerConfig,
-        critic: CriticConfig,
-        temperature: float,
-        max_completion_length: int,
-        max_steps: int,
-        prefix_in_loss: bool = False,
-        ranks: RankGroup | None = None,
-    ):
+    def __init__(self, policy: Policy, config: Config, ranks: RankGroup | None = None):
         self.policy, self.ranks = policy, ranks or RankGroup()
-        self.algorithm, self.settings, self.temperature, self.max_steps = algorithm, optimizer, temperature, max_steps
-        self.reference = policy.frozen_copy(partial(self.ranks.copy, trains=False)) if algorithm.beta else None
+        self.algorithm = config.algorithm.with_sampler(config.rollout.engine)
+        self.settings, self.max_steps, self.temperature = config.optimizer, config.max_steps, config.rollout.temperature
+        self.max_completion_length = config.rollout.max_completion_length
+        self.prefix_in_loss = any(settings.prefix_in_loss for settings in config.accelerators.chosen())
+        self.reference = policy.frozen_copy(partial(self.ranks.copy, trains=False)) if self.algorithm.beta else None
         self.critic = None
-        if algorithm.judge.critic:
-            self.critic = Critic(policy, critic, optimizer, self.ranks)
-        self.optimizer = PolicyOptimizer(policy.model, optimizer)
-        self.max_completion_length, self.prefix_in_loss = max_completion_length, prefix_in_loss
+        if self.algorithm.judge.critic:
+            self.critic = Critic(policy, config.critic, self.settings, self.ranks)
+        self.optimizer = PolicyOptimizer(policy.model, self.settings)
         self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int, *, rise: float | None = None) -> dict[str, float]:

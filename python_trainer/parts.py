@@ -14,7 +14,6 @@ from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
-from python_trainer.learner import Learner
 from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
 from python_trainer.model.loading import base_folder, keep_dtype
 from python_trainer.model.lora import adapted_layers
@@ -168,17 +167,3 @@ def make_run_engine(chosen: Config, policy: Policy, tasks: Tasks, output_dir: Pa
         policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
     set_matmul_precision(chosen.model.matmul_precision)
     return engine
-
-
-def make_learner(config: Config, policy: Policy, ranks: RankGroup | None = None) -> Learner:
-    return Learner(
-        policy,
-        algorithm=config.algorithm.with_sampler(config.rollout.engine),
-        optimizer=config.optimizer,
-        critic=config.critic,
-        temperature=config.rollout.temperature,
-        max_completion_length=config.rollout.max_completion_length,
-        max_steps=config.max_steps,
-        prefix_in_loss=any(settings.prefix_in_loss for settings in config.accelerators.chosen()),
-        ranks=ranks,
-    )

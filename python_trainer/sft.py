@@ -18,10 +18,11 @@ from python_trainer.data import Example, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import StopSignal, UserError
 from python_trainer.keyed import prompt_order
+from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy, set_matmul_precision
-from python_trainer.parts import make_learner, resolve_settings
+from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import Clock, RunState, device_name, summarise
 from python_trainer.tasks.base import check_text
@@ -67,7 +68,7 @@ class Sft:
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens))
         self.logger.max_steps = len(self.batches)
-        self.learner = make_learner(chosen.model_copy(update={"max_steps": len(self.batches)}), self.policy)
+        self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
         progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
         self.checkpointer.restore(self.policy, self.learner, lambda: progress, lambda saved: saved["sft_steps"])
 

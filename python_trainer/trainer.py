@@ -25,10 +25,11 @@ from python_trainer.errors import StopSignal, UserError
 from python_trainer.evaluation import Evaluator, Scorer
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
+from python_trainer.learner import Learner
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.policy import choose_device, set_matmul_precision
-from python_trainer.parts import make_learner, make_run_engine, resolve_settings
+from python_trainer.parts import make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import Clock, RunState, StepMeter, device_name, summarise
@@ -112,7 +113,7 @@ class Trainer:
             self.engine.on_progress = self.logger.log_generation  # of several processes the first tells of its part
             with ranks.together():
                 self.prompts = Prompts(config, tasks, self.policy, self.state, note)
-                self.learner = make_learner(chosen, self.policy, ranks)
+                self.learner = Learner(self.policy, chosen, ranks)
                 self.accelerators = config.accelerators.make()
             self.scorer = Scorer(config, self.prompts, ranks)
             self.evaluator = Evaluator(self.scorer, self.engine, self.clock, self.logger)

@@ -33,7 +33,7 @@ PLACES = {
     "task": "python_trainer.tasks.files.JSONLSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
-    "learner": "python_trainer.trainer.make_learner",
+    "learner": "python_trainer.trainer.Learner",
     "checkpoint": "python_trainer.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
     "shards": "python_trainer.distributed.sharded.allocate",

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from python_trainer.algorithms.settings import AlgorithmConfig
+from python_trainer.config import Config
 from python_trainer.distributed import start
 from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import load_policy
-from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.model.settings import CriticConfig, ModelConfig
 from python_trainer.model.weights import full
 
 pytestmark = pytest.mark.slow  # two processes load models for half a minute
@@ -72,10 +73,8 @@ def assert_equal_modules(first, second):
 
 def assert_equal_copies(policy, ranks):
     """A reference and the body of a critic begin with the weights of the policy."""
-    learner = Learner(
-        policy, algorithm=AlgorithmConfig(advantage="gae", beta=0.1), optimizer=OptimizerConfig(),
-        critic=CriticConfig(separate=True), temperature=1.0, max_completion_length=4, max_steps=2, ranks=ranks,
-    )  # fmt: skip
+    algorithm, critic = AlgorithmConfig(advantage="gae", beta=0.1), CriticConfig(separate=True)
+    learner = Learner(policy, Config(algorithm=algorithm, critic=critic), ranks)
     if not policy.adapted:  # else it is the policy itself
         for name, p in policy.inference_model.named_parameters():
             assert torch.equal(full(learner.reference.model.get_parameter(name)), p)

@@ -11,15 +11,15 @@ from tiny import weights
 from python_trainer.config import check_config
 from python_trainer.data import Request
 from python_trainer.errors import NotFinite
+from python_trainer.learner import Learner
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.parts import make_learner
 from python_trainer.rollout.engine import SamplingParams
 
 
 def learner_of(policy, settings, **algorithm):
     config = merged(settings, {"algorithm": algorithm, "rollout": {"max_completion_length": 16384}})
-    return make_learner(check_config(config, source="test"), policy)
+    return Learner(policy, check_config(config, source="test"))
 
 
 def policy_of(tokenizer, vocab=64, **sizes):
@@ -94,7 +94,7 @@ def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
     """Log-probabilities of tokens that are not the largest are of the order of -1000s."""
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
     config = check_config(merged(settings, {"rollout": {"temperature": 1e-3}}), source="test")
-    learner = make_learner(config, policy)
+    learner = Learner(policy, config)
     learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7]), 1)
     assert all(math.isfinite(value) for value in learned.values())
     assert all(p.isfinite().all() for p in policy.model.parameters())
