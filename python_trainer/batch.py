@@ -48,7 +48,8 @@ class Batch:
         lengths: int64 [B], response tokens without those of others; a given prefix counts.
         present: bool [B, T], response tokens.
         scored: bool [B, T], those of them that are more than context.
-        sampler: [B, T] log-probabilities of the sampler; NaN on given prefixes, tokens of others and where unknown.
+        sampler: [B, T] log-probabilities of the sampler; NaN on given prefixes and where unknown. Those of tokens of
+            others may be anything.
         old: [B, T] log-probabilities before the update, NaN where not scored; None: those of the current pass.
         reference: the same of the reference model, with beta > 0.
         values: the same of the critic.
@@ -83,21 +84,15 @@ class Batch:
         self.expected = torch.tensor([torch.nan if r.expected is None else r.expected for r in rollouts], device=device)
         caps = [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts]
         self.caps = torch.tensor(caps, device=device)
-        in_loss = torch.tensor(
-            [not (config.mask_truncated_completions and r.finish_reason == "length") for r in rollouts],
-            dtype=torch.bool,
-        )
+        ended = torch.tensor([r.finish_reason != "length" for r in rollouts], dtype=torch.bool)
+        in_loss = ended if config.mask_truncated_completions else torch.ones_like(ended)
         self.in_loss = in_loss.to(device)
         flags = [scored_tokens(r, score_prefix=prefix_in_loss) for r in rollouts]
         self.loss_tokens = torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss
         self.critic_tokens = self.loss_tokens * self.caps.isnan().cpu()
-        own = [[True] * len(r.response_ids) if r.response_mask is None else r.response_mask for r in rollouts]
-        self.lengths = torch.tensor([sum(row) for row in own], dtype=torch.int64, device=device)
-        recorded = [
-            value if mine else torch.nan
-            for r, row in zip(rollouts, own)
-            for value, mine in zip([torch.nan] * r.prefix_len + list(r.logprobs), row)
-        ]
+        lengths = [sum(scored_tokens(r, score_prefix=True)) for r in rollouts]
+        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+        recorded = [x for r in rollouts for x in [torch.nan] * r.prefix_len + list(r.logprobs)]
         tokens = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
         self.present = torch.arange(max(tokens.tolist(), default=0), device=device) < tokens[:, None]
         scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
