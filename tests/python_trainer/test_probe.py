@@ -8,7 +8,6 @@ from conftest import merged
 
 from python_trainer.__main__ import main
 from python_trainer.config import check_config
-from python_trainer.errors import UserError
 from python_trainer.learner import Learner
 from python_trainer.probe import lines, probe
 from python_trainer.rollout.paged.engine import PagedEngine
@@ -37,14 +36,8 @@ def test_the_command(settings, tmp_path, monkeypatch, capsys):
 
 def test_p_does_not_depend_on_how_prompts_are_parted(settings):
     config = check_config(merged(settings, {"task": {"reward": "conftest:even"}}), source="test")
-    few, many = (probe(config, seconds=seconds) for seconds in (1e-3, 60))
+    few, many = (probe(config, seconds=seconds) for seconds in (-1, float("inf")))
     assert len(few["p"]) == 4 and len(many["p"]) == 12 and many["p"][:4] == few["p"]
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("inf")])
-def test_bad_seconds(settings, seconds):
-    with pytest.raises(UserError, match=f"--seconds must be above 0 and finite, got {seconds}"):
-        probe(check_config(settings, source="test"), seconds=seconds)
 
 
 def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
