@@ -1,6 +1,5 @@
 """The same training with different accelerators: ``python -m python_trainer compare``."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,5 +72,4 @@ def compare(
 
 def finished(folder: Path) -> bool:
     """Tells whether a run came to its end."""
-    path = folder / "summary.json"
-    return path.exists() and "eval_accuracy_final" in json.loads(path.read_text(encoding="utf-8"))
+    return (folder / "summary.json").exists()

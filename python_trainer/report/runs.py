@@ -30,7 +30,7 @@ class Run:
     name: str
     folder: Path
     summary: dict[str, Any]
-    counters: dict[str, float]  # sums of the counters of all accelerators over its steps
+    counters: dict[str, float]  # sums of the counters of all accelerators over its steps, by the words of their rows
     ended: bool = True
 
     @property
@@ -52,7 +52,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
             name = str(home.relative_to(os.path.commonpath(homes)))
         if not (rows := read_metrics(home)):
             continue
-        counters = {metric: sum(row.get(metric) or 0.0 for row in rows) for metric in counters_of([home])}
+        counters = {text: sum(row.get(metric) or 0.0 for row in rows) for metric, text in counters_of(home).items()}
         summary, ended = summary_of(home, rows)
         runs.append(Run(name, home, summary, counters, ended))
     if not runs:
@@ -88,14 +88,13 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     }, ended  # fmt: skip
 
 
-def counters_of(folders: Iterable[Path]) -> dict[str, str]:
-    """Return metric -> the words of its row, for the registered accelerators and those of these runs."""
-    found = dict.fromkeys(ACCELERATORS.resolve(name) for name in ACCELERATORS.names())
-    for folder in folders:
-        for name in json.loads(settings_used(folder).get("accelerators.enabled", "[]")):
-            with suppress(PluginError):  # the module of a plug-in may be missing here
-                found[ACCELERATORS.resolve(name)] = None
-    return {metric: words for kind in found for metric, words in kind.counters.items()}
+def counters_of(folder: Path) -> dict[str, str]:
+    """Return metric -> the words of its row, for the accelerators of a run and the registered ones."""
+    found: dict[str, str] = {}
+    for name in [*ACCELERATORS.names(), *json.loads(settings_used(folder).get("accelerators.enabled", "[]"))]:
+        with suppress(PluginError):  # the module of a plug-in may be missing here
+            found |= ACCELERATORS.resolve(name).counters
+    return found
 
 
 def by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -258,8 +257,8 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
         found[f"{kind} tokens"] = show(mean_of(runs, f"{kind}_tokens"), "{:,.0f}")
     for name, seconds in parts.items():
         found[f"share of {name}"] = show(100 * (seconds or 0.0) / total if total else None, "{:.0f} %")
-    for metric, words in counters_of(run.folder for run in runs).items():
-        found[words] = show(fmean(run.counters.get(metric, 0.0) for run in runs), "{:,.0f}")
+    for words in dict.fromkeys(words for run in runs for words in run.counters):
+        found[words] = show(fmean(run.counters.get(words, 0.0) for run in runs), "{:,.0f}")
     return found
 
 
