@@ -1,7 +1,6 @@
 """What training would meet, by answers to a sample of training prompts: ``python -m python_trainer probe``."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +45,8 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
         with clock.measure("reward"):
             trainer.scorer.score(requests, rollouts)
         timed, tokens = timed + len(requests), tokens + state.counts["generated_tokens"] - before
+        for answer in rollouts:
+            answer.group += len(groups)
         groups += [rollouts[i : i + tries] for i in range(0, len(rollouts), tries)]
         size = min(2 * size, settings.prompts_per_step)
     each = {name: clock.seconds[part] / timed for name, part in (("generation", "rollout"), ("rewards", "reward"))}
@@ -55,14 +56,10 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
 def time_update(trainer: Trainer, groups: Groups) -> float:
     """Returns the seconds of an update on a step's worth of answers, by one on the first of these groups."""
     settings = trainer.config.rollout
-    part = [
-        replace(answer, group=number)
-        for number, group in enumerate(groups[: settings.prompts_per_step])
-        for answer in group[: settings.num_generations]
-    ]
+    part = [answer for group in groups[: settings.prompts_per_step] for answer in group]
     trainer.engine.sleep()  # as before every update: vLLM holds the memory that this one takes
     warm = next((g for g in groups if len({answer.reward for answer in g}) > 1), groups[0])
-    trainer.learner.update([replace(answer, group=0) for answer in warm], 1)  # moments and the like are made once
+    trainer.learner.update(warm, 1)  # moments and the like are made once
     begun = time.perf_counter()
     trainer.learner.update(part, 1)
     if trainer.policy.device.type == "cuda":
