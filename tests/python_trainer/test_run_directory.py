@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -11,68 +12,62 @@ from conftest import QUIET
 from test_checkpoint import assert_same_run
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from python_trainer.checkpointer import Checkpointer
 from python_trainer.errors import UserError
+from python_trainer.logger import Logger
 from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
 
 
-@pytest.fixture
-def full_disk():
-    """Files of at most so many bytes from the call on, as a disk that is full has it in the middle of a write."""
+@contextmanager
+def full_disk(size):
+    """Limits files to so many bytes inside the block, as a disk that is full does in the middle of a write."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:  # before pytest writes its next line, perhaps to a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [100, 40_000])
-def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, full_disk, size):
+def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, size):
     save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
-    full_disk(size)
     said = "step-000002 cannot be written: .*too large.*; the newest there is step-000001"
-    with pytest.raises(UserError, match=said):
+    with full_disk(size), pytest.raises(UserError, match=said):
         save_checkpoint(tmp_path, 2, {"w": torch.ones(40_000)}, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert torch.equal(load_checkpoint(tmp_path / "step-000001")["w"], torch.ones(4))
 
 
-def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch, full_disk):
+def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
     original = Trainer.step
 
     def step(self, number):
-        if number == 3:
-            full_disk((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10)
-        return original(self, number)
+        size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+        with full_disk(size + 10) if number == 3 else nullcontext():
+            return original(self, number)
 
     monkeypatch.setattr(Trainer, "step", step)
     code, said = run({"save": {"save_steps": 1}})
     assert code == 2 and "error: " in said and "metrics.jsonl" in said
     assert "step 2 is saved" in said and "Traceback" not in said
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     monkeypatch.setattr(Trainer, "step", original)
     assert run({}, "--resume")[0] == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
-def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch, full_disk):
-    monkeypatch.setattr(Checkpointer, "save_models", lambda self: full_disk(10))
+def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Logger, "write_summary", full_disk(10)(Logger.write_summary))
     code, said = run({"max_steps": 1})
     assert code == 2 and f"too large: '{tmp_path / 'run' / 'summary.json'}'\n" in said
 
 
-def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path, full_disk):
+def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
     config = make_config(max_steps=2)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    original = trainer.policy.save
-
-    def save(folder):
-        full_disk(20_000)
-        original(folder)
-
-    trainer.policy.save = save
+    trainer.policy.save = full_disk(20_000)(trainer.policy.save)
     with pytest.raises(UserError, match="run/model cannot be written: .*too large.*; step 2 is saved"):
         trainer.run()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 20_000
 
