@@ -273,15 +273,12 @@ class Trainer:
 
     def evaluate_if_due(self) -> dict[str, float]:
         """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
-        row: dict[str, float] = {}
         self.done = self.finished()
-        every = self.config.evaluation.eval_steps
-        if not self.done and every and (self.state.step % every == 0 or self.rehearsed):
-            row |= self.evaluate_all()
-            self.done = self.finished()
         if self.done:
-            row |= self.evaluate_all("final")
-        return row
+            return self.evaluate_all("final")
+        every = self.config.evaluation.eval_steps
+        due = every and (self.state.step % every == 0 or self.rehearsed)
+        return self.evaluate_all() if due else {}
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
