@@ -27,7 +27,7 @@ from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.model.policy import Policy
 from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
-from python_trainer.run_state import Clock, RunState, best_evaluated
+from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested
 
 MODEL_ASIDE = ".model.tmp"  # a model, while it is being written
@@ -59,12 +59,11 @@ class Checkpointer:
         resume: bool,
         ranks: RankGroup,
         state: RunState,
-        clock: Clock,
         logger: Logger,
         notify: Callable[..., None] = lambda *_: None,
     ):
         self.config, self.folder, self.ranks, self.state = config, logger.folder, ranks, state
-        self.clock, self.logger, self.notify = clock, logger, notify
+        self.logger, self.notify = logger, notify
         self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
         self.present: list[Path] = []  # all checkpoints there were; known to rank 0
         found = None
@@ -92,7 +91,7 @@ class Checkpointer:
         try:
             with self.ranks.together():
                 load(saved)
-                vars(self.state).update(vars(RunState(**saved["state"])))
+                vars(self.state).update(asdict(RunState(**saved["state"])))
             self.saved_step = self.state.step
             self._load_learned(self.newest, saved)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -157,7 +156,7 @@ class Checkpointer:
         step, every = self.state.step, self.config.save.save_steps
         signal = next(filter(None, self.ranks.gather(signal)), None)
         if done or signal or (every and step % every == 0):
-            with self.clock.measure("checkpoint"):
+            with self.state.measure("checkpoint"):
                 self._save(self._contents())
         if signal and not done:
             raise Interrupted(f"{signal}: stopped after step {step}, which is saved; a resumed run continues from it")
@@ -179,14 +178,14 @@ class Checkpointer:
     def _contents(self) -> dict[str, Any]:
         """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
         progress, state = copy_nested(self.progress()), self.state
-        state.wall_s, state.seconds = self.clock.wall_seconds, dict(self.clock.seconds)
+        state.wall_s = state.wall_seconds
         return {"state": asdict(state), "dtype": dtype_name(self.policy.inference_model.dtype), **progress}
 
     @contextmanager
     def keeping_last_step(self) -> Iterator[None]:
         """Saves the last finished step on an error inside the block, if its weights still exist."""
         step, rate = self.state.step, self.config.optimizer.learning_rate
-        with self.clock.measure("checkpoint"):
+        with self.state.measure("checkpoint"):
             contents = None if step == self.saved_step else self._contents()
         self.learner.changed = False
         try:

@@ -16,7 +16,6 @@ from python_trainer.logger import Logger
 from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import save_evaluation
-from python_trainer.run_state import Clock
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
 
@@ -115,8 +114,8 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
 class Evaluator:
     """Evaluates a policy on the test split of its task and on more test sets, always with the same noise."""
 
-    def __init__(self, scorer: Scorer, engine: Engine, clock: Clock, logger: Logger):
-        self.scorer, self.engine, self.clock, self.logger = scorer, engine, clock, logger
+    def __init__(self, scorer: Scorer, engine: Engine, logger: Logger):
+        self.scorer, self.engine, self.logger = scorer, engine, logger
         self.config, self.prompts = scorer.config, scorer.prompts
         self._partial_noted = False
 
@@ -129,8 +128,8 @@ class Evaluator:
         state, limit = self.prompts.state, self.config.evaluation.eval_limit_during
         if not self.prompts.ids["test"]:
             return {}
-        cost = [self.clock.training_seconds, state.counts.get("generated_tokens", 0)]
-        with self.clock.measure("eval"):
+        cost = [state.training_seconds, state.counts.get("generated_tokens", 0)]
+        with state.measure("eval"):
             with self.logger.generating("evaluation"):
                 row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
             if name is not None:

@@ -12,7 +12,7 @@ from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.run_state import Clock, device_name, versions
+from python_trainer.run_state import RunState, device_name, versions
 from python_trainer.trainer import Trainer
 
 FIRST_PROMPTS = 4  # so that a short time is enough
@@ -27,7 +27,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
         The groups, and by name: seconds of generation and rewards for a prompt, and tokens for a second. The first
         prompts are not timed, if others follow.
     """
-    begun, clock, state = time.perf_counter(), Clock(), trainer.state
+    begun, clock, state = time.perf_counter(), RunState(), trainer.state
     groups: Groups = []
     settings, train = trainer.config.rollout, len(trainer.prompts.ids["train"])
     tries, size = settings.num_generations, FIRST_PROMPTS
@@ -38,7 +38,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
         for number, request in enumerate(requests, start=len(groups)):
             request.sample_id = number * tries
         if len(groups) == FIRST_PROMPTS:
-            clock, timed, tokens = Clock(), 0, 0
+            clock, timed, tokens = RunState(), 0, 0
         before = state.counts.get("generated_tokens", 0)
         with clock.measure("rollout"):
             rollouts = trainer.generate(requests, keyed_seed(trainer.config.seed, "probe"))

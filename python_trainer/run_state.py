@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens
 
 @dataclass
 class RunState:
-    """Progress of a run; every checkpoint holds it."""
+    """Progress of a run, and its clock. Every checkpoint holds the fields; interruptions do not count as time."""
 
     step: int = 0
     prompts: int = 0  # drawn so far
     policy_version: int = 0  # of the engine
-    wall_s: float = 0.0
+    wall_s: float = 0.0  # at the newest checkpoint
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
     evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy, reward]
@@ -31,35 +31,15 @@ class RunState:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
 
-    def count(self, name: str, amount: float) -> None:
-        self.counts[name] = self.counts.get(name, 0) + int(amount)
+    timer: InitVar[Callable[[], float]] = time.perf_counter
 
+    def __post_init__(self, timer: Callable[[], float]) -> None:
+        self._timer, self._inner = timer, [0.0]
+        self.start_clock()
 
-def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
-    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
-
-    The accuracy decides, or the reward if nothing is right or wrong.
-    """
-    rows = [(row[1 if state.judged else 2], int(row[0])) for row in state.evaluations if row[0] in steps]
-    return max(rows)[1] if rows else None
-
-
-class Clock:
-    """Seconds since a run began, in total and by part of the loop; interruptions do not count.
-
-    Attributes:
-        seconds: by name, of the parts that :meth:`measure` timed.
-    """
-
-    def __init__(self, timer: Callable[[], float] = time.perf_counter):
-        self._timer = timer
-        self._inner = [0.0]
-        self.start()
-
-    def start(self, wall_seconds: float = 0.0, seconds: Mapping[str, float] | None = None) -> None:
-        """Starts the clock at these readings."""
-        self._began = self._timer() - wall_seconds
-        self.seconds: dict[str, float] = dict(seconds or {})
+    def start_clock(self) -> None:
+        """Lets the wall time go on from that of the newest checkpoint."""
+        self._began = self._timer() - self.wall_s
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -83,17 +63,13 @@ class Clock:
         """Returns the wall time without evaluations."""
         return self.wall_seconds - self.seconds.get("eval", 0.0)
 
+    def count(self, name: str, amount: float) -> None:
+        self.counts[name] = self.counts.get(name, 0) + int(amount)
 
-class StepMeter:
-    """Counts the seconds and tokens of one step, from its construction on."""
-
-    def __init__(self, clock: Clock, state: RunState):
-        self._clock, self._state = clock, state
-        self._seconds, self._counts = dict(clock.seconds), dict(state.counts)
-
-    def metrics(self) -> dict[str, float]:
-        spent = {name: seconds - self._seconds.get(name, 0.0) for name, seconds in self._clock.seconds.items()}
-        tokens = {name: count - self._counts.get(name, 0) for name, count in self._state.counts.items()}
+    def metrics_since(self, before: Mapping[str, Any]) -> dict[str, float]:
+        """Returns seconds and tokens since the state was ``before``, as a dictionary."""
+        spent = {name: seconds - before["seconds"].get(name, 0.0) for name, seconds in self.seconds.items()}
+        tokens = {name: count - before["counts"].get(name, 0) for name, count in self.counts.items()}
         generated = tokens["generated_tokens"]
         return {
             **{f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()},
@@ -103,14 +79,23 @@ class StepMeter:
         }
 
 
-def summarise(state: RunState, clock: Clock, target: float | None) -> dict[str, Any]:
+def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
+    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
+
+    The accuracy decides, or the reward if nothing is right or wrong.
+    """
+    rows = [(row[1 if state.judged else 2], int(row[0])) for row in state.evaluations if row[0] in steps]
+    return max(rows)[1] if rows else None
+
+
+def summarise(state: RunState, target: float | None) -> dict[str, Any]:
     """Returns the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
     evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
     of ``training_s``, until the first evaluation whose accuracy is at least ``target``.
     """
-    prefix, seconds, wall_s = "accelerator/", clock.seconds, clock.wall_seconds
+    prefix, seconds, wall_s = "accelerator/", state.seconds, state.wall_seconds
     accuracies = [row[1] for row in state.evaluations]
     reached = (cost for accuracy, cost in zip(accuracies, state.costs) if target is not None and accuracy >= target)
     seconds_to_target, tokens_to_target = next(reached, (None, None))

@@ -24,7 +24,7 @@ from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy, set_matmul_precision
 from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
-from python_trainer.run_state import Clock, RunState, device_name, summarise
+from python_trainer.run_state import RunState, device_name, summarise
 from python_trainer.tasks.base import check_text
 from python_trainer.tasks.settings import load_task
 
@@ -49,10 +49,10 @@ class Sft:
             raise UserError(f"sft runs in one process: parallel must be none, got {config.parallel}")
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
-        self.config, self.folder, self.state, self.clock = config, output_dir, RunState(), Clock()
+        self.config, self.folder, self.state = config, output_dir, RunState()
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
         self.checkpointer = Checkpointer(
-            config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, clock=self.clock, logger=self.logger
+            config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, logger=self.logger
         )
         task = load_task(config.task)
         algorithm = AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none")
@@ -114,7 +114,7 @@ class Sft:
         """
         state, last = self.state, len(self.batches)
         with self.checkpointer.owning_folder(), StopSignal() as stop:
-            self.clock.start(state.wall_s, state.seconds)
+            state.start_clock()
             with self.logger.recording(state.step or None):
                 if state.step == 0:
                     state.results["start"] = {"held_out_loss": self.held_out_loss()}
@@ -127,7 +127,7 @@ class Sft:
             self.policy.sync_inference_model()
             self.checkpointer.save_models()
             losses, held_out_loss = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()
-            summary = summarise(state, self.clock, None) | {
+            summary = summarise(state, None) | {
                 "examples": len(self.rows),
                 "answer_tokens": sum(len(row.response_ids) for row in self.rows),
                 "loss_first": losses[0],
@@ -142,20 +142,20 @@ class Sft:
 
     def step(self) -> dict[str, float]:
         """Takes the next optimizer step; returns its metrics."""
-        before = self.clock.seconds.get("train", 0.0)
-        with self.clock.measure("train"):
+        before = self.state.seconds.get("train", 0.0)
+        with self.state.measure("train"):
             rows = [self.rows[index] for index in self.batches[self.state.step]]
             learned = self.learner.update(rows, self.state.step + 1)
         self.state.count("trained_tokens", learned["tokens/trained"])
-        seconds = self.clock.seconds["train"] - before
+        seconds = self.state.seconds["train"] - before
         return {
             # the sampler's log-probabilities are said to be 0
             "sft/loss": learned["sampling/logp_difference/mean"],
             **{name: learned[name] for name in ("grad_norm", "learning_rate", "tokens/trained")},
             "tokens_per_second": learned["tokens/trained"] / seconds,
             "time/train_s": seconds,
-            "time/training_s": self.clock.training_seconds,
-            "time/wall_s": self.clock.wall_seconds,
+            "time/training_s": self.state.training_seconds,
+            "time/wall_s": self.state.wall_seconds,
         }
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class Sft:
         """Returns the mean of -log p over all answer tokens of held-out examples; None without any."""
         policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
         total, count = 0.0, sum(len(row.response_ids) for row in rows)
-        with self.clock.measure("eval"), policy.packed_attention():
+        with self.state.measure("eval"), policy.packed_attention():
             for part in micro_batches(rows, range(len(rows)), most):
                 total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
         return total / count if count else None

@@ -7,6 +7,7 @@ list. Everything else is a part of the trainer, with a file of its own.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,7 @@ from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_run_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run_state import Clock, RunState, StepMeter, device_name, summarise
+from python_trainer.run_state import RunState, device_name, summarise
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
@@ -86,13 +87,11 @@ class Trainer:
         self.folder = ranks.folder(output_dir)
         console = console if ranks.rank == 0 else Console(quiet=True)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
-        self.clock, self.state = Clock(timer), RunState()
-        self.stop, self.done, self.rehearsed = StopSignal(), False, False
+        self.state, self.stop, self.done, self.rehearsed = RunState(timer=timer), StopSignal(), False, False
         self.apart_noted = False  # that the engine samples from another model
         note = self.logger.note
         self.checkpointer = Checkpointer(
-            config, output_dir, resume=resume, ranks=ranks, state=self.state, clock=self.clock, logger=self.logger,
-            notify=self.notify,
+            config, output_dir, resume=resume, ranks=ranks, state=self.state, logger=self.logger, notify=self.notify
         )  # fmt: skip
         with ranks.together():
             newest = self.checkpointer.newest
@@ -116,7 +115,7 @@ class Trainer:
                 self.learner = Learner(self.policy, chosen, ranks)
                 self.accelerators = config.accelerators.make()
             self.scorer = Scorer(config, self.prompts, ranks)
-            self.evaluator = Evaluator(self.scorer, self.engine, self.clock, self.logger)
+            self.evaluator = Evaluator(self.scorer, self.engine, self.logger)
             self.run_context = RunContext(
                 config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
@@ -141,7 +140,7 @@ class Trainer:
         state = self.state
         with self.checkpointer.owning_folder():
             self.kernels.save(self.folder)
-            self.clock.start(state.wall_s, state.seconds)
+            state.start_clock()
             with closing(self.engine):
                 if state.step == 0:
                     self.begin()
@@ -160,7 +159,7 @@ class Trainer:
                 if self.policy.streams_weights:
                     self.engine.sleep()  # for its memory
                 self.checkpointer.save_models()
-                summary = summarise(state, self.clock, self.config.evaluation.target_accuracy) | {
+                summary = summarise(state, self.config.evaluation.target_accuracy) | {
                     "device": device_name(self.policy.device),
                     "dtype": dtype_name(self.policy.inference_model.dtype),
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
@@ -176,22 +175,22 @@ class Trainer:
             Interrupted: a signal came, and the step is saved.
         """
         with self.checkpointer.keeping_last_step():
-            context, meter = self.context(number), StepMeter(self.clock, self.state)
+            context, before = self.context(number), asdict(self.state)
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
                 groups = self.prompts.groups(self.prompts.draw(sampler.missing))
                 groups = self.plan(context, sampler.number(groups))
-                with self.clock.measure("rollout"):
+                with self.state.measure("rollout"):
                     rollouts = self.generate(groups, context.seed)
-                with self.clock.measure("reward"):
+                with self.state.measure("reward"):
                     self.scorer.score(groups, rollouts)
                 sampler.add(self.collect(context, rollouts))
             rollouts = sampler.rollouts()
             self.notify("on_rollouts", number, rollouts)
             context.telemetry |= sampler.metrics() | rollout_statistics(rollouts)
             self.update(context, rollouts)
-            row = context.telemetry | meter.metrics()
+            row = context.telemetry | self.state.metrics_since(before)
             samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
             self.state.step = number
             try:
@@ -249,10 +248,10 @@ class Trainer:
         self.rehearsed = bool(batches)
         if not batches:
             return
-        with self.clock.measure("rollout"):
+        with self.state.measure("rollout"):
             self.engine.sleep()
         for number, batch in enumerate(batches, 1):
-            with self.clock.measure("train"):
+            with self.state.measure("train"):
                 learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
             self.state.count("trained_tokens", learned["tokens/trained"])
             self.logger.log_work("stored answers in batches", number, len(batches))
@@ -260,9 +259,9 @@ class Trainer:
 
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
         """Trains the policy, and tells engine and accelerators."""
-        with self.clock.measure("rollout"):
+        with self.state.measure("rollout"):
             self.engine.sleep()
-        with self.clock.measure("train"):
+        with self.state.measure("train"):
             learned = self.learner.update(rollouts, context.step)
         self.state.count("trained_tokens", learned["tokens/trained"])
         context.telemetry |= learned
@@ -314,15 +313,15 @@ class Trainer:
     def finished(self) -> bool:
         """Tells whether steps or time are used up; the same on all ranks."""
         limit, state = self.config.max_seconds, self.state
-        late = limit is not None and state.step > 0 and self.clock.training_seconds >= limit
+        late = limit is not None and state.step > 0 and self.state.training_seconds >= limit
         return self.ranks.first(late or state.step >= self.config.max_steps)
 
     def totals(self) -> dict[str, float]:
         """Returns seconds, tokens and bytes since the run began, as metrics."""
         sent = self.engine.stats.get("weight_bytes")
         return ({} if sent is None else {"total/weight_bytes": sent}) | {
-            "time/wall_s": self.clock.wall_seconds,
-            "time/training_s": self.clock.training_seconds,
+            "time/wall_s": self.state.wall_seconds,
+            "time/training_s": self.state.training_seconds,
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
         }
 
@@ -378,4 +377,4 @@ class Trainer:
 
     def timed(self, accelerator: Accelerator) -> AbstractContextManager[None]:
         """Counts the time of the block as the accelerator's."""
-        return self.clock.measure(f"accelerator/{accelerator.name}")
+        return self.state.measure(f"accelerator/{accelerator.name}")
