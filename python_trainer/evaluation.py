@@ -130,8 +130,9 @@ class Evaluator:
             return {}
         cost = [state.training_seconds, state.counts.get("generated_tokens", 0)]
         with state.measure("eval"):
-            with self.logger.generating("evaluation"):
-                row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
+            self.logger.work = "evaluation"
+            row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
+            self.logger.work = "answers"
             if name is not None:
                 save_evaluation(self.logger.folder, name, correct)
                 state.results[name] = dict(row)

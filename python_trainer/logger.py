@@ -122,7 +122,7 @@ class Logger:
         self.console = console or Console(stderr=True)
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._accuracy: float | None = None  # of the newest evaluation
-        self._work = "answers"
+        self.work = "answers"  # of which :meth:`log_generation` tells
         self._last_line = time.monotonic()
         self._step, self._facts, self._began = 0, "", (0, self._last_line)
         texts = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
@@ -188,16 +188,7 @@ class Logger:
 
     def log_generation(self, done: int, total: int) -> None:
         """Shows how many rollouts the engine has generated."""
-        self.log_work(self._work, done, total)
-
-    @contextmanager
-    def generating(self, what: str) -> Iterator[None]:
-        """Makes :meth:`log_generation` call the rollouts ``what`` inside the block."""
-        before, self._work = self._work, what
-        try:
-            yield
-        finally:
-            self._work = before
+        self.log_work(self.work, done, total)
 
     def _print(self, text: str, at_once: bool = False) -> None:
         """Prints a line now and then if the output is no terminal."""
