@@ -33,7 +33,7 @@ PATIENCE = 30.0  # seconds for the other ranks, after one of them has failed
 STEPS = 8
 # depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass
 CLOCK = re.compile("time/|per_second|_s$|^drafts/")
-CLOCK_STATE = ("seconds", "pass_overhead")
+CLOCK_STATE = {"seconds", "pass_overhead", "created"}
 
 
 def digits(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
@@ -217,10 +217,10 @@ def differences(folder: Path, other: Path) -> list[str]:
     except (UserError, IndexError) as error:
         return [f"no checkpoint that can be read: {error}"]
     for saved in (first, second):
-        saved["accelerators"] = {
-            name: {key: value for key, value in state.items() if key not in CLOCK_STATE}
-            for name, state in saved["accelerators"].items()
-        }
+        for state in saved["accelerators"].values():
+            for own in (state, state.get("recorder", {})):
+                for key in own.keys() & CLOCK_STATE:
+                    del own[key]
     found = []
     for part in ("model", "optimizer", "critic", "accelerators", "lengths"):
         tensors: dict[str, torch.Tensor] = {}
@@ -228,7 +228,7 @@ def differences(folder: Path, other: Path) -> list[str]:
         same = encode(first.get(part), tensors) == encode(second.get(part), others) and tensors.keys() == others.keys()
         if not same or not all(_same(tensors[name], others[name]) for name in tensors):
             found.append(f"{part} differs")
-    for key in ("step", "counts", "evaluations", "policy_version"):
+    for key in ("step", "prompts", "counts", "evaluations", "policy_version"):
         if first["state"][key] != second["state"][key]:
             found.append(f"{key} differs: {first['state'][key]!r:.40} and {second['state'][key]!r:.40}")
     if _rows(folder) != _rows(other):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import QUIET, same, train
-from test_checkpoint import assert_same_state
 
+from bench.faults.training import differences
 from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.data import Rollout
@@ -288,7 +288,8 @@ def test_an_interrupted_run_resumes_to_the_same_state(
     assert whole.trajectory.state_dict()["steps"].tolist() == tracked
     train(config.model_copy(update={"max_steps": done}), tmp_path / "parts")
     train(config, tmp_path / "parts", resume=True)
-    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    found = [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")]
+    assert found == ["evaluations", "rows"], "the one at the end of the first part"
 
 
 def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import QUIET, digits, even, record_updates, run_settings, same, train
-from test_checkpoint import assert_same_run
 from test_recorded import steps_of
 
+from bench.faults.training import differences
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.config import check_config
@@ -98,7 +98,7 @@ def test_resume_equals_the_uninterrupted_run(filled, rhyme_config, tmp_path):
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000005")
     train(rhyme_config(copies[1], max_steps=2, seed=9), tmp_path / "other")
     train(rhyme_config(copies[1], EVERYTHING, max_steps=6), tmp_path / "parts", resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
     assert [list(map(len, steps_of(copy))) for copy in copies] == [[9, 6], [9, 6, 2]]
     answers = [[s for s in RetrospectiveDatabase(str(copy)).samples() if s.run_id == 2] for copy in copies]
     assert len(answers[0]) == len(answers[1]) > 0

@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 from conftest import QUIET, train
-from test_checkpoint import assert_same_run, assert_same_state
 
+from bench.faults.training import differences
 from python_trainer import commands
 from python_trainer.__main__ import main
 from python_trainer.accelerators.drafts import Drafts
@@ -95,7 +95,7 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
     assert code == 0 and "SIGINT: stopped after step 3, which is saved; a resumed run continues from it" in said
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000003"]
     assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
 def broken(prompts, completions, completion_ids, **columns):
@@ -133,13 +133,12 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     assert told.count(("on_step", 5)) == told.count(("on_evaluate", 5)) == 1
     assert [row[0] for row in trainer.state.evaluations] == ([0, 5] if at == 6 else [0, 4, 5])
     assert load_evaluations(tmp_path / "parts").keys() == {"start", "final"}
-    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    lost = {4: [], 6: ["evaluations", "rows"], 8: ["rows"]}[at]
+    assert [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")] == lost
     last, calls = read_metrics(tmp_path / "parts")[-1], broken.calls
     assert last["step"] == 5 and last["eval/accuracy"] == trainer.state.evaluations[-1][1]
     train(config, tmp_path / "parts", resume=True)
     assert broken.calls == calls  # the checkpoint holds the evaluation
-    if at == 4:
-        assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_out_of_memory_is_said_in_one_line(run, monkeypatch):
