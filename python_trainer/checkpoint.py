@@ -147,12 +147,6 @@ def load_checkpoint(path: Path) -> Any:
         raise UserError(f"checkpoint {path} is damaged ({' '.join(str(error).split())})") from error
 
 
-def load_whole(path: Path) -> dict[str, Any]:
-    """Loads as :func:`load_checkpoint` does, with all shards, in any process."""
-    state = load_checkpoint(path)
-    return state | read_shards(path, {}) if (path / SHARDS).is_dir() else state
-
-
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
     """Returns the newest checkpoint that is not damaged, and its state; None if there is no checkpoint at all.
 

@@ -23,7 +23,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from python_trainer.checkpoint import encode, list_checkpoints, load_whole, step_of
+from python_trainer.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
 from python_trainer.run_directory import read_metrics
@@ -208,6 +208,12 @@ def _free_port() -> int:
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints that exist."""
     return [step_of(path) for path in list_checkpoints(folder / "checkpoints")]
+
+
+def load_whole(path: Path) -> dict[str, Any]:
+    """Load a checkpoint with all shards, in any process."""
+    state = load_checkpoint(path)
+    return state | read_shards(path, {}) if (path / SHARDS).is_dir() else state
 
 
 def differences(folder: Path, other: Path) -> list[str]:

@@ -13,8 +13,9 @@ from gloo import run_on_ranks, train
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
+from bench.faults.training import load_whole
 from python_trainer.batch import Minibatch
-from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, load_whole, read_shards, write_shards
+from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.errors import NotFinite, UserError, is_shared

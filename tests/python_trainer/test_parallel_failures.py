@@ -16,8 +16,9 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from bench.faults.training import load_whole
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints, load_whole, save_checkpoint
+from python_trainer.checkpoint import list_checkpoints, save_checkpoint
 from python_trainer.config import check_config
 from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
