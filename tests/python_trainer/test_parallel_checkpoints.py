@@ -13,7 +13,7 @@ from gloo import run_on_ranks, train
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
-from bench.faults.training import load_whole
+from bench.faults.training import differences, load_whole
 from python_trainer.batch import Minibatch
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
 from python_trainer.config import check_config
@@ -111,7 +111,7 @@ def with_offload_and_without(settings, folder):
     """Going on from either with the other."""
     plain, moved = merged(settings, LOW_PRECISION), merged(settings, OFFLOAD)
     train(plain, folder / "plain", "fsdp2")
-    for name, first, then in (("to offload", plain, moved), ("from offload", moved, plain)):
+    for name, first, then in (("plain to offloaded", plain, moved), ("offloaded to plain", moved, plain)):
         train(first | {"max_steps": 1}, folder / name, "fsdp2")
         train(then, folder / name, "fsdp2", resume=True)
 
@@ -156,9 +156,13 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, name):
         assert saved[0][part].keys() == saved[1][part].keys() and saved[0]["critic"].keys() == saved[1]["critic"].keys()
 
 
-def test_resume_is_exact_in_the_same_processes(runs):
-    whole, parts = (load_file(runs / name / "weights.safetensors") for name in ("sharded", "sharded to sharded"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [("sharded", "sharded to sharded"), ("plain", "plain to offloaded"), ("plain", "offloaded to plain")],
+)
+def test_resume_is_exact_in_the_same_processes_offloaded_or_not(runs, whole, parts):
+    found = [text.split()[0] for text in differences(runs / whole, runs / parts)]
+    assert found == ["evaluations", "rows"], "the one at the end of the first part"
 
 
 def test_only_shards_of_the_weights_are_written(runs):
@@ -188,22 +192,6 @@ def test_a_low_precision_model_is_written_as_it_computes(runs):
     written = load_file(runs / "plain" / "model" / "model.safetensors")
     ran = load_file(runs / "plain" / "weights.safetensors")
     assert all(weight.dtype == torch.bfloat16 and torch.equal(weight, ran[name]) for name, weight in written.items())
-
-
-def assert_equal_states(first, second):
-    assert first.keys() == second.keys()
-    for name, values in first.items():
-        assert values.keys() == second[name].keys()
-        assert all(torch.equal(value, second[name][key]) for key, value in values.items()), name
-
-
-@pytest.mark.parametrize("name", ["to offload", "from offload"])
-def test_what_is_offloaded_trains_to_the_same_weights(runs, name):
-    plain, moved = (load_file(runs / place / "weights.safetensors") for place in ("plain", name))
-    assert all(torch.equal(value, moved[key]) for key, value in plain.items())
-    first, second = (load_whole(list_checkpoints(runs / place / "checkpoints")[-1]) for place in ("plain", name))
-    assert_equal_states(first["optimizer"], second["optimizer"])
-    assert_equal_states(first["critic"]["optimizer"], second["critic"]["optimizer"])
 
 
 @pytest.mark.parametrize("offload", [False, True])
