@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
@@ -179,7 +178,7 @@ def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
     from python_trainer import __main__ as program
     from python_trainer.report import page
 
-    page.report = _no_report  # drawing takes longer than the run
+    page.report = lambda folders, console=None: None  # drawing takes longer than the run
     code = 1
     try:
         code = program.main(list(argv))
@@ -187,10 +186,6 @@ def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.exit(code)
-
-
-def _no_report(folders: Sequence[Path], console: Console | None = None) -> None:
-    pass
 
 
 def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
