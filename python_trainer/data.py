@@ -61,7 +61,6 @@ class Rollout:
     prefix_len: int = 0  # how many of response_ids were given
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens, where they were drawn from
     finish_reason: str = ""  # "stop" (end token or stop string) or "length"; empty while it is being generated
-    policy_version: int = 0  # of the engine, when the answer was begun
     # False for each token of response_ids that others wrote (tool output, the user's next turn): context only, and its
     # entry in logprobs is ignored; None: all tokens are the policy's. Accelerators do not keep it.
     response_mask: list[bool] | None = None

@@ -36,7 +36,7 @@ class RankedEngine(WrappedEngine):
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         if self.ranks is None:
             return self.inner.submit(requests, sampling)
-        groups = [new_rollouts(request, self.policy_version) for request in requests]
+        groups = [new_rollouts(request) for request in requests]
         self._waiting.append((requests, sampling, groups))
         return list(chain.from_iterable(groups))
 

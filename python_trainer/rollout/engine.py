@@ -32,7 +32,7 @@ class Engine(ABC):
     Attributes:
         max_positions: most tokens of a sequence, prompt and answer together; an answer that reaches it ends there.
         limited_by: what that limit is, for messages: "the limit of ...".
-        policy_version: how often the weights have changed; every rollout carries the one at its first token.
+        policy_version: how often the weights have changed.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
         keep_answers: answers will be continued, so what is computed of them stays in the cache, where it can.
         lengths: of earlier answers, which decide the order of work; None: the order of the requests.
@@ -101,7 +101,7 @@ class Engine(ABC):
     def policy_updated(self) -> None:
         """Tells that the weights have changed: the engine uses nothing again that it computed with the old ones.
 
-        An answer that is being generated continues from the tokens that it has, with the new weights.
+        To be called when every answer is finished.
         """
         self.policy_version += 1
 
@@ -153,10 +153,10 @@ class StopStrings:
         return any(now.count(string) > before.count(string) for string in self.strings)
 
 
-def new_rollouts(request: Request, policy_version: int) -> list[Rollout]:
+def new_rollouts(request: Request) -> list[Rollout]:
     """Makes the rollouts that an engine fills for a request: one a sample, which begins with the given prefix."""
     return [
-        Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids), policy_version=policy_version)
+        Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids))
         for _ in range(request.num_samples)
     ]
 

@@ -109,7 +109,7 @@ class EpisodeEngine(WrappedEngine):
 
     def _begin(self, request: Request) -> Iterator[_Answer]:
         assert isinstance(request, Group), request
-        for number, rollout in enumerate(new_rollouts(request, self.policy_version)):
+        for number, rollout in enumerate(new_rollouts(request)):
             rollout.episode, rollout.response_mask = Episode(), [True] * rollout.prefix_len
             yield _Answer(rollout, request.example, request.sample_id + number, request.max_new_tokens)
 

@@ -87,13 +87,13 @@ def test_activations_are_recomputed_beside_a_reference_and_a_critic(make_config,
 
 
 @pytest.mark.parametrize("parallel", ["none", "ddp"])
-def test_answers_carry_the_version_of_the_policy_and_progress_is_told(make_config, tmp_path, parallel):
+def test_updates_are_counted_and_progress_is_told(make_config, tmp_path, parallel):
     """Once each, by whichever of the engines; also of a run that goes on."""
     versions, told = [], []
 
     class Seen(Callback):
         def on_rollouts(self, trainer, step, rollouts):
-            versions.append({rollout.policy_version for rollout in rollouts})
+            versions.append(trainer.engine.policy_version)
 
     with start(parallel) as ranks:
         for steps, resume in ((2, False), (3, True)):
@@ -101,7 +101,7 @@ def test_answers_carry_the_version_of_the_policy_and_progress_is_told(make_confi
             trainer = Trainer(config, tmp_path, console=QUIET, callbacks=[Seen], resume=resume, ranks=ranks)
             trainer.logger.log_work = lambda *work: told.append(work)
             trainer.run()
-    assert versions == [{0}, {1}, {2}] and trainer.engine.policy_version == 3
+    assert versions == [0, 1, 2] and trainer.engine.policy_version == 3
     assert [told.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]
 
 

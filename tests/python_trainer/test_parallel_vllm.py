@@ -62,7 +62,7 @@ def train_and_tell(settings, folder, parallel=None, *, sleeps=None):
         if sleeps is not None:
             FakeLLM.last.events.append("update")
         held.append(sum(p.untyped_storage().nbytes() for p in self.policy.inference_model.parameters()))
-        given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason, r.policy_version) for r in rollouts])
+        given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
         return update(self, rollouts, number)
 
     with patch.object(Learner, "update", recorded), pytest.MonkeyPatch.context() as patches:

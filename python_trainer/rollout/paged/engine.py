@@ -124,9 +124,8 @@ class PagedEngine(Engine):
         return dict(self._stats)
 
     def policy_updated(self) -> None:
+        assert not self._scheduler.busy, "answers are being generated with the old weights"
         super().policy_updated()
-        self._decoder = None
-        self._scheduler.restart()
         self.cache.advance_version()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
@@ -134,7 +133,7 @@ class PagedEngine(Engine):
         if not self._scheduler.busy:
             self._begin(sampling)
         assert sampling == self._sampling, f"all that is generated together has {self._sampling}, got {sampling}"
-        groups = [new_rollouts(request, self.policy_version) for request in requests]
+        groups = [new_rollouts(request) for request in requests]
         for i in longest_first(self.lengths.predict(requests)) if self.lengths else range(len(requests)):
             self._add(requests[i], groups[i])
         rollouts = [rollout for group in groups for rollout in group]

@@ -108,11 +108,6 @@ class Scheduler:
         if sample.draft and sample.sequence.length >= sample.length:
             self.cache.truncate(sample.sequence, sample.length - 1)
 
-    def restart(self) -> None:
-        """Queues running and filling work again, to compute all of it with the new weights."""
-        while self.filling or self.running:
-            self._preempt()
-
     def close(self) -> None:
         """Lets go of every sequence, whatever state it is in."""
         for sequence in [*(job.sequence for job in self.filling), *(sample.sequence for sample in self.running)]:

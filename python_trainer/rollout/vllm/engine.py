@@ -142,7 +142,7 @@ class VLLMEngine(Engine):
         check_requests(requests, sampling, max_positions=limit, vocab_size=self.vocab_size, room=limit)
         assert not self._waiting or sampling == self._sampling, (self._sampling, sampling)
         self._sampling = sampling
-        rollouts = [rollout for request in requests for rollout in new_rollouts(request, self.policy_version)]
+        rollouts = [rollout for request in requests for rollout in new_rollouts(request)]
         if rollouts:  # otherwise nobody polls, and the next submission could not have other sampling
             self._waiting.append((list(requests), rollouts))
         return rollouts

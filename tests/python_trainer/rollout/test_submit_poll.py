@@ -1,10 +1,7 @@
-"""Requests that come while others are being generated, answers that are handed out as they end, weights in between."""
-
-import copy
+"""Requests that come while others are being generated, and answers that are handed out as they end."""
 
 import pytest
-import torch
-from paged import engine_for, make, mixed_requests, prompts
+from paged import engine_for, make, mixed_requests
 
 from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
@@ -56,34 +53,6 @@ def test_requests_without_room_are_finished_at_once_and_still_handed_out(model):
     assert [r.finish_reason for r in rollouts] == ["length"] * 2
     assert list(map(id, engine.poll())) == list(map(id, rollouts)) and engine.poll() == []
     engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))  # nothing is in the way
-
-
-def test_an_answer_goes_on_with_new_weights_from_the_tokens_that_it_has():
-    """As a request with those tokens as prefix would: nothing computed with the old weights is used again."""
-    old = make()
-    new = copy.deepcopy(old)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter)))
-    a, b = prompts([9, 5])
-    requests = [Request(a, num_samples=3, max_new_tokens=30), Request(b, max_new_tokens=3, sample_id=7)]
-    engine = engine_for(old)
-    rollouts = engine.submit(requests, SAMPLING)
-    engine.poll()  # the short one
-    begun = [list(rollout.response_ids) for rollout in rollouts[:3]]
-    assert all(0 < len(ids) < 30 for ids in begun)
-    old.load_state_dict(new.state_dict())
-    engine.policy_updated()
-    while engine.poll():
-        pass
-    assert [r.policy_version for r in rollouts] == [0] * 4 and engine.policy_version == 1
-    for j, (rollout, ids) in enumerate(zip(rollouts, begun)):
-        request = Request(a, prefix_ids=ids, max_new_tokens=30 - len(ids), sample_id=j)
-        (expected,) = engine_for(new).generate([request], SAMPLING)
-        assert rollout.response_ids == expected.response_ids
-        assert rollout.logprobs[len(ids) :] == pytest.approx(expected.logprobs, abs=1e-4)
-    (later,) = engine.submit([requests[1]], SAMPLING)
-    assert later.policy_version == 1
 
 
 @pytest.mark.parametrize("drafts", [False, True])
