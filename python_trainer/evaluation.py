@@ -159,7 +159,10 @@ class Evaluator:
             Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i) for i in rows
         ]
         sampling = SamplingParams(wanted.temperature, seed=seed, stop=tuple(self.config.rollout.stop))
-        scores = self.scorer.raw(asked.task, groups, self.engine.generate(groups, sampling))
+        rollouts = self.engine.generate(groups, sampling)
+        if self.engine.lengths:
+            self.engine.lengths.observe(groups, rollouts)
+        scores = self.scorer.raw(asked.task, groups, rollouts)
         if asked.task is self.prompts.task:
             self._note_partial(scores)
         return scores

@@ -228,6 +228,8 @@ class Trainer:
         settings, before = self.config.rollout, self.engine.stats
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, seed, tuple(settings.stop))
         rollouts = self.engine.generate(requests, sampling)
+        if self.engine.lengths:
+            self.engine.lengths.observe(requests, rollouts)
         for name in COUNTED:
             self.state.count(name, self.engine.stats[name] - before[name])
         return rollouts

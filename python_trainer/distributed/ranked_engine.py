@@ -54,8 +54,7 @@ class RankedEngine(WrappedEngine):
         """Generates this rank's part of a submission, and takes over the others'."""
         before, own = self.inner.stats, list[Rollout]()
         self.inner.on_progress = self.on_progress  # of this rank's part
-        # by rank 0: others may have seen the same lengths in another order
-        parts = ranks.first(divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size))
+        parts = divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size)
         if self.policy.streams_weights:  # all ranks gather them, also those without a request
             self.inner.load_weights()
         with ranks.together():
@@ -68,5 +67,3 @@ class RankedEngine(WrappedEngine):
                 rollout.become(answer)
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
-                if self.lengths:  # the engine has seen its own
-                    self.lengths.observe([requests[i] for i in part], answers)

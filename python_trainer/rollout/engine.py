@@ -35,7 +35,7 @@ class Engine(ABC):
         policy_version: how often the weights have changed.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
         keep_answers: answers will be continued, so what is computed of them stays in the cache, where it can.
-        lengths: of earlier answers, which decide the order of work; None: the order of the requests.
+        lengths: of earlier answers, told by the caller, decide the order of work; None: the order of the requests.
         on_first_rank: of several processes rank 0 alone asks the engine, for all of them.
         on_progress: called with the numbers of finished answers and of all within :meth:`generate`; None: nobody.
     """

@@ -116,7 +116,6 @@ class PagedEngine(Engine):
         max_batch_tokens = max(max_batch_tokens, max_sequences + 1)  # a decode step must fit
         self._scheduler = Scheduler(self.cache, max_sequences, max_batch_tokens, self._stats)
         self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate
-        self._submitted: list[tuple[list[Request], list[Rollout]]] = []  # whose lengths are not remembered yet
         self._begin(SamplingParams())
 
     @property
@@ -138,8 +137,6 @@ class PagedEngine(Engine):
             self._add(requests[i], groups[i])
         rollouts = [rollout for group in groups for rollout in group]
         self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
-        if self.lengths:
-            self._submitted.append((list(requests), rollouts))
         if not self._scheduler.busy:
             self._end()
         return rollouts
@@ -192,10 +189,7 @@ class PagedEngine(Engine):
     def _end(self) -> None:
         """Closes what was submitted: all is generated, or given up."""
         self._scheduler.close()
-        for requests, rollouts in self._submitted:
-            if self.lengths and all(rollout.finish_reason for rollout in rollouts):
-                self.lengths.observe(requests, rollouts)
-        self._decoder, self._submitted = None, []
+        self._decoder = None
 
     def _runner(self, longest: int) -> Forward:
         longest = min(self.max_positions, longest)

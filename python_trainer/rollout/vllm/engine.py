@@ -174,8 +174,6 @@ class VLLMEngine(Engine):
             for rollout in rollouts:  # the distribution sampled from has one token
                 rollout.logprobs = [0.0] * len(rollout.logprobs)
         self._count(rollouts)
-        if self.lengths:
-            self.lengths.observe(requests, rollouts)
         return rollouts
 
     def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
