@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from python_trainer.data import Group, Rollout, by_group, merits
+from python_trainer.data import Rollout, by_group, merits
 from python_trainer.rollout.settings import RolloutConfig
 
 
@@ -18,7 +18,7 @@ class StepSampler:
 
     def __init__(self, settings: RolloutConfig):
         self.settings = settings
-        self.rounds = self.asked = 0  # rounds, and samples that they asked for
+        self.rounds = 0
         self.only: list[Rollout] = []  # without dynamic sampling: all rollouts
         self.kept: list[list[Rollout]] = []  # groups with a spread
         self.dropped: list[list[Rollout]] = []
@@ -31,12 +31,6 @@ class StepSampler:
         if self.rounds >= (self.settings.max_sampling_rounds if dynamic else 1):
             return 0
         return max(size - len(self.kept), 0)
-
-    def number(self, groups: list[Group]) -> list[Group]:
-        """Number the samples of the next round, which keys their noise."""
-        for group in groups:
-            group.sample_id, self.asked = self.asked, self.asked + group.num_samples
-        return groups
 
     def add(self, rollouts: list[Rollout]) -> None:
         """Takes the rollouts of one round."""

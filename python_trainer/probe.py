@@ -34,9 +34,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
     order = prompt_order(trainer.config.seed, 0, train, train)
     timed = tokens = 0
     while len(groups) < train and (not groups or time.perf_counter() - begun < seconds):
-        requests = trainer.prompts.groups(order[len(groups) : len(groups) + size])
-        for number, request in enumerate(requests, start=len(groups)):
-            request.sample_id = number * tries
+        requests = trainer.prompts.groups(order[len(groups) : len(groups) + size], len(groups))
         if len(groups) == FIRST_PROMPTS:
             clock, timed, tokens = RunState(), 0, 0
         before = state.counts.get("generated_tokens", 0)

@@ -91,13 +91,17 @@ class Prompts:
         first, self.state.prompts = self.state.prompts, self.state.prompts + count
         return prompt_order(self.config.seed, first, count, len(self.ids["train"]))
 
-    def groups(self, keys: Sequence[int]) -> list[Group]:
-        """Returns the usual request for answers to each of these training prompts."""
+    def groups(self, keys: Sequence[int], first: int = 0) -> list[Group]:
+        """Returns the usual request for answers to each of these training prompts.
+
+        Args:
+            first: prompts that have been asked before with the same seed, so that every sample has noise of its own.
+        """
         count, longest = self.config.rollout.num_generations, self.config.rollout.max_completion_length
         examples, prompts = self.task.train, self.ids["train"]
         return [
             Group(prompts[key], [], count, longest, i * count, example=examples[key], prompt_key=key)
-            for i, key in enumerate(keys)
+            for i, key in enumerate(keys, first)
         ]
 
     def split(self, name: str) -> PromptSet:

@@ -179,8 +179,8 @@ class Trainer:
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
-                groups = self.prompts.groups(self.prompts.draw(sampler.missing))
-                groups = self.plan(context, sampler.number(groups))
+                asked = self.state.prompts - before["prompts"]  # in this step
+                groups = self.plan(context, self.prompts.groups(self.prompts.draw(sampler.missing), asked))
                 with self.state.measure("rollout"):
                     rollouts = self.generate(groups, context.seed)
                 with self.state.measure("reward"):
