@@ -6,7 +6,6 @@ its numbers are copied to where the recorded kernels read them.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,21 +23,6 @@ def padded_size(count: int) -> int:
     """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is no less than ``count``."""
     power = 1 << max(count - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
-
-
-@dataclass
-class Recorded:
-    """A recorded pass, and where its kernels read and write."""
-
-    replay: Callable[[], None]
-    numbers: Numbers  # and what is the same for all passes, which must live as long
-    logits: torch.Tensor  # [B, V]
-
-    def run(self, numbers: Numbers) -> torch.Tensor:
-        """Computes the logits [B, V] of a pass, which the next one overwrites; its tables may be narrower."""
-        copy_into(self.numbers, numbers)
-        self.replay()
-        return self.logits
 
 
 def copy_into(own: Numbers, given: Numbers) -> None:
@@ -71,7 +55,8 @@ class DecodeGraphs:
 
     def __init__(self, model: PreTrainedModel, cache: PagedKVCache):
         self.model, self.cache = model, cache
-        self.recorded: dict[tuple[int, int], Recorded] = {}
+        # what repeats a pass, where its kernels read numbers, and where they write logits [B, V]
+        self.recorded: dict[tuple[int, int], tuple[Callable[[], None], Numbers, torch.Tensor]] = {}
         self.weights: list[int] = []
         self.pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
         self.works = True
@@ -83,10 +68,12 @@ class DecodeGraphs:
             self.recorded, self.weights = {}, weights
 
     def logits(self, numbers: Numbers, blocks: int) -> torch.Tensor | None:
-        """Computes the logits [B, V] of a padded pass; None: passes of this model cannot be recorded.
+        """Computes the logits [B, V] of a padded pass, which the next one overwrites.
+
+        None: passes of this model cannot be recorded.
 
         Args:
-            numbers: of the pass, B a size of :func:`padded_size`.
+            numbers: of the pass, B a size of :func:`padded_size`; tables may be narrower than recorded ones.
             blocks: most blocks of a sequence in this pass and those to come.
         """
         key = len(numbers[0]), padded_size(blocks)
@@ -98,15 +85,18 @@ class DecodeGraphs:
                 reason, name = str(error).partition("\n")[0], type(self.model).__name__
                 warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
                 return None
-        return self.recorded[key].run(numbers)
+        replay, own, logits = self.recorded[key]
+        copy_into(own, numbers)
+        replay()
+        return logits
 
-    def _record(self, numbers: Numbers, width: int) -> Recorded:
+    def _record(self, numbers: Numbers, width: int) -> tuple[Callable[[], None], Numbers, torch.Tensor]:
         ids, positions, slots, tables, lens = (torch.empty_like(one) for one in numbers)
         tables = tables.new_zeros(len(ids), width)
         starts = torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device)
         rows = starts[:-1].long()
-        own = ids, positions, slots, tables, lens, starts, rows
+        own = ids, positions, slots, tables, lens, starts, rows  # the last two, the same for all, must live as long
         copy_into(own, numbers)
         batch = PagedBatch(self.cache, slots, tables, lens, starts)
         replay, logits = record(partial(forward, self.model, ids, positions, rows, batch), self.pool)
-        return Recorded(replay, own, logits)
+        return replay, own, logits
