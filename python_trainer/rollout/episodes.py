@@ -44,17 +44,14 @@ class _Answer:
     """An answer in the making."""
 
     rollout: Rollout
+    episode: Episode  # of the rollout
+    mask: list[bool]  # its response_mask
     example: Example
     sample_id: int
     limit: int  # most tokens after the given prefix
     environment: Environment | None = None  # from its first step on
     opening: Messages | None = None  # the prompt of a chat
     deadline: float = math.inf  # for a step
-
-    @property
-    def episode(self) -> Episode:
-        assert self.rollout.episode is not None
-        return self.rollout.episode
 
     def end(self, reason: str) -> Rollout:
         self.rollout.finish_reason, self.environment = reason, None
@@ -110,8 +107,9 @@ class EpisodeEngine(WrappedEngine):
     def _begin(self, request: Request) -> Iterator[_Answer]:
         assert isinstance(request, Group), request
         for number, rollout in enumerate(new_rollouts(request)):
-            rollout.episode, rollout.response_mask = Episode(), [True] * rollout.prefix_len
-            yield _Answer(rollout, request.example, request.sample_id + number, request.max_new_tokens)
+            episode, mask = Episode(), [True] * rollout.prefix_len
+            rollout.episode, rollout.response_mask = episode, mask
+            yield _Answer(rollout, episode, mask, request.example, request.sample_id + number, request.max_new_tokens)
 
     def _follow(self, turns: Sequence[Rollout], answers: Sequence[_Answer]) -> None:
         self._turns |= {id(turn): (turn, answer) for turn, answer in zip(turns, answers, strict=True)}
@@ -135,10 +133,9 @@ class EpisodeEngine(WrappedEngine):
                 continue  # a call that failed has submitted it
             answer = found[1]
             rollout, episode = answer.rollout, answer.episode
-            assert rollout.response_mask is not None
             rollout.response_ids += turn.ids
             rollout.logprobs += turn.logprobs
-            rollout.response_mask += [True] * len(turn.ids)
+            answer.mask += [True] * len(turn.ids)
             episode.turns += 1
             text = self.decode(turn.ids)
             if not isinstance(answer.example.prompt, str):
@@ -167,7 +164,8 @@ class EpisodeEngine(WrappedEngine):
         done, requests, answers = [], list[Request](), list[_Answer]()
         for answer, found in self._finished_steps():
             if isinstance(found, BaseException):
-                done.append(self._fail(answer, found))
+                answer.episode.failure = _describe(found)
+                done.append(answer.end("length"))
             elif (request := self._next_turn(answer, *_check_step(found))) is None:
                 done.append(answer.rollout)
             else:
@@ -193,14 +191,9 @@ class EpisodeEngine(WrappedEngine):
             self._stepping.discard(answer)
             yield answer, TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
 
-    def _fail(self, answer: _Answer, error: BaseException) -> Rollout:
-        answer.episode.failure = _describe(error)
-        return answer.end("length")
-
     def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:
         """Makes the request for the next turn; None: the answer is at its end."""
         rollout, episode = answer.rollout, answer.episode
-        assert rollout.response_mask is not None
         episode.reward += reward
         if over or episode.turns >= self.max_turns:
             answer.end("stop" if over else "length")
@@ -214,7 +207,7 @@ class EpisodeEngine(WrappedEngine):
             return None
         rollout.response_ids += ids
         rollout.logprobs += [0.0] * len(ids)
-        rollout.response_mask += [False] * len(ids)
+        answer.mask += [False] * len(ids)
         if messages is not None:
             episode.messages += as_messages(observation)
         return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
