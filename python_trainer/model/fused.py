@@ -77,7 +77,6 @@ class FusedLayer:
     gate_up: Product
     down: Product
     scale: float
-    window: int | None
 
 
 def supports(model: Any) -> bool:
@@ -151,7 +150,7 @@ class FusedDecoder:
             k_heads = (qkv.shape[1] // dim - q_heads) // 2
             qkv = rope(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
             query, key, value = qkv.view(len(ids), -1, dim).split([q_heads, k_heads, k_heads], 1)
-            attended = attention.attend(i, query, key, value, layer.scale, layer.window)
+            attended = attention.attend(i, query, key, value, layer.scale, None)
             update = layer.out(attended.reshape(len(ids), -1))
             hidden, x = add_rms_norm(hidden, update, layer.norms[1], self.eps)
             update = layer.down(silu_mul(layer.gate_up(x)))
@@ -173,6 +172,4 @@ def _layer(layer: Any, pack: bool) -> FusedLayer:
         gate_up=Product(mlp.gate_proj, mlp.up_proj, pack=pack),
         down=Product(mlp.down_proj, pack=pack),
         scale=attention.scaling,
-        # Mistral has it in the config only
-        window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )

@@ -1,6 +1,6 @@
 """Checks a model with seven tokens: training and generation compute by their own paths what the model computes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -19,7 +19,7 @@ from python_trainer.model.forward import (
 )
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels import PagedKVCache
-from rlkernels.integrations.transformers_attention import Attention, other_layers, rotary_limit
+from rlkernels.integrations.transformers_attention import other_layers, probe_layers, rotary_limit
 from rlkernels.prefix_cache import Sequence
 
 PROMPT, ANSWERS = (1, 2, 1), ((2, 1), (1, 2))  # of one group
@@ -36,27 +36,6 @@ class ModelTraits:
     window: int | None  # tokens of the smallest sliding window
     logit_scale: float | None  # of logits to the product of states and output matrix; None: made in another way
     fusible: bool  # FusedDecoder computes what the model computes
-
-
-@dataclass
-class LayerRecorder:
-    """Hands on to another attention and notes what each layer attends to."""
-
-    attention: Attention
-    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> KV heads, key and value dim
-    windows: dict[int, int | None] = field(default_factory=dict)  # layer -> tokens
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        self.shapes[layer] = shape = (key.shape[1], key.shape[2], value.shape[2])
-        self.windows[layer] = window
-        if shape[1] != shape[2] or len(set(self.shapes.values())) > 1:
-            raise ValueError(
-                "keys and values must be of one shape in all layers, got (heads, dimensions of a key, of a value) by "
-                f"layer: {self.shapes}"
-            )
-        return self.attention.attend(layer, query, key, value, scale, None)  # windows are longer than T
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
@@ -77,18 +56,19 @@ def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
 def _find_traits(model: PreTrainedModel) -> ModelTraits:
     if model.get_output_embeddings() is None:
         raise ValueError("it names no output layer (get_output_embeddings)")
-    device = next(model.parameters()).device
+    config = model.config.get_text_config()
+    if others := other_layers(config):
+        raise ValueError(f"it has layers of {', '.join(others)}")
+    device, layers = next(model.parameters()).device, config.num_hidden_layers
     size = next(model.get_input_embeddings().parameters()).shape[0]  # some have no token 2
     prompt, *answers = ([token % size for token in ids] for ids in (PROMPT, *ANSWERS))
     layout = PackedLayout([len(prompt)], [len(answer) for answer in answers], [0, len(answers)])
     ids = torch.tensor([*prompt, *(token for answer in answers for token in answer)], device=device)
     packed = ids, layout.position_ids.to(device), torch.arange(len(ids), device=device)
-    seen, again = LayerRecorder(layout), LayerRecorder(layout)
     with attend_by(model):
-        logits, states = forward_with_states(model, *packed, seen)
-        _check_layers(model, seen)
-        heads, dim, _ = seen.shapes[0]
-        cache = partial(PagedKVCache, len(seen.shapes), heads, dim, num_blocks=8, block_size=BLOCK)
+        heads, dim, window = probe_layers(model, layers)
+        logits, states = forward_with_states(model, *packed, layout)
+        cache = partial(PagedKVCache, layers, heads, dim, num_blocks=8, block_size=BLOCK)
         cache = partial(cache, dtype=model.dtype, device=device)
         cached = _cached_logits(partial(forward, model), cache(), prompt, answers)
         scale = logit_scale(model, logits, states)
@@ -100,10 +80,9 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
     fusible = False
     if supports(model):
         decoder = FusedDecoder(model, own.shape[1])
-        logits, cached = decoder(*packed, again), _cached_logits(decoder, cache(), prompt, answers)
-        fusible = _agree(model, logits, cached, own) and again == seen
-    window = min((w for w in seen.windows.values() if w is not None), default=None)
-    return ModelTraits(len(seen.shapes), heads, dim, window, scale, fusible)
+        logits, cached = decoder(*packed, layout), _cached_logits(decoder, cache(), prompt, answers)
+        fusible = _agree(model, logits, cached, own)
+    return ModelTraits(layers, heads, dim, window, scale, fusible)
 
 
 def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
@@ -144,18 +123,6 @@ def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, s
         (rotary_limit(config), "the original length of the model's rotary factors"),
     ]
     return min(((n, reason) for n, reason in limits if n is not None), key=lambda limit: limit[0])
-
-
-def _check_layers(model: PreTrainedModel, seen: LayerRecorder) -> None:
-    """Raises ValueError unless all layers attend through the interface, to nothing but tokens before."""
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
-    if sorted(seen.shapes) != list(range(layers)):
-        raise ValueError(
-            f"{len(seen.shapes)} of its {layers} layers use Transformers' attention interface, and all must"
-        )
-    if others := other_layers(config):
-        raise ValueError(f"it has layers of {', '.join(others)}")
 
 
 def _agree(model: PreTrainedModel, packed: torch.Tensor, cached: torch.Tensor, own: torch.Tensor) -> bool:

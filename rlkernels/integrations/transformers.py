@@ -24,8 +24,8 @@ from rlkernels.integrations.transformers_attention import (
     ACTIVE,
     IMPLEMENTATION,
     check_layers,
-    key_shape,
     other_layers,
+    probe_layers,
     rotary_limit,
 )
 from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
@@ -89,7 +89,7 @@ def paged_kv_cache(
     _set_attention(model, IMPLEMENTATION)
     try:
         layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
-        heads, dim = key_shape(model, layers)
+        heads, dim, _ = probe_layers(model, layers)
         kv = PagedKVCache(
             layers, heads, dim, num_blocks=num_blocks, memory_bytes=memory_bytes,
             block_size=block_size, dtype=model.dtype, device=model.device,

@@ -57,49 +57,51 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
-class _Shapes:
-    """An attention that notes the keys and values of each layer."""
+class _Probe:
+    """An attention that notes what each layer attends to."""
 
     def __init__(self) -> None:
         self.times: Counter[int] = Counter()
-        self.found: dict[tuple[int, ...], int] = {}  # (heads, dimensions of a key, of a value) -> first such layer
+        self.shapes: dict[tuple[int, ...], int] = {}  # (heads, dimensions of a key, of a value) -> first such layer
+        self.windows: list[int] = []  # tokens
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
         self.times[layer] += 1
-        self.found.setdefault((*key.shape[1:], value.shape[2]), layer)
+        self.shapes.setdefault((*key.shape[1:], value.shape[2]), layer)
+        self.windows += [] if window is None else [window]
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 @torch.no_grad()
-def key_shape(model: PreTrainedModel, layers: int) -> tuple[int, int]:
-    """Return (heads, dimensions) of keys and values, from a forward pass on one token.
+def probe_layers(model: PreTrainedModel, layers: int) -> tuple[int, int, int | None]:
+    """Return (heads, dimensions) of keys and values, and the smallest sliding window, by a forward pass on one token.
 
     Raises:
-        ValueError: they differ among the layers, or a layer does not attend once.
+        ValueError: keys or values differ among the layers, or a layer does not attend once.
     """
-    shapes = _Shapes()
-    token = ACTIVE.set(shapes)
+    probe = _Probe()
+    token = ACTIVE.set(probe)
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         ACTIVE.reset(token)
-    check_layers(shapes.times, layers, type(model).__name__)
-    (heads, key_dim, value_dim), *others = shapes.found
+    check_layers(probe.times, layers, type(model).__name__)
+    (heads, key_dim, value_dim), *others = probe.shapes
     if others or key_dim != value_dim:
         raise ValueError(
             f"keys and values must have one shape in all layers, {type(model).__name__} has (heads, dimensions of a "
-            f"key, of a value): {', '.join(f'{s} from layer {i} on' for s, i in shapes.found.items())}"
+            f"key, of a value): {', '.join(f'{s} from layer {i} on' for s, i in probe.shapes.items())}"
         )
-    return heads, key_dim
+    return heads, key_dim, min(probe.windows, default=None)
 
 
 def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
     """Raises unless each of the layers attended once."""
     if wrong := {layer: times.get(layer, 0) for layer in range(layers) if times.get(layer, 0) != 1}:
         raise ValueError(
-            f"each of the {layers} layers of the PagedKVCache must attend once in a pass of {name}, by the "
-            f"attention implementation {IMPLEMENTATION!r}, got {wrong} (layer: times); run it without a PagedCache"
+            f"each of {layers} layers must attend once in a pass of {name}, by the attention implementation "
+            f"{IMPLEMENTATION!r}, got {wrong} (layer: times)"
         )
 
 

@@ -253,7 +253,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     inputs = padded(6, 5)
     deeper = paged_kv_cache(build(num_hidden_layers=3), num_blocks=8)
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
-    with pytest.raises(ValueError, match=r"each of the 3 layers of the PagedKVCache must .* got \{2: 0\}"):
+    with pytest.raises(ValueError, match=r"each of 3 layers must attend once .* got \{2: 0\}"):
         generate(model, inputs, PagedCache(deeper, **inputs))
     with pytest.raises(ValueError, match="needs cache=PagedCache.* got neither"):
         generate(model, inputs)
