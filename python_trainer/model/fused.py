@@ -5,7 +5,6 @@ Transformers runs about sixty operations per layer; here a layer is four matrix 
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,18 +64,21 @@ def packs_bfloat16() -> bool:
     )  # fmt: skip
 
 
-@dataclass
 class FusedLayer:
     """The weights of a layer."""
 
-    norms: tuple[torch.Tensor, torch.Tensor]  # before attention and before the MLP
-    q_heads: int
-    qkv: Product
-    head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
-    out: Product
-    gate_up: Product
-    down: Product
-    scale: float
+    def __init__(self, layer: Any, pack: bool):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight  # before attention, MLP
+        self.q_heads: int = attention.o_proj.in_features // attention.head_dim
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, pack=pack)
+        self.head_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if hasattr(attention, "q_norm"):
+            self.head_norms = attention.q_norm.weight, attention.k_norm.weight
+        self.out = Product(attention.o_proj, pack=pack)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, pack=pack)
+        self.down = Product(mlp.down_proj, pack=pack)
+        self.scale: float = attention.scaling
 
 
 def supports(model: Any) -> bool:
@@ -120,7 +122,7 @@ class FusedDecoder:
         self.embed, self.norm, self.rotary = base.embed_tokens, base.norm.weight, base.rotary_emb
         self.eps = base.norm.variance_epsilon
         self.head = Product(model.lm_head, pack=pack)
-        self.layers = [_layer(layer, pack) for layer in base.layers]
+        self.layers = [FusedLayer(layer, pack) for layer in base.layers]
         self.longest = 0
         self.reach(longest)
 
@@ -158,18 +160,3 @@ class FusedDecoder:
         # picked by embedding, whose gradient adds up repeated rows several times faster than that of an index
         hidden, update = embedding(rows, hidden), embedding(rows, update)
         return add_rms_norm(hidden, update, self.norm, self.eps)[1]
-
-
-def _layer(layer: Any, pack: bool) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    normed = hasattr(attention, "q_norm")
-    return FusedLayer(
-        norms=(layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
-        q_heads=attention.o_proj.in_features // attention.head_dim,
-        qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj, pack=pack),
-        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if normed else (None, None),
-        out=Product(attention.o_proj, pack=pack),
-        gate_up=Product(mlp.gate_proj, mlp.up_proj, pack=pack),
-        down=Product(mlp.down_proj, pack=pack),
-        scale=attention.scaling,
-    )
