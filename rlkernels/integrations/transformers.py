@@ -122,6 +122,7 @@ class _Step:
     seq_lens: torch.Tensor
     query_starts: torch.Tensor
     longest: int
+    attended: Counter[int] = field(default_factory=Counter)  # how often each layer has
 
 
 class PagedCache(Cache):
@@ -160,7 +161,7 @@ class PagedCache(Cache):
         self._width = self._columns = input_ids.shape[1]  # columns of the batch that are known; that were computed
         self._committed = False
         self._step: _Step | None = None
-        self._attended: Counter[int] = Counter()  # how often each layer has attended in this pass
+        self._failed = False  # also while a pass runs
         self._attached = _attached.get(kv, _Attached(lambda: None))
         self._adapters = adapter_state(self._attached.model())
         self._open(1)
@@ -195,10 +196,9 @@ class PagedCache(Cache):
         input_ids, attention_mask = given.get("input_ids"), given.get("attention_mask")
         if input_ids is None:
             raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
-        if not self._sequences:
-            raise ValueError("cache must be an open PagedCache, got one that is closed or has no rows; open another")
+        if not self._sequences or self._failed:
+            raise ValueError("cache must be an open PagedCache, got one that is closed, failed or empty; open another")
         batch, new = input_ids.shape
-        self._undo_failed()
         check_pass(model, given, self._adapters)
         if attention_mask is None and any(self._pads):
             raise ValueError(f"attention_mask must be given, got None: the rows have {self._pads} columns of padding")
@@ -246,15 +246,7 @@ class PagedCache(Cache):
             counts.int(),
             end - min(self._pads),
         )
-        self._end = end
-
-    def _undo_failed(self) -> None:
-        """Takes back the tokens of a forward pass that did not end, so that the next one may bring others."""
-        self._step = None
-        self._attended.clear()
-        for seq, pad in zip(self._sequences, self._pads):
-            if seq.length > self._width - pad:
-                self.kv.truncate(seq, self._width - pad)
+        self._end, self._failed = end, True
 
     def _start(self, batch: int) -> None:
         rows = len(self._sequences)
@@ -341,16 +333,19 @@ class PagedCache(Cache):
             step.block_tables, step.seq_lens, step.query_starts, scale=scale,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
-        self._attended[layer] += 1
+        step.attended[layer] += 1
         if step.queries is None:
             return out
         return out.new_zeros(query.shape).index_put((step.queries,), out)
 
-    def finish(self, name: str) -> None:
-        """Ends a forward pass, whose keys and values are written now."""
-        self._step = None
-        check_layers(self._attended, len(self.kv.key_cache), name)
-        self._columns = self._width = self._end
+    def finish(self, name: str, *, failed: bool) -> None:
+        """Ends a forward pass, whose keys and values are written now unless it failed."""
+        step, self._step = self._step, None
+        if failed:
+            return
+        assert step is not None
+        check_layers(step.attended, len(self.kv.key_cache), name)
+        self._columns, self._width, self._failed = self._end, self._end, False
         if not self._committed:
             self._commit()
 
@@ -361,8 +356,7 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Gives the blocks back; what was computed stays cached for later prompts until its space is needed."""
-        self._undo_failed()
-        if self._columns == self._width:
+        if self._columns == self._width and not self._failed:
             self._commit()
         for seq in self._sequences:
             self.kv.close(seq)
@@ -444,8 +438,8 @@ def _after_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], 
     """Finish the active cache's pass; after a failed pass ``output`` is None."""
     cache = ACTIVE.get()
     ACTIVE.set(None)
-    if isinstance(cache, PagedCache) and output is not None:
-        cache.finish(type(model).__name__)
+    if isinstance(cache, PagedCache):
+        cache.finish(type(model).__name__, failed=output is None)
 
 
 def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple) -> None:

@@ -178,32 +178,22 @@ def test_a_second_turn_in_the_same_cache(model):
 
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_failed_pass_leaves_nothing_behind(model, passes):
-    """Neither in the first one, of a prompt and three more tokens, nor in a later one; then closed, or done again."""
+    """Neither the first one, of a prompt and three more tokens, nor a later one."""
     ids = torch.randint(1, 61, (1, 8))
-    wrong, right = ids.clone(), ids.clone()
-    wrong[:, 5:], right[:, 5:] = torch.tensor([11, 12, 13]), torch.tensor([21, 22, 23])
-    with torch.no_grad():
-        plain = model(right).logits[:, -1]
-        kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
 
-        def fail(*_):
-            raise RuntimeError("out of memory")
+    def fail(*_):
+        raise RuntimeError("out of memory")
 
-        for again in (False, True):
-            kv.advance_version()
-            with PagedCache(kv, ids[:, :5]) as cache:
-                if passes:
-                    model(ids[:, :5], **{CACHE: cache})
-                hook = model.lm_head.register_forward_pre_hook(fail)
-                with pytest.raises(RuntimeError, match="out of memory"):
-                    model(wrong[:, 5 * passes :], **{CACHE: cache})
-                hook.remove()
-                if again:
-                    got = model(right[:, 5 * passes :], **{CACHE: cache}).logits[:, -1]
-                    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
-            asked = torch.cat([right if again else wrong, ids[:, :1]], 1)
-            with PagedCache(kv, asked) as cache:
-                assert cache.num_cached == [8 if again else 4 * passes]
+    with torch.no_grad(), PagedCache(kv, ids[:, :5]) as cache:
+        if passes:
+            model(ids[:, :5], **{CACHE: cache})
+        model.lm_head.register_forward_pre_hook(fail)
+        for error, message in ((RuntimeError, "out of memory"), (ValueError, "closed, failed or empty")):
+            with pytest.raises(error, match=message):
+                model(ids[:, 5 * passes :], **{CACHE: cache})
+    with PagedCache(kv, torch.cat([ids, ids[:, :1]], 1)) as cache:
+        assert cache.num_cached == [4 * passes]
 
 
 def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
