@@ -28,7 +28,7 @@ from rlkernels.integrations.transformers_attention import (
     probe_layers,
     rotary_limit,
 )
-from rlkernels.prefix_cache import OutOfBlocks, PagedKVCache, Sequence, paged_attention, write_kv
+from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
 
@@ -202,10 +202,12 @@ class PagedCache(Cache):
         check_pass(model, given, self._adapters)
         if attention_mask is None and any(self._pads):
             raise ValueError(f"attention_mask must be given, got None: the rows have {self._pads} columns of padding")
-        if not self._committed:
-            self._start(batch)
-        elif batch != len(self._sequences):
-            raise ValueError(f"input_ids must have {len(self._sequences)} rows, got {batch}")
+        rows = len(self._sequences)
+        if batch % rows or (self._committed and batch != rows):
+            raise ValueError(f"input_ids must have {rows} rows, or at first a multiple (samples), got {batch}")
+        if batch > rows:
+            self.close()
+            self._open(batch // rows, self._columns)
         end = self._columns + new
         if end < self._width:  # a row may rely on what another one computes in the same pass
             raise ValueError(
@@ -247,20 +249,6 @@ class PagedCache(Cache):
             end - min(self._pads),
         )
         self._end, self._failed = end, True
-
-    def _start(self, batch: int) -> None:
-        rows = len(self._sequences)
-        if batch % rows:
-            raise ValueError(f"input_ids must have {rows} rows or a multiple (samples), got {batch}")
-        if batch > rows:
-            for seq in self._sequences:
-                self.kv.close(seq)
-            self._sequences = []
-            try:
-                self._open(batch // rows, self._columns)
-            except OutOfBlocks:
-                self._open(1)  # in what has just been given back
-                raise
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         """Check that the first pass has the prompts' tokens, under which others will find its keys and values."""
