@@ -44,7 +44,7 @@ class _Attached:
     """What a PagedKVCache must know of the model that it is for."""
 
     model: Callable[[], PreTrainedModel | None]  # a weak reference
-    numbers: dict[tuple, int] = field(default_factory=dict)  # of (first token, adapters) of sequences with adapters
+    adapters: tuple = ()  # with which the last PagedCache was opened
 
 
 # Tensors that a forward pass may be given; keys and values depend on the first three, the others do not change them.
@@ -132,11 +132,12 @@ class PagedCache(Cache):
     what follows the shortest of them. Rows may be padded on the left. Several samples per prompt share the blocks of
     their common beginning. Beams and assisted generation are refused.
 
-    A block is found by the tokens from the start of its row up to its end, by the policy version, and by the adapters
-    of PEFT that are active or merged. A forward pass refuses what else changes keys and values: position ids that do
-    not count a row's tokens from 0, padding without position ids (so do models that take none, like Bart), adapters
-    changed since the PagedCache was opened, ``adapter_names``, dropout, and tensors such as ``inputs_embeds``,
-    ``token_type_ids`` and ``pixel_values``. Changed weights need ``advance_version()``.
+    A block is found by the tokens from the start of its row up to its end, and by the policy version. That advances if
+    other adapters of PEFT are active or merged than when the last PagedCache was opened. A forward pass refuses what
+    else changes keys and values: position ids that do not count a row's tokens from 0, padding without position ids (so
+    do models that take none, like Bart), adapters changed since the PagedCache was opened, ``adapter_names``, dropout,
+    and tensors such as ``inputs_embeds``, ``token_type_ids`` and ``pixel_values``. Changed weights need
+    ``advance_version()``.
 
     Close it, or use it as a context manager: then its tokens stay cached for later prompts until their space is needed.
 
@@ -175,21 +176,14 @@ class PagedCache(Cache):
         """Opens sequences for so many copies of each row; ``columns``: of the batch that will not be computed."""
         prompts = [prompt for prompt in self._prompts for _ in range(copies)]
         pads = [pad for pad in self._pads for _ in range(copies)]
-        self._sequences = self.kv.open_many([self._keyed(ids, 0) for ids in prompts])
+        if self._adapters != self._attached.adapters:  # what is cached was computed with others
+            self.kv.advance_version()
+            self._attached.adapters = self._adapters
+        self._sequences = self.kv.open_many(prompts)
         self._prompts, self._pads, self.num_cached = prompts, pads, [seq.num_cached for seq in self._sequences]
         known = min((pad + n for pad, n in zip(pads, self.num_cached)), default=0)
         assert columns is None or known >= columns
         self._columns = known if columns is None else columns
-
-    def _keyed(self, ids: list[int], length: int) -> list[int]:
-        """Return the tokens for a sequence of ``length``. With adapters, another id replaces the first of a row.
-
-        So blocks of other adapters never have a first block in common.
-        """
-        if length or not ids or not self._adapters:
-            return ids
-        numbers = self._attached.numbers
-        return [2**31 - 1 - numbers.setdefault((ids[0], self._adapters), len(numbers)), *ids[1:]]
 
     def begin(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         """Prepares a forward pass on the next columns [B, q] of the batch, ``given`` what the model is given."""
@@ -229,8 +223,7 @@ class PagedCache(Cache):
         index = torch.arange(self._columns, end, device=device) - pads[:, None]  # [B, q], of the token in its sequence
         self._check_positions(given.get("position_ids"), index)
         if end > self._width:
-            more = zip(input_ids[:, self._width - end :].tolist(), self._sequences)
-            self.kv.append_many(self._sequences, [self._keyed(ids, seq.length) for ids, seq in more])
+            self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
         tables, _ = self.kv.tables(self._sequences)
         at = index.clamp(min=0)
         slots = tables.gather(1, at // size).long() * size + at % size

@@ -444,7 +444,7 @@ def adapted():
 @hypothesis.given(
     st.lists(st.sampled_from(["default", "other", "none", "both"]), min_size=2, max_size=5), st.booleans()
 )
-def test_adapters_of_peft_have_blocks_of_their_own(calls, loop):
+def test_adapters_of_peft_share_no_blocks(calls, loop):
     model, inputs = MODELS.setdefault("peft", adapted.__wrapped__()), padded(12, 12, beginning=10)
     kv = paged_kv_cache(model, num_blocks=96, block_size=4)
     for adapter in calls:
@@ -455,21 +455,20 @@ def test_adapters_of_peft_have_blocks_of_their_own(calls, loop):
         with model.disable_adapter() if adapter == "none" else nullcontext(), PagedCache(kv, **inputs) as cache:
             check_as_plain(model, inputs, cache, loop)
     with model.disable_adapter(), PagedCache(kv, **inputs) as cache:
-        assert bool(min(cache.num_cached)) == ("none" in calls)
+        assert bool(min(cache.num_cached)) == (calls[-1] == "none")
 
 
-def test_prompts_within_layers_have_blocks_of_their_own(model):
+def test_prompts_within_layers_share_no_blocks(model):
     """Those of LLaMA-Adapter, whose layers PEFT puts into the model and takes out."""
     peft = pytest.importorskip("peft", reason="this machine lacks peft")
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     adapted, inputs = peft.get_peft_model(model, config).eval(), padded(12)
     kv = paged_kv_cache(adapted, num_blocks=16, block_size=4)
-    found = []
-    for context in (nullcontext(), adapted.disable_adapter(), nullcontext(), adapted.disable_adapter()):
+    off = adapted.disable_adapter
+    for context, found in ((nullcontext(), 0), (nullcontext(), 8), (off(), 0), (off(), 8), (nullcontext(), 0)):
         with context, PagedCache(kv, **inputs) as cache:
-            found += cache.num_cached
+            assert cache.num_cached == [found]
             generate(model, inputs, cache)
-    assert found == [0, 0, 8, 8]
 
 
 def test_adapters_within_a_batch_or_changed_in_between_are_refused(adapted):
@@ -479,6 +478,10 @@ def test_adapters_within_a_batch_or_changed_in_between_are_refused(adapted):
         adapted.set_adapter("other")
         with pytest.raises(ValueError, match="the adapters of LlamaForCausalLM must stay as they were"):
             generate(adapted, inputs, cache)
+        generate(adapted, inputs, PagedCache(kv, **inputs))
+        adapted.set_adapter("default")
+        twice = generate(adapted, inputs, cache, num_return_sequences=2, do_sample=True, top_k=1)  # opened only now
+        assert torch.equal(twice, plain_generate(adapted, inputs).repeat_interleave(2, 0))
     with PagedCache(kv, **inputs) as cache, pytest.raises(ValueError, match="adapter_names must not be given with"):
         generate(adapted, inputs, cache, adapter_names=["default", "other"])
     merged = adapted.merge_and_unload()
