@@ -31,20 +31,6 @@ def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> I
         model.set_attn_implementation(before)
 
 
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Switches dropout, gradient checkpointing and gradients off, and afterwards restores the mode of every module."""
-    training = [module for module in model.modules() if module.training]
-    # no_grad and not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> dict[str, Any]:
     """Returns the arguments of a model's forward for flattened tokens ``ids`` [T] at ``positions`` [T]."""
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "attention": attention}

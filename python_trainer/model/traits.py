@@ -12,7 +12,6 @@ from python_trainer.model.attention import PackedLayout, page
 from python_trainer.model.forward import (
     Forward,
     attend_by,
-    evaluation_mode,
     forward,
     forward_with_states,
     logit_scale,
@@ -41,18 +40,20 @@ class ModelTraits:
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
     """Runs the model on a group as training and generation do, and compares with eager attention of Transformers.
 
+    The model must be in evaluation mode.
+
     Raises:
         UserError: a pass does not go through, layers are not all plain attention, or the numbers differ.
     """
     try:
-        with evaluation_mode(model):
-            return _find_traits(model)
+        return _find_traits(model)
     except Exception as error:  # whatever the model's own code raises
         reason = (str(error).strip() or "no message").splitlines()[0]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"cannot run {name or type(model).__name__} on flattened tokens: {kind}{reason}") from error
 
 
+@torch.no_grad()
 def _find_traits(model: PreTrainedModel) -> ModelTraits:
     if model.get_output_embeddings() is None:
         raise ValueError("it names no output layer (get_output_embeddings)")

@@ -60,7 +60,7 @@ def test_rounding_that_sends_a_token_to_another_expert_is_no_fault(kind):
     for seed in range(4):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
-        find_traits(model.bfloat16())
+        find_traits(model.bfloat16().eval())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

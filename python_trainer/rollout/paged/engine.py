@@ -14,7 +14,7 @@ import rlkernels.backend
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.model.attention import page
-from python_trainer.model.forward import Forward, attend_by, evaluation_mode, forward
+from python_trainer.model.forward import Forward, attend_by, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.drafting import Decoding
@@ -57,7 +57,7 @@ class PagedEngine(Engine):
         graphs: on a GPU, passes of one token a sample are recorded and replayed.
 
     Args:
-        model: a causal language model whose layers use Transformers' attention interface.
+        model: a causal language model whose layers use Transformers' attention interface; set to evaluation mode.
         eos_token_ids: tokens that end an answer; may be several or none.
         memory_bytes: size of the KV cache; by default what ``max_sequences`` full-length sequences need, but at most
             1 GiB on a CPU and on a GPU 40 % of the memory that is free and not reserved.
@@ -84,7 +84,7 @@ class PagedEngine(Engine):
     ):
         super().__init__()
         assert min(block_size, max_sequences, max_batch_tokens) >= 1
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = model.eval(), tokenizer
         self.device = next(model.parameters()).device
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         self.share_from: int | None = None
@@ -165,7 +165,8 @@ class PagedEngine(Engine):
         if not self._scheduler.busy:
             return done
         try:
-            with evaluation_mode(self.model), attend_by(self.model):
+            # not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
+            with torch.no_grad(), attend_by(self.model):
                 run = self._runner(self._longest)
                 while self._scheduler.busy and len(done) < count:
                     done += self._step(run)
@@ -281,7 +282,7 @@ class PagedEngine(Engine):
             slots = self.cache.append_many(opened, [[0] * tokens] * count)
             positions, rows = [*range(context, length)] * count, list(range(count * tokens))
             step = Pass([0] * len(rows), positions, slots, opened, [length] * count, [tokens] * count, rows)
-            with evaluation_mode(self.model), attend_by(self.model):
+            with torch.no_grad(), attend_by(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
                     before = time.perf_counter()
