@@ -24,7 +24,7 @@ from python_trainer.rollout.episodes import EpisodeEngine, encode_observation
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
-from python_trainer.rollout.vllm.servers import AdapterFiles, Elsewhere, Servers
+from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 
 Note = Callable[[str], None]
 
@@ -101,10 +101,11 @@ def make_engine(
     Raises:
         UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
-    rollout, model, backend = chosen.rollout, policy.inference_model, None
+    rollout, model = chosen.rollout, policy.inference_model
+    backend: Backend | None = None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
     if rollout.servers:
-        backend = _ask_servers(rollout.servers, policy, output_dir / ".vllm", ranks)
+        backend = ranks.once(lambda: _find_servers(rollout.servers, policy, output_dir / ".vllm"))
     elif rollout.engine == "vllm":
         with ranks.together():
             import_vllm()  # where that fails on one rank the others would wait for it in vLLM
@@ -127,20 +128,14 @@ def make_engine(
     return engine
 
 
-def _ask_servers(urls: list[str], policy: Policy, folder: Path, ranks: RankGroup) -> Backend:
-    """Rank 0 asks the servers; the others know what it is limited to."""
-    servers = None
-    with ranks.together():
-        if ranks.rank == 0:
-            adapters = None
-            if policy.adapted:
-                names = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
-                adapters = AdapterFiles(policy.inference_model, names, folder)
-                policy.on_merge = adapters.remember
-            servers = Servers(policy.inference_model, urls, folder, adapters)
-    limits = ranks.first(None if servers is None else (servers.max_positions, servers.limited_by))
-    assert limits is not None  # rank 0 has servers, or together() has raised
-    return servers or Elsewhere(*limits)
+def _find_servers(urls: list[str], policy: Policy, folder: Path) -> Servers:
+    """Checks the servers, and keeps the policy's adapters for them."""
+    adapters = None
+    if policy.adapted:
+        names = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
+        adapters = AdapterFiles(policy.inference_model, names, folder)
+        policy.on_merge = adapters.remember
+    return Servers(policy.inference_model, urls, folder, adapters)
 
 
 def make_run_engine(chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup) -> Engine:

@@ -66,6 +66,7 @@ class Backend(ABC):
     max_positions: int
     limited_by: str
     on_first_rank = False
+    drafts = False  # it can draft
 
     @abstractmethod
     def load(self, model: PreTrainedModel) -> int:
@@ -77,7 +78,7 @@ class Backend(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """Reads counts since vLLM was started, by the keys of ``COUNTERS`` and, if it can draft, ``DRAFT_COUNTERS``."""
+        """Reads counts since vLLM was started, by the keys of ``COUNTERS`` and, if it drafts, ``DRAFT_COUNTERS``."""
 
     def draft_from(self, drafter: Drafter | None) -> None:  # noqa: B027
         """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
@@ -123,9 +124,8 @@ class VLLMEngine(Engine):
         self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
         self._loaded: int | None = None  # version of the policy that vLLM has
-        self._seen = backend.counters()
-        steps = ["sample_steps"] if "accepted_tokens" in self._seen else []
-        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *self._seen, *steps), 0)
+        drafting = (*DRAFT_COUNTERS, "sample_steps") if backend.drafts else ()
+        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *COUNTERS, *drafting), 0)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -154,6 +154,7 @@ class VLLMEngine(Engine):
         if not rollouts:
             return []
         self.load_weights()
+        before = self.backend.counters()
         self.backend.draft_from(self.drafter)
         asked = self._continuations(requests)
         salt = f"{self._name}-{self.policy_version}"
@@ -173,7 +174,7 @@ class VLLMEngine(Engine):
         if self._sampling.temperature == 0:
             for rollout in rollouts:  # the distribution sampled from has one token
                 rollout.logprobs = [0.0] * len(rollout.logprobs)
-        self._count(rollouts)
+        self._count(before, sum(len(rollout.logprobs) for rollout in rollouts))
         return rollouts
 
     def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
@@ -213,11 +214,10 @@ class VLLMEngine(Engine):
             "logprobs": 0,  # those of the sampled tokens
         }
 
-    def _count(self, rollouts: Sequence[Rollout]) -> None:
-        now, generated = self.backend.counters(), sum(len(rollout.logprobs) for rollout in rollouts)
-        spent = {name: count - self._seen[name] for name, count in now.items()} | {"generated_tokens": generated}
-        self._seen = now
-        if "accepted_tokens" in spent:
+    def _count(self, before: dict[str, float], generated: int) -> None:
+        spent = {name: count - before[name] for name, count in self.backend.counters().items()}
+        spent["generated_tokens"] = generated
+        if self.backend.drafts:
             # a step gives one token more than it accepts, but what it accepts behind an answer's end counts too
             spent["sample_steps"] = max(generated - spent["accepted_tokens"], spent["draft_steps"])
         for name, count in spent.items():
@@ -287,7 +287,7 @@ class InProcess(Backend):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm: Any = import_vllm()
         device = next(model.parameters()).device
-        self._drafts = longest_draft > 0
+        self.drafts = longest_draft > 0
         self._sleeps, self._asleep = _can_sleep(device), False
         set_threads = torch.set_num_threads
         try:
@@ -347,7 +347,7 @@ class InProcess(Backend):
         return sum(weight.nbytes for _, weight in named_weights(model))
 
     def draft_from(self, drafter: Drafter | None) -> None:
-        if not self._drafts:
+        if not self.drafts:
             return
         from rlkernels.integrations.vllm import share_history
 
@@ -380,7 +380,7 @@ class InProcess(Backend):
 
     def counters(self) -> dict[str, float]:
         found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
-        named = COUNTERS | (DRAFT_COUNTERS if self._drafts else {})
+        named = COUNTERS | (DRAFT_COUNTERS if self.drafts else {})
         values = {name: found[theirs] for name, theirs in named.items()}
         return {name: float(one.value if hasattr(one, "value") else one.count) for name, one in values.items()}
 

@@ -237,7 +237,7 @@ class AdapterFiles:
 
 
 class Servers(Backend):
-    """Servers of one model, for one trainer at a time.
+    """Servers of one model, for one trainer at a time. Rank 0 makes one and asks it; other ranks get a copy.
 
     Each answers a part of what is asked at once, of about as many expected tokens; all samples of a request are on one
     server, which computes their prompt once. Samples have seeds of their own, so they do not depend on the number of
@@ -322,21 +322,3 @@ class Servers(Backend):
         """Asks all servers at the same time -> their answers."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(ask, self.servers))
-
-
-class Elsewhere(Backend):
-    """Servers that rank 0 asks, as another rank knows them."""
-
-    on_first_rank = True
-
-    def __init__(self, max_positions: int, limited_by: str):
-        self.max_positions, self.limited_by = max_positions, limited_by
-
-    def load(self, model: PreTrainedModel) -> int:
-        raise AssertionError("rank 0 gives servers their weights, this is another")
-
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        raise AssertionError("rank 0 asks the servers, this is another")
-
-    def counters(self) -> dict[str, float]:
-        return dict.fromkeys(COUNTERS, 0.0)
