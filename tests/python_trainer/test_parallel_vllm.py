@@ -21,7 +21,7 @@ from python_trainer.learner import Learner
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import checkpoint_weights
-from python_trainer.rollout.vllm.engine import InProcess, _can_sleep
+from python_trainer.rollout.vllm.engine import InProcess
 from python_trainer.rollout.vllm.servers import Servers
 from python_trainer.run_directory import read_metrics
 
@@ -272,14 +272,6 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     assert row["drafts/tokens_per_step"] == 1 and "drafts/pass_overhead" not in row
     train(make_config(max_steps=1, rollout={"engine": "vllm"}).model_dump(), tmp_path / "plain")
     assert "speculative_config" not in FakeLLM.last.options
-
-
-def test_where_vllm_can_sleep(monkeypatch):
-    platform = SimpleNamespace(is_sleep_mode_available=lambda: True)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
-    assert _can_sleep(torch.device("cuda", 1)) and not _can_sleep(torch.device("cpu"))
-    platform.is_sleep_mode_available = lambda: False
-    assert not _can_sleep(torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize("tied", [True, False])

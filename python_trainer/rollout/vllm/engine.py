@@ -120,8 +120,8 @@ class VLLMEngine(Engine):
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
         self.on_first_rank = backend.on_first_rank
-        self._waiting: list[tuple[Sequence[Request], list[Rollout]]] = []  # submitted, with one and the same sampling
-        self._sampling = SamplingParams()
+        # submitted, with one and the same sampling
+        self._requests, self._rollouts, self._sampling = list[Request](), list[Rollout](), SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
         self._loaded: int | None = None  # version of the policy that vLLM has
         drafting = (*DRAFT_COUNTERS, "sample_steps") if backend.drafts else ()
@@ -140,17 +140,16 @@ class VLLMEngine(Engine):
         """Queues requests as :class:`Engine` does; :meth:`poll` asks vLLM for all that was submitted until then."""
         limit = self.max_positions
         check_requests(requests, sampling, max_positions=limit, vocab_size=self.vocab_size, room=limit)
-        assert not self._waiting or sampling == self._sampling, (self._sampling, sampling)
+        assert not self._rollouts or sampling == self._sampling, (self._sampling, sampling)
         self._sampling = sampling
         rollouts = [rollout for request in requests for rollout in new_rollouts(request)]
-        if rollouts:  # otherwise nobody polls, and the next submission could not have other sampling
-            self._waiting.append((list(requests), rollouts))
+        self._requests += requests
+        self._rollouts += rollouts
         return rollouts
 
     def _work(self, count: int) -> list[Rollout]:
-        submitted, self._waiting = self._waiting, []
-        requests = [request for part, _ in submitted for request in part]
-        rollouts = [rollout for _, part in submitted for rollout in part]
+        requests, self._requests = self._requests, []
+        rollouts, self._rollouts = self._rollouts, []
         if not rollouts:
             return []
         self.load_weights()
@@ -396,10 +395,7 @@ def _drafting(longest: int) -> dict[str, Any]:
 
 
 def _can_sleep(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return False
-    platform: Any = importlib.import_module("vllm.platforms").current_platform
-    return bool(platform.is_sleep_mode_available())
+    return device.type != "cpu"
 
 
 def _place_among_ranks(device: torch.device) -> dict[str, Any]:
