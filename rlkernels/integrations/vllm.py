@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from multiprocessing.util import Finalize
@@ -41,10 +41,9 @@ if tuple(vllm.__version_tuple__[:2]) < OLDEST:
 
 logger = logging.getLogger(__name__)
 _shared: RolloutHistory | None = None
-_token_cost: Callable[[int], float | None] | None = None
 
 
-def share_history(history: RolloutHistory | None, token_cost: Callable[[int], float | None] | None = None) -> None:
+def share_history(history: RolloutHistory | None) -> None:
     """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
 
     Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). One that is shared when the engine is
@@ -52,16 +51,14 @@ def share_history(history: RolloutHistory | None, token_cost: Callable[[int], fl
 
     Args:
         history: what they draft from, from the next step on.
-        token_cost: number of sequences in a step -> what a draft token costs then, as of ``RolloutHistory``. None, and
-            where it returns None: the history's own.
 
     Raises:
         TypeError: not a RolloutHistory.
     """
-    global _shared, _token_cost
+    global _shared
     if not isinstance(history, RolloutHistory | None):
         raise TypeError(f"history must be a RolloutHistory or None, got {history!r}")
-    _shared, _token_cost = history, token_cost
+    _shared = history
 
 
 @dataclass(eq=False)
@@ -208,18 +205,17 @@ class HistoryProposer:
         known = [j for j, seq in enumerate(tracked) if seq.handle is not None]
         if known:
             self._judge([tracked[j] for j in known], [news[j] for j in known])
-            self._draft([tracked[j] for j in known], len(rows))
+            self._draft([tracked[j] for j in known])
         for j in known:
             room = max(self._max_length - lengths[j] - 1, 0)
             del tracked[j].draft[room:]
             drafts[rows[j]] = list(tracked[j].draft)
         return drafts
 
-    def _draft(self, tracked: list[_Tracked], running: int) -> None:
-        """Gives sequences their next drafts; ``running`` is how many there are in all."""
-        cost = None if self._path is not None or _token_cost is None else _token_cost(running)
+    def _draft(self, tracked: list[_Tracked]) -> None:
+        """Gives sequences their next drafts."""
         handles = [seq.handle for seq in tracked if seq.handle is not None]  # all
-        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit, token_cost=cost)
+        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit)
         for seq, guess, count in zip(tracked, ids.tolist(), counts.tolist(), strict=True):
             # a history of another tokenizer may hold ids that this model does not have
             seq.draft = list(takewhile(lambda t: t < self._vocab_size, guess[:count]))

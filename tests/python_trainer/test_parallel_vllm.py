@@ -250,11 +250,11 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     """Those of training: an evaluation has prompts of its own, which are not drafted."""
     seen, shared = [], SimpleNamespace(history=None)
 
-    def share_history(history, token_cost=None):
-        shared.history, shared.cost = history, token_cost and token_cost(10)
+    def share_history(history):
+        shared.history = history
 
     def generate(self, *args, **kwargs):
-        seen.append((shared.history, shared.cost))
+        seen.append(shared.history)
         return made(self, *args, **kwargs)
 
     install(monkeypatch, sleeps=False)
@@ -266,7 +266,7 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     history = train(config.model_dump(), tmp_path / "drafts").accelerators[0].history
     proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
     assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
-    assert seen == [(None, None), (history, None), (history, None), (None, None)] and history.stats["tokens"] > 0
+    assert seen == [None, history, history, None] and history.stats["tokens"] > 0
     assert shared.history is None, "let go of at the end"
     row = read_metrics(tmp_path / "drafts")[-1]
     assert row["drafts/tokens_per_step"] == 1 and "drafts/pass_overhead" not in row

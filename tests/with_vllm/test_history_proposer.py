@@ -14,10 +14,10 @@ PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5], [5, 6, 7, 9]]
 ANSWER = list(range(20, 60))
 
 
-def share_history(*arguments):
+def share_history(history):
     from rlkernels.integrations import vllm
 
-    vllm.share_history(*arguments)
+    vllm.share_history(history)
 
 
 @pytest.fixture(autouse=True)
@@ -118,16 +118,6 @@ def test_another_history_takes_over_and_none_drafts_nothing():
     assert first.stats["handles"] == 0 and other.stats["handles"] == 1
     share_history(remembering(known(PROMPTS[1])))
     assert step(drafter, [([*tokens, 71, 72], [71, 72])]) == [[]] and other.stats["handles"] == 0
-
-
-def test_what_a_draft_token_costs_may_depend_on_the_batch():
-    history = shared((PROMPTS[0], ANSWER), known(PROMPTS[1]))
-    asked = []
-    share_history(history, lambda running: asked.append(running) or (1.0 if running > 1 else None))
-    drafter = proposer()
-    rows = [(PROMPTS[0] + ANSWER[:1], ANSWER[:1]), (PROMPTS[1] + [3], [3])]
-    assert step(drafter, rows) == [[], []] and step(proposer(), rows[:1]) == [ANSWER[1:9]]
-    assert asked == [2, 1]
 
 
 def test_same_prompt_several_times():

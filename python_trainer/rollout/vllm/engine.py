@@ -350,10 +350,7 @@ class InProcess(Backend):
             return
         from rlkernels.integrations.vllm import share_history
 
-        if drafter is None:
-            share_history(None)
-        else:
-            share_history(drafter.history, drafter.token_cost)
+        share_history(None if drafter is None else drafter.history)
 
     def close(self) -> None:
         self.draft_from(None)
