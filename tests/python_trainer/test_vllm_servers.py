@@ -30,7 +30,7 @@ from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm import servers as servers_module
 from python_trainer.rollout.vllm.engine import VLLMEngine
-from python_trainer.rollout.vllm.servers import AdapterFiles, Servers, read
+from python_trainer.rollout.vllm.servers import AdapterFiles, Server, Servers, read
 
 
 @pytest.fixture
@@ -148,8 +148,10 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
         servers.load(model)
 
 
-def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch):
-    over = threading.Event()
+@pytest.mark.parametrize("late", [False, True])
+def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch, late):
+    """Nor where a thread has only taken up its request then, and sends it later."""
+    over, send, ask = threading.Event(), threading.Event(), Server.complete
     fakes[0].answers |= {"/v1/completions": lambda body: over.wait(9) and draw(body), "/health": ""}
     threads = {*threading.enumerate()}
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
@@ -157,11 +159,14 @@ def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch)
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
+    if late:
+        monkeypatch.setattr(Server, "complete", lambda *args: send.wait(9) and ask(*args))
     engine = VLLMEngine(model, Servers(model, urls(fakes[:1]), tmp_path / "weights"), eos_token_ids=[63])
     monkeypatch.setattr(servers_module, "wait", interrupt)
     before = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([Request([1])] * 200, SamplingParams())
+    send.set()
     for thread in {*threading.enumerate()} - threads:
         if thread.name.startswith("ThreadPool"):  # Python does not end before
             thread.join(4)

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -47,15 +48,17 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
-        given_up: raised to end the waiting for answers, within LOOK_SECONDS.
+        given_up: set to end the waiting for answers, within LOOK_SECONDS.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
         UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
     """
 
+    given_up = Event()  # of the first requests, which nobody gives up
+
     def __init__(self, model: PreTrainedModel, url: str):
-        self.url, self.given_up = url.rstrip("/"), 0
+        self.url = url.rstrip("/")
         check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
         self._name: str = self._ask("/v1/models", None, "data", 0, "id")
         settings = self.rpc("policy_settings")
@@ -138,9 +141,9 @@ class Server:
             raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
         return text
 
-    def _check_health(self, given_up: int) -> None:
+    def _check_health(self, given_up: Event) -> None:
         """Ends a wait that is of no use; /collective_rpc of an engine that has died would last for ever."""
-        if given_up != self.given_up:
+        if given_up.is_set():
             raise UserError(f"rollout.vllm_server: nobody waits for this answer of {self.url} any more")
         status, _ = read(f"{self.url}/health")
         if status != 200:
@@ -307,7 +310,8 @@ class Servers(Backend):
                 pool = ThreadPoolExecutor(CONNECTIONS)
                 # after a failure or Ctrl-C: what has not been asked yet never is, and threads end,
                 # for which Python would wait
-                held.callback(setattr, server, "given_up", server.given_up + 1)
+                server.given_up = Event()
+                held.callback(server.given_up.set)
                 held.callback(pool.shutdown, wait=False, cancel_futures=True)
                 futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
             for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
