@@ -33,10 +33,10 @@ class ShardedGroup(RankGroup):
     """
 
     lockstep = sharded = True
+    mesh: DeviceMesh  # of all ranks, from load() on
 
     def __init__(self) -> None:
         super().__init__("fsdp2")
-        self.mesh: DeviceMesh | None = None  # of all ranks, from load() on
         self.offload = False  # shards that train, their gradients and moments are in the memory of the host
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
@@ -85,15 +85,12 @@ class ShardedGroup(RankGroup):
         copied = empty_copy(module, META)
         if trains is not None:
             copied.requires_grad_(trains)
-        self._cut(copied, device)
+        self.shard(copied)
         on_host = self.offload and any(p.requires_grad for p in copied.parameters())
         allocate(copied, device, shards_on=torch.device("cpu") if on_host else None)
         return copied
 
     def shard(self, module: torch.nn.Module) -> None:
-        self._cut(module, next(module.parameters()).device)
-
-    def _cut(self, module: torch.nn.Module, device: torch.device) -> None:
         dtype = next(module.parameters()).dtype
         options: dict[str, Any] = {"mesh": self.mesh}
         if any(p.requires_grad for p in module.parameters()):
@@ -101,7 +98,7 @@ class ShardedGroup(RankGroup):
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
             )
-            pin = device.type == "cuda"
+            pin = self.mesh.device_type == "cuda"
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin) if self.offload else OffloadPolicy()
             module.float()  # the master weights
         else:

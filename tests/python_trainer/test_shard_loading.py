@@ -85,7 +85,9 @@ def assert_equal_copies(policy, ranks):
 
 def compare(settings):
     config, ours, theirs = ModelConfig(device="cpu", **settings), ShardedGroup(), ShardedGroup()
-    policy, plain = ours.load(config), cut_from_a_whole(config, theirs)
+    policy = ours.load(config)
+    theirs.mesh = ours.mesh
+    plain = cut_from_a_whole(config, theirs)
     for part in ("model", "inference_model"):
         assert_equal_modules(getattr(policy, part), getattr(plain, part))
     assert policy.traits == plain.traits and policy.eos_token_ids == plain.eos_token_ids
