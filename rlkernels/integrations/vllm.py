@@ -164,9 +164,9 @@ class HistoryProposer:
         # One of the workers that share the layers of a model records for all of them.
         parallel = vllm_config.parallel_config
         self._records = record and parallel.rank % parallel.tensor_parallel_size == 0
+        self._lock = f"{self._path}.lock"
         if self._records:
-            assert self._path is not None
-            os.close(os.open(self._lock_path(), os.O_CREAT | os.O_RDWR, 0o644))  # a folder that refuses it fails here
+            open(self._lock, "w").close()  # a folder that refuses it fails here
             # An engine drops its proposer, or its process ends; of exit functions workers run multiprocessing's alone.
             Finalize(None, _close, args=(weakref.ref(self),), exitpriority=1)
 
@@ -232,12 +232,12 @@ class HistoryProposer:
             at = next((j for j, seq in enumerate(same) if seq.tokens == tokens), None)
             found.append(_Tracked(ids, tokens, None) if at is None else same.pop(at))
         left = {id(seq) for group in known.values() for seq in group}
-        for seq in self._present:
+        gone, absent = list[_Tracked](), list[_Tracked]()
+        for seq in (*self._absent, *self._present):
             if id(seq) in left:
                 seq.draft = []
-        absent = [seq for seq in (*self._absent, *self._present) if id(seq) in left]
-        gone = [seq for seq in absent if int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends]
-        absent = [seq for seq in absent if seq not in gone]
+                ended = int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends
+                (gone if ended else absent).append(seq)
         surplus = max(len(absent) - self._max_absent, 0)
         gone += absent[:surplus]
         self._remember(gone, found)
@@ -271,7 +271,7 @@ class HistoryProposer:
         """Write the recorded history; where another engine has written it, with that engine's answers."""
         if not self._unwritten or self._path is None:
             return
-        with open(self._lock_path(), "w") as lock:
+        with open(self._lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             found = self._history if self._file_stamp() in (None, self._stamp) else self._read_again()
             if found is not self._history:
@@ -296,9 +296,6 @@ class HistoryProposer:
         left, self._absent, self._present = [*self._absent, *self._present], [], []
         self._remember(left, [])
         self._write()
-
-    def _lock_path(self) -> str:
-        return f"{os.fspath(self._path or '')}.lock"
 
     def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int | None:
         """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
