@@ -288,7 +288,6 @@ class InProcess(Backend):
         device = next(model.parameters()).device
         self.drafts = longest_draft > 0
         self._sleeps, self._asleep = _can_sleep(device), False
-        set_threads = torch.set_num_threads
         try:
             self._llm = self._vllm.LLM(
                 str(folder),
@@ -317,8 +316,6 @@ class InProcess(Backend):
         except (ValueError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"vLLM cannot run the model {folder}: {reason}") from error
-        finally:
-            torch.set_num_threads = set_threads  # on a CPU vLLM takes it away
         self.max_positions: int = self._llm.model_config.max_model_len
         self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
 
