@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,30 +60,21 @@ def gloo(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory):
-    """Writes a tiny random policy whose greedy answers vary; returns its folder."""
+def untied_folder(tmp_path_factory):
+    """A tiny random policy whose greedy answers vary."""
+    from tiny import save_tiny_policy
 
-    def make(seed: int) -> str:
-        from tiny import save_tiny_policy
-
-        size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-        folder = tmp_path_factory.mktemp("model")
-        return str(save_tiny_policy(folder, seed=seed, vocab=VOCAB, max_position_embeddings=MAX_LENGTH, **size))
-
-    return make
+    size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    folder = tmp_path_factory.mktemp("model")
+    return str(save_tiny_policy(folder, vocab=VOCAB, max_position_embeddings=MAX_LENGTH, **size))
 
 
 @pytest.fixture(scope="session")
-def make_llm(make_model):
+def make_llm(untied_folder):
     """A vLLM engine in float32 in this process; further arguments are vLLM's."""
+    from vllm import LLM
 
-    def make(seed: int = 0, **options):
-        from vllm import LLM
-
-        return LLM(
-            model=make_model(seed), skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-            max_model_len=MAX_LENGTH, max_num_seqs=8, disable_log_stats=False,
-            kv_cache_memory_bytes=64 << 20, **options,
-        )  # fmt: skip
-
-    return make
+    return partial(
+        LLM, model=untied_folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+        max_model_len=MAX_LENGTH, max_num_seqs=8, disable_log_stats=False, kv_cache_memory_bytes=64 << 20,
+    )  # fmt: skip

@@ -22,7 +22,7 @@ def verl():
     return Path(spec.submodule_search_locations[0])
 
 
-def test_the_drafts_reach_the_vllm_of_verl(verl, make_model):
+def test_the_drafts_reach_the_vllm_of_verl(verl, untied_folder):
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,7 +38,7 @@ def test_the_drafts_reach_the_vllm_of_verl(verl, make_model):
     exec("from typing import Any\n" + ast.unparse(function), found)
     arguments = found[name]({"dtype": "float32", "enforce_eager": True, "max_model_len": 64, **engine_kwargs})
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", make_model(0), *arguments]))
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", untied_folder, *arguments]))
     parsed.skip_tokenizer_init = True
     speculative = parsed.create_engine_config().speculative_config
     assert speculative.method == "custom_class" and speculative.num_speculative_tokens == 16
