@@ -218,9 +218,9 @@ class AdapterFiles:
         for part, value in (("down", weight.down), ("up", weight.up), ("scale", scale)):
             self._parts[f"{self.names[name]}.{part}"] = value.detach().to("cpu", copy=True).contiguous()
 
-    def write(self, model: PreTrainedModel) -> int:
-        """Writes what servers do not have yet -> bytes."""
-        count = 0
+    def write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
+        """Writes what servers do not have yet -> bytes, and the arguments of ``PolicyWorker.load_policy``."""
+        count, places = 0, [str(self.folder / BASE)]
         if not self.written:
             state = model.state_dict()
             state |= {name: base.to(state[name].dtype) for name, base in self._base.items()}
@@ -230,13 +230,9 @@ class AdapterFiles:
         if self._parts:
             save_file(self._parts, self.folder / ADAPTER)
             count += (self.folder / ADAPTER).stat().st_size
+            places.append(str(self.folder / ADAPTER))
         usual_mode(self.folder)
-        return count
-
-    @property
-    def places(self) -> list[str]:
-        """Returns the arguments of ``PolicyWorker.load_policy``."""
-        return [str(self.folder / BASE), *([str(self.folder / ADAPTER)] if self._parts else [])]
+        return count, places
 
 
 class Servers(Backend):
@@ -293,7 +289,7 @@ class Servers(Backend):
     def _write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
         """Writes weights -> bytes, and the places where servers find them."""
         if self.adapters is not None:
-            return self.adapters.write(model), self.adapters.places
+            return self.adapters.write(model)
         model.save_pretrained(self.folder)
         usual_mode(self.folder)  # a server may be another user's
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors")), [str(self.folder)]
