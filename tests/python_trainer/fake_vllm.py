@@ -57,8 +57,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/metrics":
             lines = [f'vllm:{name}{{engine="{i}"}} {n:.1f}' for name, n in self.server.counted.items() for i in (0, 1)]
-            return self.send("\n".join(["# HELP vllm:prompt_tokens_total Tokens", *lines]))
-        return self.send(self.server.answers.get(self.path, 404))
+            return self.answer("\n".join(["# HELP vllm:prompt_tokens_total Tokens", *lines]), None)
+        return self.answer(self.server.answers.get(self.path, 404), None)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -66,10 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("method") == "load_policy":
             folder, *adapter = body["args"]
             self.server.loaded = dict(read_policy(folder, *(adapter or [None]), torch.device("cpu")))
-        answer = self.server.answers.get(self.path, {"results": [self.server.settings]})
-        return self.send(answer(body) if callable(answer) else answer)
+        return self.answer(self.server.answers.get(self.path, {"results": [self.server.settings]}), body)
 
-    def send(self, answer):
+    def answer(self, answer, body):
+        answer = answer(body) if callable(answer) else answer
         status, text = (answer, "refused") if isinstance(answer, int) else (200, answer)
         data = (text if isinstance(text, str) else json.dumps(text)).encode()
         with suppress(ConnectionError):  # who asked may not wait any more
