@@ -79,11 +79,22 @@ class Scorer:
         completions: Sequence[str | Messages],
         ids: Sequence[Sequence[int]],
     ) -> Scores:
-        """Returns scores; ``merit`` is set from the first batch on that shows answers not to be right or wrong."""
+        """Returns scores; ``merit`` is set, and a note told, once a batch shows answers not to be right or wrong."""
         scores, state = self.ranks.score(task, examples, completions, ids), self.prompts.state
         if task is not self.prompts.task:
             return scores
-        state.judged &= scores.merit is None
+        if state.judged and scores.merit is not None:
+            state.judged = False
+            values = deciding_values(scores.rewards)
+            partial = partial_values(values)
+            at = values.index(partial[0])
+            decides = next(name for name, given in scores.rewards.items() if given[at] is not None)
+            self.prompts.note(
+                f"to {len(partial)} of {len(values)} answers {decides} gave neither 0 nor 1 but "
+                f"{partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and accelerators "
+                "compare rewards, and eval/accuracy is the share above 0.5; a reward function that gives 0 or 1 may "
+                "come first in task.reward (weight 0 leaves the reward as it is)"
+            )
         return replace(scores, merit=None if state.judged else scores.total)
 
 
@@ -117,7 +128,6 @@ class Evaluator:
     def __init__(self, scorer: Scorer, engine: Engine, logger: Logger):
         self.scorer, self.engine, self.logger = scorer, engine, logger
         self.config, self.prompts = scorer.config, scorer.prompts
-        self._partial_noted = False
 
     def evaluate(self, name: str | None = None) -> dict[str, float]:
         """Evaluates on all test sets -> metrics; empty without test prompts.
@@ -162,10 +172,7 @@ class Evaluator:
         rollouts = self.engine.generate(groups, sampling)
         if self.engine.lengths:
             self.engine.lengths.observe(groups, rollouts)
-        scores = self.scorer.raw(asked.task, groups, rollouts)
-        if asked.task is self.prompts.task:
-            self._note_partial(scores)
-        return scores
+        return self.scorer.raw(asked.task, groups, rollouts)
 
     def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], list[float]]:
         """Evaluates these prompts of all test sets -> metrics, and the share of right answers to each test prompt."""
@@ -176,17 +183,3 @@ class Evaluator:
             found = metrics_of(self.answer(asked, rows), asked.sampling)
             row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
         return row, by_prompt(scores.accuracy, settings.samples)
-
-    def _note_partial(self, scores: Scores) -> None:
-        """Notes once that the reward which decides what is right is neither 0 nor 1."""
-        values = deciding_values(scores.rewards)
-        if self._partial_noted or not (partial := partial_values(values)):
-            return
-        self._partial_noted = True
-        decides = next(name for name, given in scores.rewards.items() if given[values.index(partial[0])] is not None)
-        self.logger.note(
-            f"to {len(partial)} of {len(values)} answers {decides} gave neither 0 nor 1 but "
-            f"{partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and accelerators compare "
-            "rewards, and eval/accuracy is the share above 0.5; a reward function that gives 0 or 1 may come first in "
-            "task.reward (weight 0 leaves the reward as it is)"
-        )
