@@ -257,7 +257,8 @@ def mean_metrics(
     # of a step with a single sample, other ranks have seen nothing
     table = torch.stack(counted) if counted else torch.zeros(1, len(SUMS) + len(MAXIMA), device=device)
     sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
-    maxima = dict(zip(MAXIMA, ranks.max(table[:, len(SUMS) :].amax(0)).tolist()))
+    largest = ranks.gather(table[:, len(SUMS) :].amax(0).tolist())
+    maxima = {name: max(values) for name, *values in zip(MAXIMA, *largest)}
     tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
     row = {
         "loss": sums["loss"] / optimizer_steps,

@@ -143,24 +143,17 @@ class RankGroup:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
-
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the largest over all ranks."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
-
-    def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         if self.size == 1:
             return tensor
-        reduced = tensor.detach().clone()
-        dist.all_reduce(reduced, operation)
-        return reduced
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
 
     def merge(self, values: torch.Tensor) -> torch.Tensor:
         """Returns numbers of which each rank knows some and has NaN in the place of the others."""
         known = ~values.isnan()
         total = self.sum(torch.where(known, values, 0.0))
-        return torch.where(self.max(known.float()) > 0, total, torch.nan)
+        return torch.where(self.sum(known.float()) > 0, total, torch.nan)
 
     @torch.no_grad()
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
@@ -168,7 +161,7 @@ class RankGroup:
         if self.size == 1:
             return
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
-        used = self.max(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
+        used = self.sum(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
         sums = []
         for weight, has in zip(weights, used.tolist()):
             if has:
