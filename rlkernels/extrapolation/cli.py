@@ -29,25 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the weights and tells what they are; returns the exit code."""
-    attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
-    print(extrapolate_folders(args.base, args.checkpoints, args.output_dir, attempt, accuracy=args.accuracy))
-    return 0
+    """Writes extrapolated weights beside the other files of the last checkpoint, and prints what they are.
 
-
-def extrapolate_folders(base: Path, checkpoints: Sequence[Path], output_dir: Path, attempt: Attempt, *,
-                        accuracy: Sequence[float] | None = None) -> str:  # fmt: skip
-    """Writes extrapolated weights beside the other files of the last checkpoint.
-
-    The steps of ``checkpoints`` are the numbers that the folders' names end with, else 1, 2, ... ``output_dir`` is
-    written as a whole or not at all, ``accuracy`` None taken for rising, and the gate of ``attempt`` not used.
+    The steps of the checkpoints are the numbers that the folders' names end with, else 1, 2, ... The output folder is
+    written as a whole or not at all. Without accuracies they count as rising. No gate is used.
 
     Returns:
-        What was done, in two lines.
+        The exit code.
 
     Raises:
         ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that holds files.
     """
+    attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
+    base, checkpoints, output_dir, accuracy = args.base, args.checkpoints, args.output_dir, args.accuracy
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"--output-dir must be a new or empty folder, got {output_dir}")
     if accuracy is None and attempt.predictor == "pls":
@@ -72,12 +66,13 @@ def extrapolate_folders(base: Path, checkpoints: Sequence[Path], output_dir: Pat
     points = trajectory.exact_points(folder for step, folder in zip(steps, folders) if step in kept)
     predicted = attempt.predict(trajectory, folders[-1], points=points)
     _write(folders[-1], predicted, output_dir)
-    return (
+    print(
         f"{len(steps)} checkpoints, {len(predicted)} of {len(names)} projections taken from step {steps[-1]} to "
         f"{attempt.horizon * steps[-1]:g}; back-test skill {skill(trajectory, attempt.predictor):.2f} (1: exact)\n"
         f"written to {output_dir}. Nothing has tested these weights: evaluate them on held-out prompts before you use "
         "them (rlkernels.Gate judges two sets of answers)"
     )
+    return 0
 
 
 def _steps(checkpoints: Sequence[Path]) -> list[int]:
