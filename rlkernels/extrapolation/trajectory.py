@@ -13,7 +13,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import DTYPES, delta_matvec, leading_deltas
+from rlkernels.rank1.ops import delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
@@ -77,23 +77,16 @@ class RankOneTrajectory:
         rank: of the factors that are kept of every tracked step.
 
     Raises:
-        TypeError, ValueError: a tensor or setting that :func:`rlkernels.top1_delta` would not take.
+        TypeError, ValueError: a base that is empty or no dictionary of floating point matrices; a rank below 1.
 
     Attributes:
         steps, accuracy: of the tracked steps that are kept, oldest first.
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4) -> None:
-        if not isinstance(base, Mapping):
-            raise TypeError(f"base must be a dictionary, name -> weights, got {type(base).__name__}")
+        check_weights("base", base, base)
         if not base:
             raise ValueError("base must hold at least one module, got none")
-        for name, tensor in base.items():
-            _check.tensor(f"base of {name!r}", tensor, ndim=2, dtype=DTYPES)
-            if tensor.numel() == 0:
-                raise ValueError(
-                    f"base of {name!r} must have at least one row and one column, got shape {list(tensor.shape)}"
-                )
         self.base = {name: tensor.detach() for name, tensor in base.items()}  # the same memory
         self.rank = _check.integer("rank", rank, 1, _check.MOST)
         self.steps: list[int] = []
