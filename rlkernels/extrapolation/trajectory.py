@@ -205,35 +205,19 @@ class RankOneTrajectory:
         """Undo :meth:`state_dict`, for a trajectory with the same modules.
 
         Raises:
-            ValueError: a state of other modules; nothing is changed then.
+            KeyError, ValueError: a state of other modules; nothing is changed then.
         """
-        self._check_state(state)
+        names = {key.rpartition("/")[0] for key in state if "/" in key}
+        if names not in (set(), set(self.base)):
+            raise ValueError(f"state must be of the modules {sorted(self.base)}, got {sorted(names)}")
         steps, accuracy = state["steps"].tolist(), state["accuracy"].tolist()
         left: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         right: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         facts: dict[str, list[list[float]]] = {name: [] for name in self.base}
         for name, base in self.base.items() if steps else ():
             ranks = state[f"{name}/ranks"].tolist()
-            left[name] = list(state[f"{name}/left"].to(base.device).split(ranks, 1))
-            right[name] = list(state[f"{name}/right"].to(base.device).split(ranks, 1))
+            for part, own, size in (("left", left, base.shape[0]), ("right", right, base.shape[1])):
+                _check.shape(f"{name}/{part} of state", state[f"{name}/{part}"], (size, sum(ranks)))
+                own[name] = list(state[f"{name}/{part}"].to(base.device).split(ranks, 1))
             facts[name] = state[f"{name}/facts"].tolist()
         self.steps, self.accuracy, self._left, self._right, self._facts = steps, accuracy, left, right, facts
-
-    def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        count = len(state.get("steps", ()))
-        expected = {"steps": [count], "accuracy": [count]}
-        for name, base in self.base.items() if count else ():
-            ranks = state.get(f"{name}/ranks")
-            width = 0 if ranks is None else int(ranks.sum())
-            if ranks is not None and (ranks < 0).any():
-                raise ValueError(f"state must hold ranks >= 0, {f'{name}/ranks'!r}, got {ranks.tolist()}")
-            expected |= {
-                f"{name}/ranks": [count],
-                f"{name}/left": [base.shape[0], width],
-                f"{name}/right": [base.shape[1], width],
-                f"{name}/facts": [count, len(FACTS)],
-            }
-        for key in {**expected, **state}:
-            wanted, found = expected.get(key, "none"), list(state[key].shape) if key in state else "none"
-            if wanted != found:
-                raise ValueError(f"state must be of the same modules, {key!r} of shape {wanted}, got {found}")
