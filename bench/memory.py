@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench._case import Row
 from bench._runner import reset_resident_peak, resident_peak
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Rollout
 from python_trainer.learner import Learner
 from python_trainer.memory import Device, plan_memory
@@ -79,7 +79,7 @@ def settings(size: Size, folder: Path, kind: str) -> dict[str, Any]:
 
 def planned(values: dict[str, Any]) -> int:
     """Bytes of an update, the KV cache not counted: it is not there in :func:`update`."""
-    plan = plan_memory(check_config(values, source="bench"), Device("cpu", 1 << 40), prompt=PROMPT)
+    plan = plan_memory(load_config(values), Device("cpu", 1 << 40), prompt=PROMPT)
     return max(plan.phases["the update"], plan.phases["the optimizer step"]) - plan.parts["KV cache"]
 
 
@@ -98,7 +98,7 @@ def measured(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 def update(values: dict[str, Any], times: int = 2) -> int:
     """Loads the policy, makes updates -> the high-water mark of the last above what was there before."""
-    config = check_config(values, source="bench")
+    config = load_config(values)
     gc.collect()
     before = reset_resident_peak()
     assert before is not None, "this machine lacks /proc/self/clear_refs"

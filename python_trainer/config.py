@@ -165,7 +165,7 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
         overrides: ``a.b=value``, whose values are YAML.
 
     Raises:
-        UserError: names the file or key, the bad value and what is allowed.
+        UserError: names the file, or every key with a problem, its bad value and what is allowed.
     """
     if not isinstance(source, str | Path | Mapping | None):
         raise UserError(f"source must be a file, a name of one that is shipped, a mapping or None, got {source!r:.80}")
@@ -174,9 +174,18 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     values = read_yaml(source) if isinstance(source, str | Path) else copy_nested(source or {})
     for override in overrides:
         apply_override(values, override)
-    changed = [override.partition("=")[0].strip() for override in overrides]
-    origin = str(source) if isinstance(source, str | Path) else "the settings"
-    return check_config(values, source=origin, changed=changed)
+    removed = list(find_removed(values))
+    problems = [message for _, message in removed]
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"]))
+            if not any(f"{name}.".startswith(f"{key}.") for name, _ in removed):
+                problems.append(describe_problem(key, problem, values))
+    if problems:
+        raise UserError("; ".join(problems))
+    return config
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -232,32 +241,6 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {key}: {parent} is not a section but {values[parent]!r}")
         values = values[parent]
     values[last] = value
-
-
-def check_config(values: dict[str, Any], *, source: str, changed: Sequence[str] = ()) -> Config:
-    """Checks settings and reports all problems at once.
-
-    Args:
-        source: where the values are from, for messages.
-        changed: keys that ``--set`` has changed; their problems are reported as problems of ``--set``.
-    """
-    problems = list(find_removed(values))
-    gone = {key for key, _ in problems}
-    try:
-        config = Config.model_validate(values)
-    except ValidationError as error:
-        for problem in error.errors():
-            key = ".".join(map(str, problem["loc"]))
-            if not any(f"{name}.".startswith(f"{key}.") for name in gone):
-                problems.append((key, describe_problem(key, problem, values)))
-    if not problems:
-        return config
-    found: dict[str, list[str]] = {}
-    for key, message in problems:
-        by_set = any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in changed)
-        by_set |= not key and any(name in message for name in changed)  # sections that do not go together
-        found.setdefault("--set" if by_set else source, []).append(message)
-    raise UserError("; ".join(f"{origin}: {'; '.join(messages)}" for origin, messages in found.items()))
 
 
 def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from python_trainer.__main__ import main
-from python_trainer.config import changed_settings, check_config, dump_config
+from python_trainer.config import changed_settings, dump_config, load_config
 from python_trainer.errors import hide_passwords
 
 ROOT = Path(__file__).parents[1]
@@ -78,12 +78,12 @@ def test_passwords_are_hidden_and_nothing_else(text):
 
 def test_settings_are_written_without_passwords(tmp_path):
     values = {"accelerators": {"enabled": ["rhyme"], "rhyme": {"database": URL}}}
-    config = check_config(values, source="test")
+    config = load_config(values)
     assert config.accelerators.rhyme.database == URL
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert "s3cr" not in dump_config(config) and "alice:***@db.example" in dump_config(config)
     assert changed_settings(tmp_path, config) == []
-    other = check_config({"accelerators": {"enabled": ["rhyme"], "rhyme": {"database": URL + "2"}}}, source="test")
+    other = load_config({"accelerators": {"enabled": ["rhyme"], "rhyme": {"database": URL + "2"}}})
     (change,) = changed_settings(tmp_path, other)
     assert "s3cr" not in change and "db.example/runs2" in change
 

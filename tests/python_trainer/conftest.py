@@ -12,7 +12,7 @@ from tiny import digits, save_tiny_policy  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.__main__ import main
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Rollout
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
@@ -103,7 +103,7 @@ def make_config(settings):
     """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
 
     def make(**changes):
-        return check_config(merged(settings, changes), source="test")
+        return load_config(merged(settings, changes))
 
     return make
 

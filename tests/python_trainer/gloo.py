@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from safetensors.torch import save_file
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.trainer import Trainer
@@ -48,7 +48,7 @@ def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
 def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: bool = False) -> Trainer:
     """Trains, in the processes of the default group where ``parallel`` is given; leaves ``weights.safetensors``."""
     ranks = None if parallel is None else KINDS[parallel]()
-    config = check_config(settings | {"parallel": parallel or "none"}, source="test")
+    config = load_config(settings | {"parallel": parallel or "none"})
     trainer = Trainer(config, folder, console=Console(quiet=True), ranks=ranks, resume=resume)
     trainer.run()
     trainer.policy.restore_inference_model()

@@ -13,7 +13,7 @@ import yaml
 from conftest import QUIET, merged, same, train
 from paged import engine_for, full_logits, make, prompts
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Example, Group
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
@@ -279,7 +279,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path):
     settings = merged(playing, changes)
     for seed in range(1, 6):
         folder = tmp_path / str(seed)
-        trainer = Trainer(check_config(settings | {"seed": seed}, source="test"), folder, console=QUIET)
+        trainer = Trainer(load_config(settings | {"seed": seed}), folder, console=QUIET)
         trainer.finished = partial(reached, trainer, 0.87)
         trainer.run()
         rows = read_metrics(folder)
@@ -293,7 +293,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path):
 
 
 def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
-    config = check_config(playing, source="test")
+    config = load_config(playing)
     whole = train(config, tmp_path / "whole")
     train(config.model_copy(update={"max_steps": 2}), tmp_path / "part")
     assert same(train(config, tmp_path / "part", resume=True), whole)

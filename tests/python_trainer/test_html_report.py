@@ -13,7 +13,7 @@ from conftest import QUIET, merged, run_settings, train
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from python_trainer.config import check_config, flatten
+from python_trainer.config import flatten, load_config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.logger import Logger, choose_samples
@@ -62,7 +62,7 @@ def trained(tiny_policy, jsonl_files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
         values = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 3} | changes)
-        train(check_config(values, source="test"), folder / name)
+        train(load_config(values), folder / name)
     path = folder / "a&b" / "samples.jsonl"
     path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
     return folder

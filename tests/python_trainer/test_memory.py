@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 import python_trainer.memory
 from bench import memory as bench
 from python_trainer.__main__ import main
-from python_trainer.config import check_config, load_config
+from python_trainer.config import load_config
 from python_trainer.errors import UserError
 from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
 from python_trainer.model.policy import recomputes
@@ -66,7 +66,7 @@ def test_what_is_told_is_what_a_process_takes(taken, kind):
 def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, parts):
     values = {"model": {"path": str(qwen(size, tmp_path))}, "parallel": parallel}
     values |= {"rollout": {"memory_bytes": 1 << 32}, "optimizer": {"micro_batch_tokens": 512}}
-    memory = plan_memory(check_config(values, source="test"), parse_gpus(gpus))
+    memory = plan_memory(load_config(values), parse_gpus(gpus))
     assert {name: round(memory.parts[name] / 1e9, 2) for name in parts} == parts
     token = {"0.5b": 12_288, "7b": 57_344}[size]
     assert memory.cache_tokens == (1 << 32) // token and memory.parts["KV cache"] == 1 << 32
@@ -75,7 +75,7 @@ def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, parts):
 def test_activations_worked_out_by_hand(tmp_path):
     """0.5b in bfloat16, a micro-batch of one answer of 256 tokens behind a prompt of 256, without recomputing."""
     values = {"model": {"path": str(qwen("0.5b", tmp_path))}, "optimizer": {"micro_batch_tokens": 512}}
-    memory = plan_memory(check_config(values, source="test"), parse_gpus("24"))
+    memory = plan_memory(load_config(values), parse_gpus("24"))
     layer = 2 * (4 * 896 + 2 * (896 + 128) + 4 * 4864) + 8 * 896  # bytes for each token
     logits, head = 256 * 151_936, 151_936 * 896
     assert memory.parts["activations"] == 24 * layer * 512 + 24 * logits + 2 * head
@@ -102,7 +102,7 @@ def small(tmp_path):
 
 
 def plan_of(values, gpus, **changes):
-    return plan_memory(check_config(merged(values, changes), source="test"), parse_gpus(gpus), prompt=20)
+    return plan_memory(load_config(merged(values, changes)), parse_gpus(gpus), prompt=20)
 
 
 def test_vllm_within_the_trainer_sleeps_during_updates(small):

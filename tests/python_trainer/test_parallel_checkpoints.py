@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from bench.faults.training import differences, load_whole
 from python_trainer.batch import Minibatch
 from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.distributed import start
 from python_trainer.errors import NotFinite, UserError, is_shared
 from python_trainer.model.settings import ModelConfig
@@ -175,7 +175,7 @@ def test_only_shards_of_the_weights_are_written(runs):
 
 def test_low_precision_models_resume_from_float32_shards(runs, settings):
     """One process keeps a bfloat16 model and float32 masters; shards are float32 only."""
-    config = check_config(merged(settings, LOW_PRECISION), source="test")
+    config = load_config(merged(settings, LOW_PRECISION))
     saved = load_whole(list_checkpoints(runs / "plain" / "checkpoints")[-1])
     trainer = Trainer(config, runs / "plain", resume=True, console=QUIET)
     optimizer = trainer.learner.optimizer
@@ -213,7 +213,7 @@ def test_weights_that_are_not_sharded_cannot_be_offloaded(make_config, parallel)
 
 def test_shards_that_were_written_before_the_first_optimizer_step(settings, tmp_path):
     """There are no moments yet; of some parameters there may never be any."""
-    first, second = (Trainer(check_config(settings, source="test"), tmp_path / name) for name in ("a", "b"))
+    first, second = (Trainer(load_config(settings), tmp_path / name) for name in ("a", "b"))
     with torch.no_grad():
         for p in (*first.policy.model.parameters(), *first.learner.critic.parameters()):
             p.add_(1.0)
@@ -239,10 +239,10 @@ def test_what_fails_in_one_process_ends_all_of_them(settings, tmp_path):
 
 def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
     """A Trainer that is given none would train in one process, each of several the same run."""
-    config = check_config(settings | {"parallel": "ddp"}, source="test")
+    config = load_config(settings | {"parallel": "ddp"})
     with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*distributed.start"):
         Trainer(config, tmp_path / "run")
-    config = check_config(settings, source="test")
+    config = load_config(settings)
     said = r"kind that config.parallel names \(none\), got ddp"
     with start("ddp") as ranks, pytest.raises(UserError, match=said):
         Trainer(config, tmp_path / "run", ranks=ranks)

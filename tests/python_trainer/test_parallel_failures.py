@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from bench.faults.training import load_whole
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, save_checkpoint
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import Environment
@@ -46,7 +46,7 @@ OF_A_KIND = {"whole model": "ddp", "shards": "fsdp2"}
 def set_ups_that_fail(settings, folder):
     for parallel, ranks in KINDS.items():
         train(settings, folder / parallel, parallel)
-        config = check_config(settings | {"parallel": parallel}, source="test")
+        config = load_config(settings | {"parallel": parallel})
         for name, place in PLACES.items():
             if OF_A_KIND.get(name, parallel) != parallel:
                 continue
@@ -137,7 +137,7 @@ class OnFirst(Environment):
 
 
 def answers_whose_environment_fails(settings, folder):
-    config, said = check_config(settings, source="test"), io.StringIO()
+    config, said = load_config(settings), io.StringIO()
     trainer = Trainer(config, folder, console=Console(file=said, width=200), ranks=KINDS["ddp"]())
     trainer.run()
     wanted = "the environment test_parallel_failures:OnFirst failed in turn 1 of an answer, which ends there: OSError: "

@@ -14,7 +14,7 @@ from tiny import save_tiny_policy
 from torch.utils._pytree import tree_leaves
 
 from bench.faults.tensors import OPS
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.model.attention import page
 from python_trainer.model.policy import load_policy
@@ -105,7 +105,7 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
 
 def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
     """For the lengths of the sequences, in the first layer, and for the tokens that it draws; not to find prefixes."""
-    config = check_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}}, source="test")
+    config = load_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}})
     found = []
     with pretended() as waits:
         policy = load_policy(config.model)
@@ -130,7 +130,7 @@ def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
 
 def test_supervised_steps_and_a_probe(lessons, tmp_path):
     changes = {"model": {"device": "cuda"}, "sft": {"epochs": 2}}
-    config = check_config(merged(lessons, changes), source="test")
+    config = load_config(merged(lessons, changes))
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
         found = probe(config, seconds=1)

@@ -7,7 +7,7 @@ import yaml
 from conftest import merged
 
 from python_trainer.__main__ import main
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.learner import Learner
 from python_trainer.probe import lines, probe
 from python_trainer.rollout.paged.engine import PagedEngine
@@ -35,13 +35,13 @@ def test_the_command(settings, tmp_path, monkeypatch, capsys):
 
 
 def test_p_does_not_depend_on_how_prompts_are_parted(settings):
-    config = check_config(merged(settings, {"task": {"reward": "conftest:even"}}), source="test")
+    config = load_config(merged(settings, {"task": {"reward": "conftest:even"}}))
     few, many = (probe(config, seconds=seconds) for seconds in (-1, float("inf")))
     assert len(few["p"]) == 4 and len(many["p"]) == 12 and many["p"][:4] == few["p"]
 
 
 def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
-    found = probe(check_config(settings, source="test"), seconds=30)  # the share of digits
+    found = probe(load_config(settings), seconds=30)  # the share of digits
     assert not found["judged"] and found["spread"] == found["reward_spread"] > 0.5 and found["all_wrong"] == 0
     assert "nothing is right or wrong in this task" in "\n".join(lines(found))
 
@@ -50,7 +50,7 @@ def test_vllm_gives_its_memory_up_before_the_update(settings, monkeypatch):
     calls = []
     monkeypatch.setattr(PagedEngine, "sleep", lambda engine: calls.append("sleep"))
     monkeypatch.setattr(Learner, "update", lambda *arguments: calls.append("update"))
-    probe(check_config(settings, source="test"), seconds=0.1)
+    probe(load_config(settings), seconds=0.1)
     assert calls[:2] == ["sleep", "update"]
 
 

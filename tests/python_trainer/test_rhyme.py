@@ -11,7 +11,7 @@ from test_recorded import steps_of
 from bench.faults.training import differences
 from python_trainer.accelerators.rhyme import accelerator
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -26,7 +26,7 @@ def first_run(tiny_policy, jsonl_files, tmp_path_factory):
     values = dict(run_settings(tiny_policy, jsonl_files), max_steps=9)
     values["task"] = values["task"] | JUDGED
     values["accelerators"] = {"enabled": ["rhyme"], "rhyme": {"database": str(folder / "history.db")}}
-    train(check_config(values, source="test"), folder / "run")
+    train(load_config(values), folder / "run")
     return folder
 
 

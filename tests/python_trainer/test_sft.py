@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_packing import plain_score
 
 from python_trainer.__main__ import main
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
@@ -27,7 +27,7 @@ from python_trainer.trainer import Trainer
 
 
 def config_of(lessons, **changes):
-    return check_config(merged(lessons, changes), source="test")
+    return load_config(merged(lessons, changes))
 
 
 def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons
 
 def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, tmp_path):
     begun = merged(lessons, {"sft": {"epochs": 2}, "save": {"save_steps": 1}})
-    config = check_config(begun, source="test")
+    config = load_config(begun)
     Sft(config, tmp_path / "run", console=QUIET).run()
     code, said = run(begun, "--resume", "--set", "optimizer.learning_rate=0.1", command="sft")
     assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in said

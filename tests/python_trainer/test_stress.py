@@ -8,7 +8,7 @@ from conftest import graded, merged
 from paged import engine_for, make_policy
 from tiny import weights
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.errors import NotFinite
 from python_trainer.learner import Learner
@@ -19,7 +19,7 @@ from python_trainer.rollout.engine import SamplingParams
 
 def learner_of(policy, settings, **algorithm):
     config = merged(settings, {"algorithm": algorithm, "rollout": {"max_completion_length": 16384}})
-    return Learner(policy, check_config(config, source="test"))
+    return Learner(policy, load_config(config))
 
 
 def policy_of(tokenizer, vocab=64, **sizes):
@@ -93,7 +93,7 @@ def test_vocabularies(tokenizer, settings, vocab):
 def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
     """Log-probabilities of tokens that are not the largest are of the order of -1000s."""
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-    config = check_config(merged(settings, {"rollout": {"temperature": 1e-3}}), source="test")
+    config = load_config(merged(settings, {"rollout": {"temperature": 1e-3}}))
     learner = Learner(policy, config)
     learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7]), 1)
     assert all(math.isfinite(value) for value in learned.values())

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.errors import UserError
 from python_trainer.tasks.rewards import score
 from python_trainer.tasks.sums import TERMS, SumsSettings, final_answer, solution
@@ -88,7 +88,7 @@ def test_reward_looks_at_the_last_line():
 ])  # fmt: skip
 def test_wrong_settings_are_named(settings, named):
     with pytest.raises(UserError, match=f"task.*{named}"):
-        check_config({"task": settings}, source="test")
+        load_config({"task": settings})
 
 
 @pytest.mark.parametrize(

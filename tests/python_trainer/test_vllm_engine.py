@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
@@ -285,7 +285,7 @@ def machine(monkeypatch):
 
 
 def chosen(**sections):
-    config, said = resolve_engine(check_config(sections, source="test"))
+    config, said = resolve_engine(load_config(sections))
     return config.rollout.engine, said
 
 
@@ -310,7 +310,7 @@ def test_settings_that_do_not_go_with_it_come_first(machine):
     assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 129" in said
     machine(True, None)
     assert chosen(**settings) == ("paged", None)
-    by_default = check_config({"accelerators": {"enabled": ["drafts"]}}, source="test")
+    by_default = load_config({"accelerators": {"enabled": ["drafts"]}})
     assert by_default.accelerators.chosen()[0].longest_draft() == 16
 
 

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -55,7 +55,7 @@ def run_settings(folder, path, **rollout):
 
 
 def train(settings, folder):
-    config = check_config(settings, source="test")
+    config = load_config(settings)
     summary = Trainer(config, folder, console=Console(quiet=True)).run()
     rows = read_metrics(folder)
     assert summary["steps"] == 3 and summary["generated_tokens"] > 0 and summary["prefill_tokens"] > 0

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
 
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
@@ -108,9 +108,9 @@ def test_training_with_drafts(folder, tmp_path):
     for row in rows[1:]:
         assert 0 < row["drafts/accepted_tokens"] < row["drafts/offered_tokens"]
         assert 0 < row["drafts/off_share"] < 1 < row["drafts/tokens_per_step"]
-    half = check_config(settings | {"max_steps": 2, "save": {"save_steps": 2}}, source="test")
+    half = load_config(settings | {"max_steps": 2, "save": {"save_steps": 2}})
     Trainer(half, tmp_path / "half", console=Console(quiet=True)).run()
-    more = check_config(settings, source="test")
+    more = load_config(settings)
     Trainer(more, tmp_path / "half", resume=True, console=Console(quiet=True)).run()
     again = read_metrics(tmp_path / "half")[1:]
     for name in ("reward", "loss", "tokens/generated", *(key for key in rows[0] if key.startswith("drafts/"))):

@@ -12,7 +12,7 @@ from tiny import own_greedy
 from transformers import AutoTokenizer
 
 from bench._vllm_server import VLLMServer
-from python_trainer.config import check_config
+from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
@@ -225,7 +225,7 @@ def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_pat
     settings["task"] |= {"numbers": 3, "max_turns": 2}
     settings |= {"max_steps": 3, "model": {"path": str(folder), "device": "cpu"}}
     settings["rollout"] = settings.get("rollout", {}) | rollout | {"memory_bytes": MEMORY}
-    Trainer(check_config(settings, source="test"), tmp_path / "run", console=Console(quiet=True)).run()
+    Trainer(load_config(settings), tmp_path / "run", console=Console(quiet=True)).run()
     rows = [row for row in read_metrics(tmp_path / "run") if "reward" in row]
     assert len(rows) == 3 and all(row["environment/failures"] == 0 for row in rows)
     assert max(row["environment/turns"] for row in rows) > 1
@@ -260,4 +260,4 @@ def test_a_head_that_an_adapter_has_untied(folder, model):
 def test_what_vllm_cannot_run_is_named(folder, tmp_path):
     settings = run_settings(folder, tmp_path, memory_bytes=1)
     with pytest.raises(UserError, match="vLLM cannot run the model"):
-        Trainer(check_config(settings, source="test"), tmp_path / "run")
+        Trainer(load_config(settings), tmp_path / "run")
