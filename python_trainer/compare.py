@@ -10,7 +10,6 @@ from python_trainer.config import Config, changed_settings, dump_config, load_co
 from python_trainer.errors import UserError
 from python_trainer.report.page import report
 from python_trainer.report.runs import BASELINE
-from python_trainer.tasks.settings import load_task
 
 
 def enabled_in(variant: str) -> list[str]:
@@ -57,7 +56,7 @@ def compare(
                 f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
             )
     if asking := [one for _, folder, wanted in plans if not finished(folder) for one in wanted.accelerators.chosen()]:
-        task = load_task(config.task)
+        task = config.task.load()
         for settings in asking:
             settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
         del task  # with its reward models

@@ -15,7 +15,6 @@ from python_trainer.model.policy import Policy
 from python_trainer.rollout.episodes import initial_prompt
 from python_trainer.run_state import RunState
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.settings import load_task
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ def load_tasks(config: Config, device: torch.device) -> Tasks:
     Raises:
         UserError: a file, function or setting of a task cannot be used.
     """
-    main = load_task(config.task)
+    main = config.task.load()
     environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
     sets = config.evaluation.sets.items()
-    named = {name: load_task(config.task.model_copy(update={"test_path": path})) for name, path in sets}
+    named = {name: config.task.model_copy(update={"test_path": path}).load() for name, path in sets}
     for settings in config.accelerators.chosen():
         settings.splits(main)  # raises if the task has too few prompts for it
     for task in (main, *named.values()):

@@ -26,7 +26,6 @@ from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, device_name, summarise
 from python_trainer.tasks.base import check_text
-from python_trainer.tasks.settings import load_task
 
 HELD_OUT = 64  # test examples whose loss is measured before and after
 LEARN_ALL = Advantage(lambda step, settings: (torch.ones_like(step.rewards), None))
@@ -54,7 +53,7 @@ class Sft:
         self.checkpointer = Checkpointer(
             config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, logger=self.logger
         )
-        task = load_task(config.task)
+        task = config.task.load()
         algorithm = AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none")
         rollout = config.rollout.model_copy(update={"engine": "paged", "temperature": 1.0})  # nothing generates
         chosen = config.model_copy(update={"algorithm": algorithm, "rollout": rollout})

@@ -107,14 +107,6 @@ class NamedTask(TaskSettings):
     model_config = ConfigDict(extra="ignore")
 
 
-def load_task(settings: TaskSettings) -> Task:
-    """Loads the task of these settings, whose class may be the user's."""
-    task = settings.load()
-    if not isinstance(task, Task):
-        raise UserError(f"task {settings.name}: load must return a Task, got {task!r:.80}")
-    return task
-
-
 def given_task(task: Task) -> TaskSettings:
     """Makes the settings of a task that was made in Python, and registers them for this process."""
 

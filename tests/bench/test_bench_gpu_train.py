@@ -10,7 +10,6 @@ from bench.gpu import train
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import load_config
 from python_trainer.run_directory import read_metrics
-from python_trainer.tasks.settings import load_task
 from python_trainer.tasks.sums import SumsSettings
 from tools.policies import sums as pretrain
 
@@ -30,7 +29,7 @@ def dry(tmp_path):
 
 def test_settings_fit_task_and_policy():
     config = load_config(train.SETTINGS)
-    task, longest = load_task(config.task), config.rollout.max_completion_length
+    task, longest = config.task.load(), config.rollout.max_completion_length
     with torch.device("meta"):
         room = pretrain.new_policy("large").config.max_position_embeddings
     for example in [*task.train, *task.gate, *task.test]:
