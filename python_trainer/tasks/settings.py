@@ -62,13 +62,6 @@ class TaskSettings(Section):
     def _name_the_class(cls, name: Any) -> Any:
         return TASKS.name_of(name)  # a subclass has a field of its own, without the registry
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _none_of_our_own(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if own := options.keys() & {"tokenize", "add_generation_prompt", "chat_template"}:
-            raise ValueError(f"must not hold {min(own)!r}, which the trainer sets")
-        return options
-
     def check_files(self) -> None:
         """Raises UserError where a file of the settings does not exist; imports nothing heavy."""
 
