@@ -22,8 +22,8 @@ OTHERS = {
     "vLLM servers": {"rollout": {"engine": "vllm"}},
 }
 REFUSED = {
-    ("rpo", "turns"): "rpo needs task.environment=null, got test_parallel_vllm:Twice, which allows drafts, alpha",
-    ("rhyme", "turns"): "rhyme needs task.environment=null, got .*:Twice, which allows drafts, alpha",
+    ("rpo", "turns"): "rpo needs task.environment=null, got test_parallel_vllm:Twice",
+    ("rhyme", "turns"): "rhyme needs task.environment=null, got .*:Twice",
     ("drafts", "vLLM servers"): "drafts needs rollout.vllm_server null",
     ("alpha", "LoRA"): "alpha follows whole weight matrices, model.lora must be null",
 }
