@@ -26,7 +26,6 @@ def snapshot(
         UserError: there is no such repository, or it is not cached and the Hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         found = snapshot_download(
@@ -37,18 +36,12 @@ def snapshot(
             # copies of the weights in other formats
             ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
         )
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        options = ("" if kind == "model" else " --repo-type dataset") + (f" --revision {revision}" if revision else "")
-        raise UserError(
-            f"{setting}: {name} is no folder here, not in the cache of the Hub, and the Hub cannot be reached: give a "
-            f"folder, or run `hf download {name}{options}` with a network, whose cache HF_HOME names"
-        ) from error
     except Exception as error:  # of the client, its transport and proxies
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         at = f" at revision {revision}" if revision else ""
         raise UserError(
-            f"{setting}: {name}{at} is no folder here, and the Hub does not give it: {reason} (a private or gated "
-            "repository needs `hf auth login`)"
+            f"{setting}: {name}{at} is no folder here, and neither the Hub nor its cache gives it: {reason} (a private "
+            "or gated repository needs `hf auth login`)"
         ) from error
     return Path(found)
 
