@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
@@ -44,11 +44,6 @@ class JSONLSettings(TaskSettings):
     """New name -> column of the files: {prompt: question, answer: solution}. All other columns keep their names."""
     chat: bool = False
     """Turn each string prompt into one user message of the tokenizer's chat template."""
-
-    @field_validator("train_path", "test_path", mode="before")
-    @classmethod
-    def _write_paths(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
 
     @model_validator(mode="after")
     def _is_complete(self) -> "JSONLSettings":

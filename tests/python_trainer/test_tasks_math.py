@@ -74,7 +74,7 @@ def task(tmp_path):
     def make(gold, **settings):
         path = tmp_path / "data.jsonl"
         path.write_text(json.dumps({"question": "how much?", "answer": gold}))
-        files = {"train_path": path, "test_path": path, "columns": {"prompt": "question"}}
+        files = {"train_path": str(path), "test_path": str(path), "columns": {"prompt": "question"}}
         return JSONLSettings(**files, reward="math", **settings).load()
 
     return make
