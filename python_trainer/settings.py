@@ -173,9 +173,9 @@ class Section(BaseModel):
         return cls
 
     @classmethod
-    def kinds(cls) -> "dict[str, type[Section]]":
-        """Returns the registered classes among which :meth:`fitting` chooses by name."""
-        return {}
+    def kinds(cls) -> "list[type[Section]]":
+        """Returns the registered classes among which :meth:`fitting` chooses."""
+        return []
 
     @model_validator(mode="wrap")
     @classmethod
@@ -210,14 +210,11 @@ def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
 
 
 def describe_kinds(section: type[Section], prefix: str) -> Iterator[Row]:
-    """Describes the settings that only some kinds of a section have, each once, with the names of those kinds."""
-    owners: dict[Row, list[str]] = {}
-    for name, kind in section.kinds().items():
-        for row in describe_section(kind, prefix):
-            if row[0].removeprefix(prefix).partition(".")[0] not in section.model_fields:
-                owners.setdefault(row, []).append(name)
-    for (key, kind_name, default, text), names in owners.items():
-        yield key, kind_name, default, f"{', '.join(names)}: {text}"
+    """Describes the settings that only one kind of a section has, with the name of that kind."""
+    for kind in section.kinds():
+        for key, kind_name, default, text in describe_section(kind, prefix):
+            if key.removeprefix(prefix).partition(".")[0] not in section.model_fields:
+                yield key, kind_name, default, f"{kind.model_fields['name'].default}: {text}"
 
 
 def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:

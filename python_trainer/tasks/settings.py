@@ -74,8 +74,8 @@ class TaskSettings(Section):
         raise UserError(f"task {self.name}: {type(self).__name__} must have a method load, which returns a Task")
 
     @classmethod
-    def kinds(cls) -> dict[str, type[Section]]:
-        return {name: TASKS.resolve(name) for name in TASKS.names()}
+    def kinds(cls) -> list[type[Section]]:
+        return list(dict.fromkeys(TASKS.resolve(name) for name in TASKS.names()))
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
