@@ -18,7 +18,7 @@ from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Row, Section, as_yaml, copy_nested, describe_section, did_you_mean, section_in
+from python_trainer.settings import Row, Section, copy_nested, describe_section, did_you_mean, section_in
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -245,9 +245,7 @@ def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     if problem["type"] == "list_type":
-        parts = given.split(",") if isinstance(given, str) else [as_yaml(given)] if given is not None else []
-        listed = ", ".join(part.strip() for part in parts if part.strip()) or "A, B"
-        message = f"must be a list, on a command line in quotes: '{key}=[{listed}]'"
+        message = f"must be a list, on a command line in quotes: '{key}=[A, B]'"
     return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {given!r}"
 
 
