@@ -102,11 +102,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Config":
-        for conflict in self._conflicts():
+        for conflict in self.conflicts():
             raise ValueError(conflict)
         return self
 
-    def _conflicts(self) -> Iterator[str]:
+    def conflicts(self) -> Iterator[str]:
         """Yields what sections ask of each other and do not get."""
         rollout, algorithm = self.rollout, self.algorithm
         if algorithm.judge.compares and rollout.num_generations < 2:

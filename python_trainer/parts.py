@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 import rlkernels.backend
 from python_trainer.config import Config
@@ -40,22 +39,20 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     """
     if config.rollout.engine != "auto":
         return config, None
-    values, servers = config.model_dump(), bool(config.rollout.servers)
+
+    def with_engine(engine: str) -> Config:
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
     if gpu is None:
         gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    note = None
-    if servers or (gpu and has_vllm()):
-        values["rollout"]["engine"] = "vllm"
-        try:
-            found = type(config).model_validate(values)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            note = f"rollout.engine: auto generates without vLLM, since {reason}"
-        else:
-            note = "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
-            return found, None if servers else note
-    values["rollout"]["engine"] = "paged"
-    return type(config).model_validate(values), note
+    vllm = with_engine("vllm")
+    if config.rollout.servers:
+        return vllm, None
+    if not (gpu and has_vllm()):
+        return with_engine("paged"), None
+    if (conflict := next(vllm.conflicts(), None)) is not None:
+        return with_engine("paged"), f"rollout.engine: auto generates without vLLM, since {conflict}"
+    return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
 
 
 def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note) -> Config:
