@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
@@ -20,12 +21,6 @@ Row = tuple[str, str, str, str]  # key, type, default, documentation
 
 class PluginError(UserError, ValueError):
     """A plug-in that does not exist or has the wrong type. As a ValueError it is reported with its setting."""
-
-
-def load(place: str) -> Any:
-    """Imports ``module:attribute``."""
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def copy_nested(value: Any) -> Any:
@@ -113,7 +108,7 @@ class Registry(Generic[T]):
             return cast(T, found)
         prefix, _, argument = found.partition(":")
         if argument and prefix in self._makers:
-            return cast(T, load(self._makers[prefix])(argument))
+            return cast(T, resolve_name(self._makers[prefix])(argument))
         return self._load(plugin, found)
 
     def _load(self, name: str, place: str) -> T:
@@ -135,7 +130,7 @@ class Registry(Generic[T]):
         return cast(T, found)
 
     def _type(self) -> Any:
-        return load(self._of) if isinstance(self._of, str) else self._of
+        return resolve_name(self._of) if isinstance(self._of, str) else self._of
 
     def _fits(self, found: object) -> bool:
         of = self._type()

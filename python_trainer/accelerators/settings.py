@@ -1,12 +1,13 @@
 """What an accelerator says about itself before anything heavy is loaded: its settings and what belongs to them."""
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from python_trainer.errors import UserError
-from python_trainer.settings import Section, load
+from python_trainer.settings import Section
 
 if TYPE_CHECKING:
     from python_trainer.tasks.base import Task
@@ -58,7 +59,7 @@ class AcceleratorSettings(Section):
 
     def make(self, *, enabled: bool = True) -> Any:
         """Makes the accelerator; one that is not enabled only if it ``records``."""
-        accelerator = (load(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)
+        accelerator = (resolve_name(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)
         accelerator.enabled = enabled
         return accelerator
 

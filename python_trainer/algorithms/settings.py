@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from python_trainer.settings import Registry, Section, load
+from python_trainer.settings import Registry, Section
 
 HOME = "python_trainer.algorithms"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # TRL's names
@@ -25,7 +26,7 @@ class Advantage:
     critic: bool = False  # needs the values of one
 
     def __call__(self, step: Any, settings: "AlgorithmConfig") -> tuple[Any, Any]:
-        function = load(self.function) if isinstance(self.function, str) else self.function
+        function = resolve_name(self.function) if isinstance(self.function, str) else self.function
         return function(step, settings)
 
 
