@@ -6,7 +6,6 @@ A server may run anywhere that can read the folder of the weights.
 import http.client
 import json
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -164,27 +163,21 @@ def read(url: str, body: bytes | None = None, alive: Callable[[], object] | None
     try:
         connection.request("POST" if body is not None else "GET", parts.path or "/", body, HEADERS)
         response = http.client.HTTPResponse(connection.sock)
-        while alive is not None and not _has_begun(connection.sock, response):
-            alive()
-            response = http.client.HTTPResponse(connection.sock)  # after a time-out the file of one reads no more
+        while alive is not None:
+            connection.sock.settimeout(LOOK_SECONDS)
+            try:
+                response.fp.peek(1)  # over TLS other bytes come before, so the socket alone cannot tell
+                break
+            except TimeoutError:
+                alive()
+                response = http.client.HTTPResponse(connection.sock)  # the file of one reads no more
+        connection.sock.settimeout(TIMEOUT_S)
         response.begin()
         return response.status, response.read().decode(errors="replace")
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
-
-
-def _has_begun(sock: socket.socket, response: http.client.HTTPResponse) -> bool:
-    """Waits LOOK_SECONDS for the first byte; over TLS others come before, so the socket alone cannot tell."""
-    sock.settimeout(LOOK_SECONDS)
-    try:
-        response.fp.peek(1)
-    except TimeoutError:
-        return False
-    finally:
-        sock.settimeout(TIMEOUT_S)
-    return True
 
 
 class AdapterFiles:
