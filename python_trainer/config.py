@@ -249,28 +249,24 @@ def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
     return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {given!r}"
 
 
-def suggest(key: str, section: type[Section] | None) -> str:
+def suggest(key: str, section: type[Section]) -> str:
     """Names the settings that an unknown key may mean: near ones, one of this name elsewhere, or all of the section."""
     last = key.rpartition(".")[2]
-    known = [] if section is None else list(section.model_fields)
-    if near := did_you_mean(last, known):
+    if near := did_you_mean(last, section.model_fields):
         return near
     elsewhere = [row[0] for row in describe_settings() if row[0].rpartition(".")[2] == last and row[0] != key]
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere)}?"
-    return f"; known here: {', '.join(known)}" if known else ""
+    return f"; known here: {', '.join(section.model_fields)}"
 
 
-def section_of(path: Sequence[str | int], values: Any) -> type[Section] | None:
-    """Returns the class that holds the settings at a path of keys into these values."""
+def section_of(path: Sequence[str], values: Any) -> type[Section]:
+    """Returns the class that holds the settings at a path of sections into these values."""
     section: type[Section] = Config
     for key in path:
-        field = section.model_fields.get(str(key))
-        inner = None if field is None else section_in(field.annotation)
-        if inner is None:
-            return None
-        values = values.get(key) if isinstance(values, Mapping) else None
-        section = inner.fitting(values) if isinstance(values, Mapping) else inner
+        values, inner = values[key], section_in(section.model_fields[key].annotation)
+        assert inner is not None
+        section = inner.fitting(values)
     return section
 
 
