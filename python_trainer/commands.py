@@ -183,23 +183,16 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def run_history(args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 
     database = RetrospectiveDatabase(args.url, create=False)
-    table = Table("run", "begun", "folder", "task", "seed", "steps", "tokens", "accuracy", box=None, pad_edge=False)
-    table.columns[2].overflow = "fold"
     for run in (runs := database.runs()):
         steps = database.trajectory(run.id)
         begun, tokens = datetime.fromtimestamp(run.created), sum(step.generated_tokens for step in steps)
         folder, seed = (run.settings.get(name, "-") for name in ("output_dir", "seed"))
-        facts = run.id, f"{begun:%Y-%m-%d}", folder, run.task, seed
         last = f"{steps[-1].accuracy:.3f}" if steps else "-"
-        table.add_row(*(Text(str(fact)) for fact in (*facts, len(steps), tokens, last)))
-    Console().print(table)
+        done = f"{len(steps)} steps, {tokens} tokens, accuracy {last}"
+        print(f"run {run.id}, {begun:%Y-%m-%d}, {folder}: {run.task}, seed {seed}, {done}")
     print(f"{database.name}: {len(runs)} runs")
 
 

@@ -257,19 +257,17 @@ def test_writers_that_make_room_do_not_meet(url, monkeypatch):
     assert len(RetrospectiveDatabase(url).runs()) == 5
 
 
-def test_lists_runs(url, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_lists_runs(url, capsys):
     database = RetrospectiveDatabase(url)
     database.add_run(FACTS)  # as before folders were recorded
     run = database.add_run(replace(FACTS, settings={"seed": 7, "output_dir": "/runs/first[a]"}))
     sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
     database.add_step(run, StepRecord(25, 0.5, 0.625, sketch, generated_tokens=2400), [make_sample(25)])
     assert main(["history", url]) == 0
-    header, first, second, last = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "begun", "folder", "task", "seed", "steps", "tokens", "accuracy"]
-    assert first.split()[2:] == ["-", "sums", "-", "0", "0", "-"]
-    assert second.split()[2:] == ["/runs/first[a]", "sums", "7", "1", "2400", "0.625"]
-    assert last.endswith(": 2 runs") and max(map(len, (header, first, second))) <= 80
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(", -: sums, seed -, 0 steps, 0 tokens, accuracy -")
+    assert second.endswith(", /runs/first[a]: sums, seed 7, 1 steps, 2400 tokens, accuracy 0.625")
+    assert last.endswith(": 2 runs")
 
 
 def test_what_is_not_there_is_named(tmp_path, capsys):
@@ -281,5 +279,5 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     assert main(["history", path]) == 2, "an empty file is none, and SQLite's header does not come into it"
     assert [p.name for p in tmp_path.iterdir()] == ["history.db"] and not (tmp_path / "history.db").read_bytes()
     RetrospectiveDatabase(path)
-    assert main(["history", path]) == 0  # empty: a table without rows
+    assert main(["history", path]) == 0  # empty
     assert "0 runs" in capsys.readouterr().out
