@@ -100,7 +100,4 @@ def check_text(place: str, column: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place}: {column} has the lone surrogate {text[error.start]!r} at character {error.start}, which is half "
-            "of a character and no text; allowed: Unicode text. Write the whole character, or take it out"
-        ) from error
+        raise UserError(f"{place}: {column} is no Unicode text: {error}") from error

@@ -334,7 +334,7 @@ def test_the_example_trains(tmp_path):
     ({"train": [Example("A"), Example(5)]}, r"task mine: train\[1\]: prompt is 5; allowed: a string that"),
     ({"gate": [Example("")]}, r"task mine: gate\[0\]: prompt is ''; allowed: a string that is not empty"),
     ({"train": [Example([{"role": "user"}])]}, r"task mine: train\[0\]: prompt is \[{'role': 'user'}\]; allowed: "),
-    ({"train": [Example("\ud83d", place="mine.py:3")]}, "mine.py:3: prompt has the lone surrogate"),
+    ({"train": [Example("\ud83d", place="mine.py:3")]}, "mine.py:3: prompt is no Unicode text: .*surrogates"),
     ({"train": [Example("A", {"prompts": 1})]}, r"task mine: train\[0\]: column 'prompts' has a name that"),
     ({"reward_functions": {}}, "task mine: reward_functions must be a dict .*, of one or more, got {}"),
     ({"reward_functions": digits}, "task mine: reward_functions must be a dict of .*, got <function digits"),

@@ -134,7 +134,7 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
     refused(said, task={"columns": {"a": "answer"}})
     refused("parallel must be none, got ddp", parallel="ddp")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
-    refused(r"train.jsonl:1: answer has the lone surrogate '\\ud83d' at character 1, .*; allowed: Unicode text")
+    refused(r"train.jsonl:1: answer is no Unicode text: .*'\\ud83d' in position 1: surrogates not allowed")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B" * 200}) + "\n")
     refused(r"train.jsonl:1 has 202: more than 128 tokens with its answer, .*; task.overlong=drop leaves")
     refused("task jsonl has no training examples", task={"overlong": "drop"})
