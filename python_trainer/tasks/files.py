@@ -50,8 +50,6 @@ class JSONLSettings(TaskSettings):
         missing = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
         if missing:
             raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {PLACES}")
-        if len(set(self.columns.values())) < len(self.columns):
-            raise ValueError(f"columns must name every column of the files once, got {self.columns}")
         if not self.rewards:
             raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):

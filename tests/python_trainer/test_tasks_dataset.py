@@ -112,7 +112,6 @@ def test_what_cannot_be_read_is_named(tmp_path, train, changes, message):
     ({"test_path": None}, "task jsonl needs test_path: a file"),
     ({"train_path": None}, "task jsonl needs train_path: a file"),
     ({"reward": []}, "task jsonl needs reward: "),
-    ({"columns": {"prompt": "a", "answer": "a"}}, "must name every column of the files once"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
