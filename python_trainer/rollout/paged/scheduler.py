@@ -89,24 +89,19 @@ class Scheduler:
                 self.drafter.start(job.samples)
 
     def finish(self, done: list[Decoding]) -> None:
-        """Closes the samples that are done, and cuts off drafts from where they were wrong."""
+        """Cuts off drafts from where they were wrong, and closes the samples that are done."""
+        for sample in self.running:
+            if sample.draft and sample.sequence.length >= sample.length:
+                self.cache.truncate(sample.sequence, sample.length - 1)
+            sample.draft = []
         for sample in done:
             if self.keep_answers:
-                self._cut_draft(sample)
                 self.cache.commit(sample.sequence)
             self.cache.close(sample.sequence)
         gone = set(done)
         self.running = [sample for sample in self.running if sample not in gone]
-        for sample in self.running:
-            self._cut_draft(sample)
-            sample.draft = []
         if self.drafter:
             self.drafter.stop(done)
-
-    def _cut_draft(self, sample: Decoding) -> None:
-        """Drops the wrong end of a draft."""
-        if sample.draft and sample.sequence.length >= sample.length:
-            self.cache.truncate(sample.sequence, sample.length - 1)
 
     def close(self) -> None:
         """Lets go of every sequence, whatever state it is in."""
