@@ -246,7 +246,11 @@ class PagedEngine(Engine):
             kept.append(sample.rollout.response_ids[before:])
         if self.drafter:
             self.drafter.learn(samples, accepted, kept)
-        self._count(samples, accepted, kept)
+        self._stats["generated_tokens"] += sum(map(len, kept))
+        self._stats["sample_steps"] += len(samples)
+        self._stats["draft_steps"] += sum(bool(sample.draft) for sample in samples)
+        self._stats["draft_tokens"] += sum(len(sample.draft) for sample in samples)
+        self._stats["accepted_tokens"] += sum(accepted)
         return done
 
     def _extend(self, sample: Decoding, token: int, logprob: float) -> bool:
@@ -259,13 +263,6 @@ class PagedEngine(Engine):
         elif sample.drawn == sample.max_new_tokens:
             rollout.finish_reason = "length"
         return bool(rollout.finish_reason)
-
-    def _count(self, samples: list[Decoding], accepted: list[int], kept: list[list[int]]) -> None:
-        self._stats["generated_tokens"] += sum(map(len, kept))
-        self._stats["sample_steps"] += len(samples)
-        self._stats["draft_steps"] += sum(bool(sample.draft) for sample in samples)
-        self._stats["draft_tokens"] += sum(len(sample.draft) for sample in samples)
-        self._stats["accepted_tokens"] += sum(accepted)
 
     def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float:
         """Returns the quickest time of a pass over ``tokens`` tokens of each of ``sequences``.
