@@ -154,7 +154,12 @@ def test_a_later_turn_computes_only_what_is_new(model):
 
 def test_neither_pace_nor_company_nor_drafts_change_an_answer(model):
     wanted = content(episodes(model).generate(groups(), SAMPLING))
-    assert content(episodes(model, Slow).generate(groups(), SAMPLING)) == wanted
+    engine, found = episodes(model, Slow), []
+    rollouts = engine.submit(groups(), SAMPLING)
+    while some := engine.poll():
+        assert all(rollout.finish_reason for rollout in some)
+        found += some
+    assert sorted(map(id, found)) == sorted(map(id, rollouts)) and content(rollouts) == wanted
     alone = [content(episodes(model).generate([group], SAMPLING)) for group in groups()]
     assert [row for rows in alone for row in rows] == wanted
     assert content(episodes(model, blocks=40).generate(groups(), SAMPLING)) == wanted  # preempts
@@ -163,16 +168,6 @@ def test_neither_pace_nor_company_nor_drafts_change_an_answer(model):
         history.add(group.prompt_ids, row[0])
     engine.drafter = Drafter(history, pass_overhead=1000.0)
     assert content(engine.generate(groups(), SAMPLING)) == wanted and engine.stats["accepted_tokens"] > 20
-
-
-def test_polling_hands_out_every_answer_once(model):
-    engine, found = episodes(model, Slow), []
-    rollouts = engine.submit(groups(), SAMPLING)
-    while some := engine.poll():
-        assert all(rollout.finish_reason for rollout in some)
-        found += some
-    assert sorted(map(id, found)) == sorted(map(id, rollouts))
-    assert content(rollouts) == content(episodes(model).generate(groups(), SAMPLING))
 
 
 def test_a_failing_environment_ends_its_own_answer(model):
