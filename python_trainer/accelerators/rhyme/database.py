@@ -9,7 +9,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,6 @@ import sqlalchemy as sa
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
 
 from python_trainer.errors import UserError, hide_passwords
@@ -142,7 +141,7 @@ class RetrospectiveDatabase:
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
             check_sqlite_file(Path(parsed.database or ""), create=create)
-        self._engine = make_engine(parsed, self.is_sqlite, create)
+        self._create, self._engine = create, make_engine(parsed, self.is_sqlite)
         with self._transaction(write=create) as connection:  # to begin one for writing puts SQLite's header right
             self._open(connection, create)
 
@@ -165,13 +164,17 @@ class RetrospectiveDatabase:
     def _transaction(self, *, write: bool = True) -> Iterator[sa.Connection]:
         """Yields a connection in a transaction of its own; an error in it becomes one line."""
         try:
-            with self._engine.connect() as connection:
-                connection = connection.execution_options(rlkernels_write=write)
-                with connection.begin():
-                    if write and not self.is_sqlite:  # two that make room at once would remove each other's rows
-                        connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
-                        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(APPLICATION_ID)))
-                    yield connection
+            with self._engine.begin() as connection:
+                if self.is_sqlite:
+                    journal = ["PRAGMA journal_mode = WAL"] if self._create else []  # which is written into the file
+                    # a writer takes the lock at once: two that both read first could never go on
+                    begin = "BEGIN IMMEDIATE" if write else "BEGIN"
+                    for statement in (*journal, "PRAGMA synchronous = NORMAL", "PRAGMA foreign_keys = ON", begin):
+                        connection.exec_driver_sql(statement)
+                elif write:  # two that make room at once would remove each other's rows
+                    connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
+                    connection.execute(sa.select(sa.func.pg_advisory_xact_lock(APPLICATION_ID)))
+                yield connection
         except (SQLAlchemyError, UnicodeDecodeError) as error:
             reason = error.orig if isinstance(error, DatabaseError) else error
             raise UserError(f"retrospective database {self.name}: {' '.join(str(reason).split())}") from error
@@ -279,29 +282,14 @@ def parse_url(url: str) -> sa.URL:
     return parsed
 
 
-def make_engine(url: sa.URL, is_sqlite: bool, create: bool) -> sa.Engine:
-    options = {"connect_args": {"timeout": BUSY_SECONDS}} if is_sqlite else {}
+def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
+    # transactions of SQLite begin where we say, not where the driver thinks
+    options = {"timeout": BUSY_SECONDS, "isolation_level": None} if is_sqlite else {}
     try:
-        engine = sa.create_engine(url, poolclass=sa.NullPool, **options)
+        return sa.create_engine(url, poolclass=sa.NullPool, connect_args=options)
     except (ImportError, NoSuchModuleError) as error:
         lack = f"{url.drivername} needs {getattr(error, 'name', None) or error}"
         raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
-    if is_sqlite:
-
-        @event.listens_for(engine, "connect")
-        def set_up(connection, record):
-            connection.isolation_level = None  # transactions begin below, not where the driver thinks
-            journal = ["journal_mode = WAL"] if create else []  # which is written into the file
-            for pragma in (*journal, "synchronous = NORMAL", "foreign_keys = ON"):
-                connection.execute(f"PRAGMA {pragma}")
-
-        @event.listens_for(engine, "begin")
-        def begin(connection):
-            # a writer takes the lock at once: two that both read first could never go on
-            write = connection.get_execution_options().get("rlkernels_write", True)
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-    return engine
 
 
 def check_sqlite_file(path: Path, *, create: bool) -> None:
@@ -314,16 +302,14 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
             raise UserError(f"there is no retrospective database {path}")
         return
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
-        try:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS)) as connection:
             connection.execute("BEGIN")  # one look, while another may be making it
             (owner,) = connection.execute("PRAGMA application_id").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables and owner != APPLICATION_ID:
                 raise UserError(f"{path} is the SQLite database of another program; it was left as it is")
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        finally:
-            connection.close()
     except (sqlite3.Error, UnicodeDecodeError) as error:  # their messages quote what is there
         verdict = str(error)
     if verdict != "ok":
