@@ -152,8 +152,8 @@ class Rhyme(Accelerator):
         answer, logprobs = entry.answer, entry.answer.logprobs
         if answer.run_id in self.better:  # they would weigh those down from which there is most to learn
             logprobs = [float("nan")] * len(logprobs)
-        facts = {"logprobs": logprobs, "importance_cap": sampling.CAP, "expected": rate}
-        return sampling.as_rollout(answer, entry.prompt, context.run.prompts[entry.prompt], **facts)
+        prompt_ids = context.run.prompts[entry.prompt]
+        return sampling.as_rollout(answer, entry.prompt, prompt_ids, logprobs=logprobs, expected=rate)
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         if not self.active:

@@ -164,11 +164,10 @@ def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[tuple[
 
 def as_rollout(answer: StoredAnswer, key: int, prompt_ids: Sequence[int], **facts: Any) -> Rollout:
     """Turns a stored answer to the training prompt of this number into a rollout."""
-    defaults = {
-        "logprobs": answer.logprobs, "finish_reason": "stop" if answer.finished else "length", "text": answer.text,
-        "reward": answer.reward, "accuracy": 1.0,
-    }  # fmt: skip
-    return Rollout(prompt_ids, list(answer.response_ids), prompt_key=key, **defaults | facts)
+    return Rollout(
+        prompt_ids, list(answer.response_ids), finish_reason="stop" if answer.finished else "length", prompt_key=key,
+        text=answer.text, reward=answer.reward, accuracy=1.0, importance_cap=CAP, **facts,
+    )  # fmt: skip
 
 
 @dataclass
@@ -301,7 +300,6 @@ class GroupSampler:
         return as_rollout(
             offer.answer, asked.prompt_key, asked.prompt_ids, group=offer.place, prefix_len=start,
             logprobs=offer.answer.logprobs[start:], merit=None if asked.merit is None else offer.answer.reward,
-            importance_cap=CAP,
         )  # fmt: skip
 
     def look_back(self, context: StepContext) -> None:
