@@ -146,12 +146,9 @@ class RetrospectiveDatabase:
             self._open(connection, create)
 
     def _open(self, connection: sa.Connection, create: bool) -> None:
-        present = set(sa.inspect(connection).get_table_names())
-        if meta_table.name not in present:
+        if not sa.inspect(connection).has_table(meta_table.name):
             if not create:
                 raise UserError(f"there is no retrospective database in {self.name}")
-            if set(metadata.tables) & present:
-                raise UserError(f"{self.name} has tables of a retrospective database, but not all of them: damaged")
             metadata.create_all(connection, checkfirst=False)
             connection.execute(meta_table.insert(), [{"key": "version", "value": str(VERSION)}])
             if self.is_sqlite:
