@@ -1,7 +1,9 @@
 """The benchmark runner: what it measures, compares, names as missing and writes."""
 
 import csv
+import importlib
 import math
+import sys
 
 import pytest
 import torch
@@ -87,3 +89,16 @@ def test_limits_are_plausible():
     assert 1e8 < _limits.read_bandwidth(2**20) < 1e13
     assert 1e8 < _limits.copy_bandwidth(2**20) < 1e13
     assert 1e8 < _limits.fma_rate() < 1e14
+
+
+PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies")
+COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), "bench.gpu.records", "bench.studies.lossless"]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(module).main()
+    said = capsys.readouterr().out
+    assert exit.value.code == 0 and "usage: " in said and "%%" not in said
