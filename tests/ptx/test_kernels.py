@@ -6,15 +6,18 @@ Blocks run in no order that a kernel could rely on. The other architecture is a 
 import importlib.util
 import math
 import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 from accuracy import assert_as_plain, check_logprobs
-from aot_kernels import KERNELS
+from aot_kernels import KERNELS, OTHERS
 from paged_problems import check_attention, check_grouped, paged, shared_prefix
 from rank1_cases import angle, exact, planted
 from support import lacks
+from triton_aot import ROOT
 
 import rlkernels
 from ptx.gpu import Gpu, Launch
@@ -192,3 +195,15 @@ def test_triton_kernels(name, arch, order):
 def test_every_kernel_that_is_compiled_ahead_of_time_runs_here():
     ours = {name for _, kernels in CASES.values() for name in kernels}
     assert ours == {name for name in KERNELS if not name.endswith("before Hopper")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", OTHERS)
+def test_the_kernels_of_another_triton(folder):
+    if not folder:
+        lacks("a second triton: pip install --no-deps --target FOLDER triton==3.6.0, RLKERNELS_OTHER_TRITON=FOLDER")
+    paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths, "RLKERNELS_OTHER_TRITON": ""}
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "tests/ptx/test_kernels.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
