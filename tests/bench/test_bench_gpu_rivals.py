@@ -25,6 +25,15 @@ def attend(query, key, value, causal=True):
     return torch.cat([reference.attend(q, k, v, 0.3, causal)[0] for q, k, v in zip(query, key, value)])
 
 
+def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa=False):
+    """In place of torch's kernel, which has no CPU code: does what its documentation says."""
+    assert enable_gqa or q.shape[1] == k.shape[1]
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    assert window_size == ((-1, 0) if max_q > 1 else (-1, -1))
+    parts = (t.split(starts.diff().tolist()) for t, starts in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k)))
+    return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_rivals_compute_the_same_attention(queries):
     query = torch.randn(3, queries, 4, 16)
@@ -37,14 +46,6 @@ def test_rivals_compute_the_same_attention(queries):
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_varlen_gets_packed_rows_and_the_heads_it_wants(monkeypatch, queries, has_gqa):
-    """The kernel has no CPU code: another function takes its place that does what its documentation says."""
-
-    def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa=False):
-        assert enable_gqa or q.shape[1] == k.shape[1]
-        assert window_size == ((-1, 0) if queries > 1 else (-1, -1)) and (max_q, max_k) == (queries, 24)
-        parts = [t.split(s.diff().tolist()) for t, s in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k))]
-        return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
-
     def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
         return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
@@ -93,12 +94,6 @@ def test_rivals_of_training(monkeypatch):
     parts = (t.transpose(0, 1) for t in (query, *heads))
     masked = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scale).transpose(0, 1)
     torch.testing.assert_close(masked, reference.grouped_attention(query, key, value, layout, scale))
-
-    def varlen(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size):
-        assert window_size == (-1, 0) and starts is starts_k and longest == longest_k == 9
-        rows = (t.split(starts.diff().tolist()) for t in (q, k, v))
-        return torch.cat([reference.attend(*r, scale, True)[0] for r in zip(*rows)])
-
     # copies of a prefix are added up again: output and gradients are those of the packed tokens
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
