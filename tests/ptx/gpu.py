@@ -8,7 +8,6 @@ writes it.
 """
 
 import random
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -147,7 +146,3 @@ def compile_cuda(source: str, arch: int) -> str:
         subprocess.run([*command, f"-arch=compute_{arch}", str(ROOT / "csrc/cuda" / source), "-o", str(target)],
                        check=True)  # fmt: skip
         return target.read_text()
-
-
-def has_nvcc() -> bool:
-    return shutil.which("nvcc") is not None

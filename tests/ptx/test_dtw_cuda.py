@@ -3,13 +3,14 @@
 import ctypes
 import functools
 import re
+import shutil
 from itertools import product
 
 import pytest
 import torch
 from support import lacks
 
-from ptx.gpu import Gpu, compile_cuda, has_nvcc
+from ptx.gpu import Gpu, compile_cuda
 from ptx.program import entries
 from rlkernels.similarity import reference
 
@@ -29,7 +30,7 @@ class Problem(ctypes.Structure):
 
 @functools.cache
 def compiled(arch):
-    if not has_nvcc():
+    if shutil.which("nvcc") is None:
         lacks("nvcc")
     return compile_cuda("dtw.cu", arch)
 
