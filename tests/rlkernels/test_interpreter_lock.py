@@ -50,8 +50,8 @@ def runs_during(call, seconds=PATIENCE) -> bool:
         return ran.is_set()
 
 
-def drafting_calls():
-    """The calls on handles, by name."""
+def long_calls():
+    """Drafting calls on handles, and a verification, by name."""
     rng = np.random.default_rng(0)
     history = rlkernels.RolloutHistory(backend="cpu")
     for _ in range(50):
@@ -61,23 +61,19 @@ def drafting_calls():
     history.extend_tracked(handles, new, lengths)
     core, many = history._core, np.tile(handles, 400)
     ones = np.ones_like(many)
+    logits, uniforms, drafts = torch.randn(64, 20_000), torch.rand(64), torch.randint(20_000, (48,))
+    starts, settings = torch.arange(0, 65, 4), _settings(1.0, 0.9, 50, 16, logits.device)
     return {
         "draft_tracked": lambda: core.draft_tracked(handles, 64, 0.0),
         "extend_tracked": lambda: core.extend_tracked(handles, new, lengths),
         "observe": lambda: core.observe(many, ones, ones),
+        "verify_drafts": lambda: torch.ops.rlkernels.verify_drafts(logits, drafts, starts, uniforms, *settings),
     }
 
 
 @pytest.mark.parametrize("name", ["draft_tracked", "extend_tracked", "observe", "verify_drafts"])
 def test_another_thread_makes_progress_during_a_long_call(name, compiled):
-    if name == "verify_drafts":
-        logits, uniforms = torch.randn(64, 20_000), torch.rand(64)
-        starts, settings = torch.arange(0, 65, 4), _settings(1.0, 0.9, 50, 16, logits.device)
-        drafts = torch.randint(20_000, (48,))
-        native = torch.ops.rlkernels.verify_drafts
-        assert runs_during(lambda: native(logits, drafts, starts, uniforms, *settings))
-    else:
-        assert runs_during(drafting_calls()[name])
+    assert runs_during(long_calls()[name])
 
 
 def test_a_call_that_keeps_the_lock_lets_nobody_run():
