@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,29 +125,21 @@ def test_no_time_and_no_gpu_leave_everything_out():
 
 def test_nobody_listens_to_a_proof(monkeypatch):
     """As where its output goes to ``head``: it ends, and is no finding about an op."""
-    told = []
-
-    def say(line):
-        told.append(line)
-        raise BrokenPipeError
-
+    say = Mock(side_effect=BrokenPipeError)
     monkeypatch.setattr(proof.Prover, "op", lambda self, op: self.say(op))
     with pytest.raises(BrokenPipeError):
         proof.prove([OP, "dtw"], device="cpu", say=say)
-    assert told == [OP]
+    say.assert_called_once_with(OP)
 
 
 def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
     """As one does that waits in a driver: nothing more is started on the device."""
     started = []
     monkeypatch.setattr(proof.Prover, "op", lambda self, op: started.append(op) or self.worker.close())
+    lost = Mock(side_effect=process.DeviceLost("a process is still there"))
     monkeypatch.setattr(process.Worker, "close", lost)
     result, _ = prove(OP, "dtw")
     assert started == [OP] and len(result["left_out"]) == 2 and "still there" in result["left_out"]["dtw"]
-
-
-def lost(worker):
-    raise process.DeviceLost("a process is still there")
 
 
 def test_interval_of_the_median():
