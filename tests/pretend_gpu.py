@@ -152,9 +152,6 @@ class PretendGPU(TorchFunctionMode):
             dtype = next((x.dtype for x in given if isinstance(x, torch.Tensor)), dtype)
             moved = args[0] if where is None else move(args[0], where)
             return moved if dtype is None else func(moved, dtype, copy=kwargs.get("copy", False))
-        if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], GPUTensor):
-            with self:
-                return attend(*args, **kwargs)
         where = device_of(kwargs.get("device"))
         kwargs.pop("pin_memory", None)
         if where in (None, "meta") or func is torch._C._nn._parse_to:
@@ -179,21 +176,6 @@ def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
     if where == tensor.device.type:
         return tensor
     return Upload.apply(tensor) if where == "cuda" else Download.apply(tensor)
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-           ) -> torch.Tensor:  # fmt: skip
-    """``scaled_dot_product_attention``, whose own masks torch would make on the host."""
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    score = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        seen = torch.ones(score.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        score = score.masked_fill(~seen, -torch.inf)
-    if attn_mask is not None:
-        score = score.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else score + attn_mask
-    return score.softmax(-1) @ value
 
 
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
