@@ -23,7 +23,9 @@ SHAPES = {  # keys and queries per sequence, then the rest
     "tall 96": ([70, 33, 128], [5, 1, 0], {"heads": 6, "kv_heads": 1, "dim": 96, "block_size": 16}),
     "tall 128": ([1, 16, 65, 1100], [1, 2, 7, 1], {"heads": 12, "kv_heads": 2, "dim": 128, "block_size": 16}),
     "tall 256": ([40, 130], [3, 1], {"heads": 4, "kv_heads": 2, "dim": 256, "block_size": 32}),
-}
+    **{f"heads of {dim}": ([1, 70, 33], [1, 1, 5], {"dim": dim})
+       for dim in (1, 8, 16, 20, 24, 64, 80, 96, 128, 256, 512)},
+}  # fmt: skip
 
 
 def check(problem: Problem):
@@ -36,12 +38,6 @@ def check(problem: Problem):
 def test_paged_attention(cpu_isa, shape, dtype):
     lens, q_lens, rest = SHAPES[shape]
     check(paged(lens, q_lens, dtype=dtype, **rest))
-
-
-@pytest.mark.parametrize("dim", [1, 8, 16, 20, 24, 64, 80, 96, 128, 256, 512])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_dims(cpu_isa, dim, dtype):
-    check(paged([1, 70, 33], [1, 1, 5], dim=dim, dtype=dtype))
 
 
 def test_large_scores_and_small_blocks(cpu_isa):
