@@ -1,7 +1,8 @@
-"""What torch.compile needs of the compiled ops: schemas, shapes without data, public functions in one graph."""
+"""Compiled ops: schemas, gradients, one graph for torch.compile, and nothing touched beside their tensors."""
 
 import ctypes
 import faulthandler
+import inspect
 import mmap
 import os
 import sys
@@ -189,6 +190,20 @@ def test_a_setting_may_change_from_call_to_call(function, dynamic):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for setting in (1.0, 0.7, 0.8):  # from the second value on the compiler keeps it dynamic
         torch.testing.assert_close(compiled(logits, setting), function(logits, setting))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("op", ["paged_attention", "shared_prefix_attention", "merge_attention", "write_kv"])
+def test_a_gradient_that_would_be_lost_raises(op, backend):
+    run = getattr(rlkernels, op)
+    given = dict(zip(inspect.signature(run).parameters, problems()[op]))
+    for name, value in given.items():
+        if torch.is_tensor(value) and value.is_floating_point():
+            leaf = {name: value.clone().requires_grad_()}
+            with pytest.raises(ValueError, match=f"{name} must not require grad, because {op} has no gradient"):
+                run(**given | leaf, backend=backend)
+            with torch.no_grad():
+                run(**given | leaf, backend=backend)
 
 
 def test_what_compiled_graphs_write_counts_as_a_change():

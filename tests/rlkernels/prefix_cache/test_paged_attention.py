@@ -111,34 +111,6 @@ def test_write_kv_writes_only_its_slots():
     check_write_kv("torch", 5, torch.float32, torch.bfloat16)
 
 
-def arguments(op):
-    """Arguments of an op that has no gradient, by name."""
-    p, ints = paged([9, 5], [1, 3]), partial(torch.tensor, dtype=torch.int32)
-    caches = {"key_cache": p.key_cache.clone(), "value_cache": p.value_cache.clone()}  # views have one version
-    groups = {"group_tables": ints([[0]]), "group_lens": ints([4]), "group_starts": ints([0, 2])}
-    own = {"block_tables": p.block_tables, "seq_lens": p.seq_lens, "query_starts": p.query_starts, "scale": p.scale}
-    (a, b), (lse_a, lse_b), (key, value) = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2), torch.randn(2, 1, 2, 32)
-    return {
-        "paged_attention": {"query": p.query, **caches, **own},
-        "shared_prefix_attention": {"query": p.query, **caches, **groups, **own},
-        "merge_attention": {"out_a": a, "lse_a": lse_a, "out_b": b, "lse_b": lse_b},
-        "write_kv": {"key": key, "value": value, **caches, "slots": torch.tensor([3])},
-    }[op]
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("op", ["paged_attention", "shared_prefix_attention", "merge_attention", "write_kv"])
-def test_a_gradient_that_would_be_lost_raises(op, backend):
-    run, given = getattr(rlkernels, op), arguments(op)
-    for name, value in given.items():
-        if torch.is_tensor(value) and value.is_floating_point():
-            leaf = {name: value.clone().requires_grad_()}
-            with pytest.raises(ValueError, match=f"{name} must not require grad, because {op} has no gradient"):
-                run(**given | leaf, backend=backend)
-            with torch.no_grad():
-                run(**given | leaf, backend=backend)
-
-
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_autograd_knows_that_write_kv_changed_the_cache(backend):
     check_change(backend)
