@@ -21,15 +21,11 @@ SMALL = Tiling(widest=8, slots=4, least=8, rows=8, columns=32, programs=8)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def on_device(*pair: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(t.to(torch.empty(0).device) for t in pair)
-
-
 def generated(make, *args, **options):
     """Inputs come from CPU generators."""
     with torch.device("cpu"):
         out = make(*args, **options)
-    return on_device(*out)
+    return tuple(t.to(torch.empty(0).device) for t in out)
 
 
 def solve(pairs, starts=None, tiling=None, tol=1e-2, max_passes=12, seed=0):
