@@ -107,7 +107,7 @@ class Alpha(Accelerator):
 
     def rules(self, prompts: int) -> Attempt:
         if self.settings.preset == "paper":
-            return Attempt(predictor="pls", scale="alpha", keep_rest=False, limits=TRY_ANYWAY)
+            return Attempt(predictor="pls", keep_rest=False, limits=TRY_ANYWAY)
         limits = Limits() if self.settings.refuse else TRY_ANYWAY
         return Attempt(
             predictor=self.settings.predictor,

@@ -22,9 +22,7 @@ class Attempt:
 
     predictor: str = "secant"  # one of ``PREDICTORS``
     horizon: float = 2.0  # the target is this many times the tracked steps; above 1
-    accuracy: float = 1.0  # the target of predictors that go by accuracy
-    scale: float | str = 1.0  # as for ``extrapolate``, and the next one
-    keep_rest: bool = True
+    keep_rest: bool = True  # as for ``extrapolate``
     limits: Limits = field(default_factory=Limits)
     prompts: int = 512  # most gate prompts that a candidate is held against
     max_tries: int = 3  # candidates
@@ -46,9 +44,9 @@ class Attempt:
     def predict(self, trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], *,
                 points: Mapping[str, Points] | None = None) -> dict[str, torch.Tensor]:  # fmt: skip
         """Return predicted weights by name; arguments and errors as for :func:`rlkernels.extrapolate`."""
-        target = Target(self.horizon * trajectory.steps[-1], self.accuracy)
-        return extrapolate(trajectory, weights, target, predictor=self.predictor, scale=self.scale,
-                           keep_rest=self.keep_rest, limits=self.limits, points=points)  # fmt: skip
+        target = Target(self.horizon * trajectory.steps[-1])
+        return extrapolate(trajectory, weights, target, predictor=self.predictor, keep_rest=self.keep_rest,
+                           limits=self.limits, points=points)  # fmt: skip
 
     @torch.no_grad()
     def judge(self, gate: Gate, predicted: Mapping[str, torch.Tensor], places: Mapping[str, Sequence[torch.Tensor]],

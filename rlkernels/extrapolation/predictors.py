@@ -202,7 +202,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None
 
 
 def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tensor], target: Target, *,
-                predictor: str = "secant", scale: float | str = 1.0, keep_rest: bool = True,
+                predictor: str = "secant", keep_rest: bool = True,
                 limits: Limits | None = None, points: Mapping[str, Points] | None = None,
                 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Predict the weights of the modules to which :func:`module_refusal` does not object.
@@ -212,10 +212,9 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
         target: step and accuracy to go to.
         predictor: one of ``PREDICTORS``.
-        scale: factor a on the predicted x. "alpha" gives the rank-1 update the Frobenius norm of the whole one,
-            |W_T - W_0| / |x_T|, as AlphaRL does; meant for ``keep_rest=False``.
-        keep_rest: True keeps what the update holds beyond v_T, W_T + (a x - x_T) v_T^T. False drops it, as in
-            AlphaRL, W_0 + a x v_T^T. Predictors of the whole update keep and stretch everything.
+        keep_rest: True keeps what the update holds beyond v_T, W_T + (x - x_T) v_T^T. False drops it, as in AlphaRL,
+            W_0 + a x v_T^T, where a = |W_T - W_0| / |x_T| gives the rank-1 update the Frobenius norm of the whole one.
+            Predictors of the whole update keep and stretch everything.
         limits: what a module must fulfil to be extrapolated; None for the defaults.
         points: exact ones, from ``trajectory.exact_points``; None for those of the factors.
 
@@ -223,7 +222,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         name -> float32 [m, n], untested: evaluate them on held-out prompts.
 
     Raises:
-        TypeError, ValueError: an unknown predictor or scale; weights, or points, that do not fit the trajectory, or
+        TypeError, ValueError: an unknown predictor; weights, or points, that do not fit the trajectory, or
             one without a tracked step; a prediction that is not finite.
     """
     predict = find_predictor(predictor)
@@ -232,21 +231,18 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         raise ValueError("trajectory must hold a tracked step, got none")
     if points and (missing := sorted(set(trajectory.base) - set(points))):
         raise ValueError(f"points must hold every tracked module, but {missing[0]!r} is missing")
-    if scale != "alpha" and not (isinstance(scale, int | float) and math.isfinite(scale)):
-        raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
     out = {}
     for name, base in trajectory.base.items():
         if module_refusal(trajectory, name, limits or Limits()) is not None:
             continue
         known, weight = points[name] if points else trajectory.points(name), weights[name].detach().float()
-        last = known.x[-1]
-        factor = float(known.frobenius[-1]) / float(last.norm()) if scale == "alpha" else float(scale)
-        x = factor * predict(known, target)
+        last, x = known.x[-1], predict(known, target)
         if predict.whole:
             stretch = float(x @ last) / float(last @ last)
             out[name] = base.float() + stretch * (weight - base.float())
         elif keep_rest:
             out[name] = add_rank1_(weight.clone(), x - last, known.v, 1.0)
         else:
-            out[name] = add_rank1_(base.float().clone(), x, known.v, 1.0)
+            factor = float(known.frobenius[-1]) / float(last.norm())
+            out[name] = add_rank1_(base.float().clone(), factor * x, known.v, 1.0)
     return out

@@ -72,8 +72,8 @@ def test_objections_and_prediction_are_those_of_the_settings():
     assert Attempt(limits=strict).refusal(trajectory).reason == "flat accuracy"
     found = Attempt(predictor="secant", horizon=2.5).predict(trajectory, {"w": 4 * step})
     torch.testing.assert_close(found["w"], 10 * step)
-    by_accuracy = Attempt(predictor="pls", accuracy=0.6).predict(trajectory, {"w": 4 * step})
-    torch.testing.assert_close(by_accuracy["w"], 6 * step)
+    by_accuracy = Attempt(predictor="pls").predict(trajectory, {"w": 4 * step})  # to 1, which rises by 0.1 a step
+    torch.testing.assert_close(by_accuracy["w"], 10 * step)
 
 
 @pytest.mark.parametrize(("setting", "error", "message"), [

@@ -124,15 +124,14 @@ def test_pls_by_hand():
     assert found.tolist() == pytest.approx([5.0, 1 / 3])
 
 
-def test_scale_is_explicit():
+def test_rank_1_alone_has_the_norm_of_the_whole_update():
     trajectory, weights = run(noisy)
-    base, target = trajectory.base["a"], Target(24)
     points = trajectory.points("a")
-    plain = extrapolate(trajectory, weights, target, predictor="secant", keep_rest=False)["a"] - base
-    assert torch.allclose(plain, torch.outer(points.x[-1], points.v), atol=1e-6), "no step ahead: the update as it is"
-    scaled = extrapolate(trajectory, weights, target, predictor="secant", keep_rest=False, scale="alpha")["a"] - base
-    assert float(scaled.norm()) == pytest.approx(float(points.frobenius[-1]), rel=1e-4)
-    kept = extrapolate(trajectory, weights, target, predictor="secant", scale=1.0)["a"]
+    alone = extrapolate(trajectory, weights, Target(24), keep_rest=False)["a"] - trajectory.base["a"]
+    whole = points.frobenius[-1].float()
+    expected = torch.outer(points.x[-1], points.v) * whole / points.x[-1].norm()  # no step ahead: the update as it is
+    assert torch.allclose(alone, expected, atol=1e-6) and torch.allclose(alone.norm(), whole, rtol=1e-4)
+    kept = extrapolate(trajectory, weights, Target(24))["a"]
     assert torch.allclose(kept, weights["a"], atol=1e-6)
 
 
@@ -299,13 +298,10 @@ def test_bad_bases_and_settings_are_named(base, setting, error, message):
         rlkernels.RankOneTrajectory({"a": torch.zeros(3, 3)} if base is None else base, **setting)
 
 
-def test_bad_holdouts_predictors_and_scales_are_named():
+def test_bad_holdouts_and_predictors_are_named():
     trajectory, weights = run(line, steps=(4, 8))
     with pytest.raises(TypeError, match="holdout must be an integer, got 1.5"):
         skill(trajectory, "secant", holdout=1.5)
     for predictor in ("oracle", ["pls"]):
         with pytest.raises(ValueError, match="predictor must be one of"):
             extrapolate(trajectory, weights, Target(24), predictor=predictor)
-    for scale in ("beta", math.nan):
-        with pytest.raises(ValueError, match="scale must be"):
-            extrapolate(trajectory, weights, Target(24), scale=scale)
