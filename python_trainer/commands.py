@@ -116,7 +116,7 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("train needs --output-dir DIR, or --dry-run")
     config = load_checked(args, resume=args.resume)
     from python_trainer.distributed import start
-    from python_trainer.report.page import report
+    from python_trainer.report import report
     from python_trainer.trainer import Trainer
 
     note_resuming(args, config)
@@ -177,7 +177,7 @@ def run_probe(args: argparse.Namespace) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    from python_trainer.report.page import report
+    from python_trainer.report import report
 
     report(args.folders)
 

@@ -8,8 +8,7 @@ from rich.console import Console
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, dump_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.report.page import report
-from python_trainer.report.runs import BASELINE
+from python_trainer.report import BASELINE, report
 
 
 def enabled_in(variant: str) -> list[str]:

@@ -176,9 +176,9 @@ def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ |= group
     from python_trainer import __main__ as program
-    from python_trainer.report import page
+    from python_trainer import report
 
-    page.report = lambda folders, console=None: None  # drawing takes longer than the run
+    report.report = lambda folders, console=None: None  # drawing takes longer than the run
     code = 1
     try:
         code = program.main(list(argv))

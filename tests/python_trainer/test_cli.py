@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from python_trainer.__main__ import main
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
-from python_trainer.report.runs import find_runs, make_table, summary_columns
+from python_trainer.report import find_runs, make_table, summary_columns
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 

@@ -8,7 +8,7 @@ from conftest import QUIET
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
-from python_trainer.report.runs import find_runs, summary_columns
+from python_trainer.report import find_runs, summary_columns
 from python_trainer.run_directory import load_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer

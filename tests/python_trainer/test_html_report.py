@@ -17,8 +17,17 @@ from python_trainer.config import flatten, load_config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.logger import Logger, choose_samples
-from python_trainer.report.page import compare_rows, draw_curves, report
-from python_trainer.report.runs import by_variant, caveats, escape_controls, find_runs, judge, verdicts
+from python_trainer.report import (
+    by_variant,
+    caveats,
+    compare_rows,
+    draw_curves,
+    escape_controls,
+    find_runs,
+    judge,
+    report,
+    verdicts,
+)
 from python_trainer.run_directory import read_metrics, read_samples
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}

@@ -81,7 +81,7 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     def fail(folders):
         raise raised
 
-    monkeypatch.setattr("python_trainer.report.page.report", fail)
+    monkeypatch.setattr("python_trainer.report.report", fail)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["report", str(tmp_path)]) == 2

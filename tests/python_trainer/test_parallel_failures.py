@@ -182,7 +182,7 @@ def test_a_process_that_is_left_alone_says_so(tmp_path, monkeypatch, capsys, siz
     """As gloo puts it where another process was killed."""
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39313.")
     lost.add_note("step 2 is saved: --resume continues from it")
-    monkeypatch.setattr("python_trainer.report.page.report", Mock(side_effect=lost))
+    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=lost))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
     with nullcontext() if size == "2" else pytest.raises(RuntimeError):

@@ -19,7 +19,7 @@ from python_trainer.checkpoint import list_checkpoints
 from python_trainer.compare import compare
 from python_trainer.config import dump_config
 from python_trainer.errors import UserError
-from python_trainer.report.runs import find_runs, summary_columns
+from python_trainer.report import find_runs, summary_columns
 from python_trainer.run_directory import read_metrics
 from python_trainer.settings import PluginError, Registry
 from python_trainer.tasks import TASKS

@@ -20,7 +20,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
-from python_trainer.report.runs import find_runs, summary_columns
+from python_trainer.report import find_runs, summary_columns
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
