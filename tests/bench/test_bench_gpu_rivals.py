@@ -16,8 +16,8 @@ from rlkernels.proof.cases import attention, logits
 from rlkernels.proof.problem import Case, Problem, Tolerance
 
 CPU = torch.device("cpu")
-# varlen has no kernel for a CPU; FlashInfer and flash-attn are not installed
-ON_A_CPU = ("torch SDPA", "torch FlexAttention")
+# FlashInfer and flash-attn are not installed
+ON_A_CPU = ("torch SDPA", "torch varlen", "torch FlexAttention")
 
 
 def attend(query, key, value, causal=True):
@@ -34,25 +34,20 @@ def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1,
     return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_rivals_compute_the_same_attention(queries):
-    query = torch.randn(3, queries, 4, 16)
-    key, value = torch.randn(2, 3, 24, 2, 16)
-    found = rivals.attention(query, key, value, 0.3, compiled=False)
-    for name in ON_A_CPU:
-        torch.testing.assert_close(found[name].make()(), attend(query, key, value))
-
-
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_varlen_gets_packed_rows_and_the_heads_it_wants(monkeypatch, queries, has_gqa):
+def test_rivals_compute_the_same_attention(monkeypatch, queries, has_gqa):
+    """varlen_attn gets packed rows, and the heads that its version wants."""
+
     def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
         return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if has_gqa else varlen_of_2_11)
     query = torch.randn(3, queries, 4, 16)
     key, value = torch.randn(2, 3, 24, 2, 16)
-    torch.testing.assert_close(rivals.varlen(query, key, value, 0.3)(), attend(query, key, value))
+    found = rivals.attention(query, key, value, 0.3, compiled=False)
+    for name in ON_A_CPU:
+        torch.testing.assert_close(found[name].make()(), attend(query, key, value))
 
 
 @pytest.mark.parametrize("queries", [1, 5])
