@@ -76,22 +76,18 @@ def test_objections_and_prediction_are_those_of_the_settings():
     torch.testing.assert_close(by_accuracy["w"], 10 * step)
 
 
-@pytest.mark.parametrize(("setting", "error", "message"), [
-    ({"predictor": "oracle"}, ValueError, "predictor must be one of .* got 'oracle'"),
-    ({"horizon": 1}, ValueError, "horizon must be above 1, got 1"),
-    ({"horizon": "2"}, TypeError, "horizon must be a number, got '2'"),
-    ({"prompts": 0}, ValueError, "prompts must be >= 1, got 0"),
-    ({"max_tries": 1.5}, TypeError, "max_tries must be an integer, got 1.5"),
-    ({"shrink": 1.0}, ValueError, r"shrink must be between 0 and 1 \(exclusive\), got 1.0"),
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: Attempt(predictor="oracle"), ValueError, "predictor must be one of .* got 'oracle'"),
+    (lambda: Attempt(horizon=1), ValueError, "horizon must be above 1, got 1"),
+    (lambda: Attempt(horizon="2"), TypeError, "horizon must be a number, got '2'"),
+    (lambda: Attempt(prompts=0), ValueError, "prompts must be >= 1, got 0"),
+    (lambda: Attempt(max_tries=1.5), TypeError, "max_tries must be an integer, got 1.5"),
+    (lambda: Attempt(shrink=1.0), ValueError, r"shrink must be between 0 and 1 \(exclusive\), got 1.0"),
+    (lambda: rlkernels.Gate(1.0), ValueError, "level must be between 0 and 1"),
 ])  # fmt: skip
-def test_bad_settings_are_named(setting, error, message):
+def test_bad_settings_are_named(make, error, message):
     with pytest.raises(error, match=message):
-        Attempt(**setting)
-
-
-def test_a_level_outside_of_0_and_1_is_named():
-    with pytest.raises(ValueError, match="level must be between 0 and 1"):
-        rlkernels.Gate(1.0)
+        make()
 
 
 def test_scores_that_are_not_finite_use_up_no_evidence():
