@@ -107,12 +107,9 @@ def test_layout():
     assert rlkernels.GroupedLayout([], [], [0]).num_tokens == 0
 
 
-def test_write_kv_writes_only_its_slots():
-    check_write_kv("torch", 5, torch.float32, torch.bfloat16)
-
-
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_autograd_knows_that_write_kv_changed_the_cache(backend):
+def test_write_kv_writes_only_its_slots_and_autograd_knows(backend):
+    check_write_kv(backend, 5, torch.float32, torch.bfloat16)
     check_change(backend)
 
 
