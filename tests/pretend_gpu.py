@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import flash
 import pytest
 import torch
+from support import waits
 from torch._library.custom_ops import OPDEFS
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,6 @@ APPLY: Any = torch.nn.Module._apply
 MEMORY = 24 << 30
 aten = torch.ops.aten
 BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # which may lie on the host
-WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.masked_select.default}
 STAND_INS = {
     aten._flash_attention_forward.default: flash.forward,
     aten._flash_attention_backward.default: flash.backward,
@@ -93,7 +93,7 @@ def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.namespace == "rlkernels":  # its lines, on tensors that are there
         with PretendGPU():
             return OPDEFS[func._schema.name]._backend_fns[None](*args, **kwargs)
-    if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+    if waits(func, args, kwargs):
         GPUTensor.waits[str(func)] += 1
     numbers = tree_map(lambda x: x.numbers if isinstance(x, GPUTensor) else x, (args, kwargs))
     out = STAND_INS.get(func, func)(*numbers[0], **numbers[1])
