@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators.base import Accelerator, StepContext
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.data import Group, Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
@@ -46,10 +46,10 @@ class Alpha(Accelerator):
     """Tracks, extrapolates and asks the gate."""
 
     settings: AlphaSettings
+    trajectory: RankOneTrajectory  # made by begin or load_state_dict
 
     def __init__(self, settings: AlphaSettings):
         super().__init__(settings)
-        self.trajectory: RankOneTrajectory | None = None
         self.anchor = 0  # the step whose weights are the base of the trajectory
         self.answered: list[list[float]] = []  # [step, sum of merits, answers] of every step since the anchor
         self.next_attempt = settings.first_step
@@ -57,11 +57,12 @@ class Alpha(Accelerator):
         self.events: list[dict[str, Any]] = []  # one for every attempt
         self.seconds = {"track": 0.0, "gate": 0.0}
 
+    def begin(self, run: RunContext) -> None:
+        self.restart(run, 0)
+
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        if self.trajectory is None:
-            self.restart(context, context.step - 1)
-        else:  # a resumed run was loaded on the CPU
-            self.trajectory.to(next(iter(context.run.optimizer.masters.values())).device)
+        # a resumed run was loaded on the CPU
+        self.trajectory.to(next(iter(context.run.optimizer.masters.values())).device)
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
@@ -80,12 +81,12 @@ class Alpha(Accelerator):
             if context.step >= self.next_attempt:
                 self.attempt(context)
 
-    def restart(self, context: StepContext, step: int) -> None:
+    def restart(self, run: RunContext, step: int) -> None:
         """Starts a new trajectory at the present weights, those after ``step`` steps."""
-        base, optimizer = {}, context.run.optimizer
-        for name, master in optimizer.masters.items():
+        base = {}
+        for name, master in run.optimizer.masters.items():
             if master.ndim == 2 and default_filter(name):
-                stored = optimizer.params[name].detach()
+                stored = run.optimizer.params[name].detach()
                 # the model's own precision is enough where it holds the master exactly
                 base[name] = stored.clone() if torch.equal(stored.float(), master) else master.detach().clone()
         if not base:
@@ -94,7 +95,6 @@ class Alpha(Accelerator):
 
     def track(self, context: StepContext) -> None:
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
-        assert self.trajectory is not None
         window = [right / answers for _, right, answers in self.answered[-SMOOTHING:]]
         if window:  # else nobody knows how good they are
             accuracy = sum(window) / len(window)
@@ -102,7 +102,6 @@ class Alpha(Accelerator):
 
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Returns the tracked weights, as precise as they are trained."""
-        assert self.trajectory is not None
         return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
 
     def rules(self, prompts: int) -> Attempt:
@@ -112,14 +111,13 @@ class Alpha(Accelerator):
         return Attempt(
             predictor=self.settings.predictor,
             horizon=self.settings.horizon,
-            limits=replace(limits, holdout=max(len(self.trajectory or ()) // 3, 1)),
+            limits=replace(limits, holdout=max(len(self.trajectory) // 3, 1)),
             prompts=prompts,
         )
 
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """Makes one attempt, from the refusals to the gate -> its outcome, which also joins ``events``."""
         tracked, rules = self.trajectory, self.rules(len(context.run.task.gate))
-        assert tracked is not None
         objection, factors = context.run.once(lambda: decide(tracked, rules))
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
@@ -154,7 +152,7 @@ class Alpha(Accelerator):
         accepted = not tries or tries[-1]["accepted"]
         if accepted:
             run.optimizer.forget_momentum(predicted)
-            self.restart(context, context.step)
+            self.restart(run, context.step)
         context.telemetry["alpha/tried"] = float(max(len(tries), 1))
         context.telemetry["alpha/accepted"] = float(accepted)
         return {"accepted": accepted, "modules": len(predicted), "tries": tries}
@@ -174,18 +172,15 @@ class Alpha(Accelerator):
         return {f"{name}_s": seconds for name, seconds in self.seconds.items()} | {"attempts": self.events}
 
     def state_dict(self) -> dict[str, Any]:
-        tracked = self.trajectory
         return {
-            "base": None if tracked is None else tracked.base,  # one without points counts as false
-            "trajectory": None if tracked is None else tracked.state_dict(),
+            "base": self.trajectory.base,
+            "trajectory": self.trajectory.state_dict(),
             "gate": [self.gate.comparisons, self.gate.position],
         } | {name: getattr(self, name) for name in FACTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trajectory = None
-        if state["base"] is not None:
-            self.trajectory = RankOneTrajectory(state["base"])
-            self.trajectory.load_state_dict(state["trajectory"])
+        self.trajectory = RankOneTrajectory(state["base"])
+        self.trajectory.load_state_dict(state["trajectory"])
         self.gate = Gate(GATE_LEVEL, *state["gate"])
         vars(self).update({name: state[name] for name in FACTS})
 

@@ -79,6 +79,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     context = Context(model, optimizer, lambda m: quality(progress(m, start)))
     options = {"first_step": 1000, "track_steps": 1, "horizon": 2.0} | settings
     alpha = Alpha(AlphaSettings(**options))
+    alpha.begin(context.run)
     for step in range(1, 13):
         context.step, context.telemetry = step, {}
         alpha.plan(context, [])
