@@ -18,7 +18,7 @@ from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import PolicyOptimizer
-from python_trainer.model.policy import load_policy, recomputes
+from python_trainer.model.policy import load_policy
 from python_trainer.parts import make_engine
 from python_trainer.report import find_runs, summary_columns
 from python_trainer.rollout.engine import SamplingParams
@@ -171,11 +171,3 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path
     with pytest.raises(UserError, match="holds a finished run without a checkpoint: choose another"):
         kind(config, tmp_path, resume=True, console=QUIET)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
-
-
-@pytest.mark.parametrize("needed", [False, True])
-def test_activations_are_recomputed_by_need(lessons, tmp_path, monkeypatch, needed):
-    """Which test_memory decides."""
-    monkeypatch.setattr("python_trainer.parts.needs_recomputing", lambda config, ranks: needed)
-    run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
-    assert recomputes(run.policy.model) == needed and run.run()["loss_final"] > 0
