@@ -30,7 +30,7 @@ from python_trainer.report import (
 )
 from python_trainer.run_directory import read_metrics, read_samples
 
-VOID = {"meta", "br", "input", "img", "link", "hr"}
+VOID = {"meta", "img"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
 
 
@@ -48,10 +48,6 @@ class Page(HTMLParser):
         self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
 
     def handle_endtag(self, tag):
         if tag not in VOID:
