@@ -61,6 +61,24 @@ def test_same_tokens_with_a_good_and_a_bad_history(name, sampling, fused):
         assert seen["forward_passes"] <= plain.stats["forward_passes"]
 
 
+@pytest.mark.parametrize("longest", [1, 6])
+def test_a_right_draft_saves_a_pass_for_each_of_its_tokens(monkeypatch, longest):
+    """A single draft after the first token: all of it is kept, and nothing of it is offered again."""
+    model, requests = make(), [Request(prompts([9])[0], max_new_tokens=20)]
+    plain = engine_for(model)
+    wanted = plain.generate(requests, GREEDY)
+    made, draft = fed(requests, wanted, max_tokens=longest), Drafter.draft
+
+    def draft_once(self, samples, budget):
+        if [sample.drawn for sample in samples] == [1]:
+            draft(self, samples, budget)
+
+    monkeypatch.setattr(Drafter, "draft", draft_once)
+    seen = drafted(model, requests, GREEDY, wanted, made).stats
+    assert seen["draft_tokens"] == seen["accepted_tokens"] == longest
+    assert seen["forward_passes"] == plain.stats["forward_passes"] - longest
+
+
 def test_prompts_without_answers_are_left_alone():
     """Looking up what other prompts suggest would cost more than the few passes that it saves, unless they are dear."""
     model, requests = make(), mixed_requests()
