@@ -257,7 +257,7 @@ def test_masked_entries_may_hold_anything(kind):
     assert torch.equal(out.loss + kl + value, torch.zeros(1, 4)) and torch.equal(gradient, torch.zeros(1, 4))
     assert torch.equal(out.ratio, torch.zeros(1, 4)) and not (out.clipped_low | out.clipped_high).any()
     settings = AlgorithmConfig(policy_loss=kind, importance_sampling_level="sequence")  # one ratio for all tokens
-    loss = policy_loss(logprobs, bad.requires_grad_(), torch.ones(1), mask, settings, weights=bad.detach().neg()).loss
+    loss = policy_loss(logprobs, bad.requires_grad_(), -2 * bad.detach(), mask, settings, weights=-bad.detach()).loss
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)  # 1 x -0.5 x 1: old log-probabilities get no gradient
     torch.testing.assert_close(gradient, -torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
     assert not policy_loss(logprobs.detach(), bad, torch.ones(1), mask, settings).loss.requires_grad
