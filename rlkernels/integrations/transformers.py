@@ -182,7 +182,8 @@ class PagedCache(Cache):
         self._sequences = self.kv.open_many(prompts)
         self._prompts, self._pads, self.num_cached = prompts, pads, [seq.num_cached for seq in self._sequences]
         known = min((pad + n for pad, n in zip(pads, self.num_cached)), default=0)
-        assert columns is None or known >= columns
+        if columns is not None and known < columns:
+            raise ValueError("the policy version has advanced since the PagedCache was opened: open another")
         self._columns = known if columns is None else columns
 
     def begin(self, model: PreTrainedModel, given: Mapping[str, Any]) -> None:

@@ -150,6 +150,20 @@ def test_copies_that_do_not_fit_give_all_blocks_back(model):
         assert kv.stats["blocks_pinned"] == 0
 
 
+def test_samples_of_a_prompt_that_older_weights_computed_are_refused(model):
+    """They need its blocks, which the advance has made unreachable."""
+    inputs, kv = padded(7), paged_kv_cache(model, num_blocks=64, block_size=4)
+    for again in (False, True):
+        with PagedCache(kv, **inputs) as cache:
+            if again:
+                kv.advance_version()
+                with pytest.raises(ValueError, match="has advanced since the PagedCache was opened: open another"):
+                    generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
+            else:
+                generate(model, inputs, cache)
+    assert kv.stats["blocks_pinned"] == 0
+
+
 def test_a_second_turn_in_the_same_cache(model):
     inputs = padded(9, 6)
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
