@@ -164,8 +164,8 @@ class HistoryProposer:
         # One of the workers that share the layers of a model records for all of them.
         parallel = vllm_config.parallel_config
         self._records = record and parallel.rank % parallel.tensor_parallel_size == 0
-        self._lock = f"{self._path}.lock"
         if self._records:
+            self._lock = f"{self._path}.lock"
             open(self._lock, "w").close()  # a folder that refuses it fails here
             # An engine drops its proposer, or its process ends; of exit functions workers run multiprocessing's alone.
             Finalize(None, _close, args=(weakref.ref(self),), exitpriority=1)
