@@ -207,6 +207,7 @@ def test_long_answers_first_are_the_same_answers_in_fewer_passes():
         assert_same(engine.generate(requests, GREEDY), wanted)
         assert engine.stats["forward_passes"] - before < plain.stats["forward_passes"]
         engine.lengths.observe(requests, wanted)
+    assert engine.lengths.predict([Request(requests[4].prompt_ids, max_new_tokens=99)]) == [40]
 
 
 @pytest.mark.parametrize(
