@@ -17,8 +17,9 @@ from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.memory import parse_gpus, plan_memory
 from python_trainer.model.optimizer import PolicyOptimizer
-from python_trainer.model.policy import load_policy
+from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
 from python_trainer.report import find_runs, summary_columns
 from python_trainer.rollout.engine import SamplingParams
@@ -171,3 +172,11 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path
     with pytest.raises(UserError, match="holds a finished run without a checkpoint: choose another"):
         kind(config, tmp_path, resume=True, console=QUIET)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
+
+
+def test_memory_is_planned_without_a_cache(lessons, tmp_path, monkeypatch):
+    """Nothing generates; test_memory decides what is recomputed."""
+    planned = []
+    monkeypatch.setattr("python_trainer.parts.needs_recomputing", lambda config, ranks: planned.append(config) or True)
+    run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
+    assert recomputes(run.policy.model) and plan_memory(planned[0], parse_gpus("80")).parts["KV cache"] == 0
