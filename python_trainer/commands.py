@@ -128,19 +128,19 @@ def run_train(args: argparse.Namespace) -> None:
 
 def print_plan(config: "Config", gpus: str | None) -> None:
     """Prints the settings as resolved and the memory of each device."""
-    from python_trainer.memory import RECOMPUTES, device_here, memory_lines, parse_gpus, plan_memory
+    from python_trainer import memory
     from python_trainer.parts import resolve_engine
 
     config, reason = resolve_engine(config, gpu=None if gpus is None else True)
-    device = device_here(config.model.device) if gpus is None else parse_gpus(gpus)
-    memory, notes = plan_memory(config, device), [reason] if reason else []
-    if memory.trouble and config.model.gradient_checkpointing == "auto" and device.kind != "cpu":
-        config = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
-        memory, notes = plan_memory(config, device), [*notes, RECOMPUTES]
-    print("\n".join([dump_config(config), *notes, *memory_lines(memory)]))
-    if memory.trouble:
+    device = memory.device_here(config.model.device) if gpus is None else memory.parse_gpus(gpus)
+    notes = [reason] if reason else []
+    if memory.needs_recomputing(config, device):
+        config, notes = memory.recomputing(config), [*notes, memory.RECOMPUTES]
+    plan = memory.plan_memory(config, device)
+    print("\n".join([dump_config(config), *notes, *memory.memory_lines(plan)]))
+    if plan.trouble:
         raise UserError(
-            f"{memory.trouble}: smaller optimizer.micro_batch_tokens or rollout.memory_bytes, "
+            f"{plan.trouble}: smaller optimizer.micro_batch_tokens or rollout.memory_bytes, "
             "model.gradient_checkpointing=true, model.lora or parallel=fsdp2 on more GPUs take less"
         )
 

@@ -215,12 +215,12 @@ def generating_bytes(s: Shape, config: Config, kind: str, prompt: int) -> int:
     return max(prefill, min(SEQUENCES, prompts * samples) * s.vocab * DRAW_BYTES[kind])
 
 
-def device_here(name: str) -> Device:
-    """Describes the device of this machine that ``model.device`` means."""
+def device_here(name: str, ranks: int | None = None) -> Device:
+    """Describes the device of this machine that ``model.device`` means, for each of so many ranks; None: all GPUs."""
     if choose_device(name).type == "cpu":
         return Device("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-    return Device("cuda", int(total * USABLE), torch.cuda.device_count())
+    return Device("cuda", int(total * USABLE), ranks or torch.cuda.device_count())
 
 
 def parse_gpus(text: str) -> Device:
@@ -231,13 +231,16 @@ def parse_gpus(text: str) -> Device:
     return Device("cuda", int(float(found[2]) * 1e9), int(found[1] or 1))
 
 
-def needs_recomputing(config: Config, ranks: int) -> bool:
-    """Decides whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU that could not hold activations."""
-    if config.model.gradient_checkpointing != "auto" or choose_device(config.model.device).type == "cpu":
+def needs_recomputing(config: Config, device: Device) -> bool:
+    """Decides whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU where the run would not fit."""
+    if config.model.gradient_checkpointing != "auto" or device.kind == "cpu":
         return False
-    here = device_here(config.model.device)
-    memory = plan_memory(config, Device(here.kind, here.memory, ranks))
-    return memory.phases["the update"] > here.memory
+    return plan_memory(config, device).trouble is not None
+
+
+def recomputing(config: Config) -> Config:
+    """Replaces ``model.gradient_checkpointing`` by true in the settings."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
 
 
 def memory_lines(memory: Memory) -> list[str]:

@@ -13,7 +13,7 @@ from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
-from python_trainer.memory import RECOMPUTES, Device, device_here, needs_recomputing, plan_memory
+from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory, recomputing
 from python_trainer.model.loading import base_folder, keep_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, set_matmul_precision
@@ -70,10 +70,9 @@ def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note
         if reason is not None:
             note(reason)
         chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, saved)})
-    if ranks.once(lambda: needs_recomputing(chosen, ranks.size)):
+    if ranks.once(lambda: needs_recomputing(chosen, device_here(chosen.model.device, ranks.size))):
         note(RECOMPUTES)
-        model = chosen.model.model_copy(update={"gradient_checkpointing": True})
-        chosen = chosen.model_copy(update={"model": model})
+        return recomputing(chosen)
     return chosen
 
 
@@ -142,8 +141,7 @@ def make_run_engine(chosen: Config, policy: Policy, tasks: Tasks, output_dir: Pa
     """
     reserved = 0
     if policy.device.type != "cpu":
-        device = Device("cuda", device_here("cuda").memory, ranks.size)
-        reserved = plan_memory(chosen, device, model=policy.model).reserved
+        reserved = plan_memory(chosen, device_here("cuda", ranks.size), model=policy.model).reserved
     engine = make_engine(chosen, policy, output_dir, ranks, reserved_bytes=reserved)
     if tasks.environment is not None:
         engine = EpisodeEngine(

@@ -9,11 +9,12 @@ from conftest import QUIET, merged, save_tiny_policy
 from transformers import Qwen2Config
 
 import python_trainer.memory
+import python_trainer.parts
 from bench import memory as bench
 from python_trainer.__main__ import main
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
-from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
+from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory, recomputing
 from python_trainer.model.policy import recomputes
 from python_trainer.trainer import Trainer
 
@@ -180,9 +181,19 @@ def test_checkpointing_by_need(make_config, tmp_path, monkeypatch, setting, memo
     here = Device("cuda", int(bytes_kept * memory))
     with monkeypatch.context() as patched:
         patched.setattr(python_trainer.memory, "choose_device", lambda name: torch.device("cuda"))
-        patched.setattr(python_trainer.memory, "device_here", lambda name: here)
-        assert needs_recomputing(config, 1) == (expected and setting == "auto")
+        patched.setattr(python_trainer.parts, "device_here", lambda name, ranks: here)
+        assert needs_recomputing(config, here) == (expected and setting == "auto")
         trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert recomputes(trainer.policy.model) == expected
     trainer.run()
-    assert not needs_recomputing(config, 1), "on a CPU auto recomputes nothing"
+    assert not needs_recomputing(config, device_here("cpu")), "on a CPU auto recomputes nothing"
+
+
+def test_checkpointing_for_the_cache(make_config):
+    """``auto`` also recomputes where activations would leave the KV cache less than an answer."""
+    config = make_config(model={"dtype": "float32"})
+    plan = plan_memory(config, Device("cuda", 1 << 40))
+    tight = Device("cuda", plan.reserved + plan.parts["weights"] + 1000)
+    assert plan_memory(config, tight).phases["the update"] <= tight.memory
+    assert "the KV cache has room for" in plan_memory(config, tight).trouble
+    assert needs_recomputing(config, tight) and plan_memory(recomputing(config), tight).trouble is None

@@ -177,6 +177,6 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path
 def test_memory_is_planned_without_a_cache(lessons, tmp_path, monkeypatch):
     """Nothing generates; test_memory decides what is recomputed."""
     planned = []
-    monkeypatch.setattr("python_trainer.parts.needs_recomputing", lambda config, ranks: planned.append(config) or True)
+    monkeypatch.setattr("python_trainer.parts.needs_recomputing", lambda config, device: planned.append(config) or True)
     run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
     assert recomputes(run.policy.model) and plan_memory(planned[0], parse_gpus("80")).parts["KV cache"] == 0
