@@ -37,18 +37,17 @@ SHOWN_STEPS = 8  # of a run, with sample answers
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders; writes accuracy.png in the first and report.html in all."""
+    """Prints the table of all runs in these folders; writes report.html and accuracy.png where all of them lie."""
     console = console or Console()
     runs = find_runs(folders)
     columns = summary_columns(runs)
     console.print(make_table(columns))
-    picture, pages = folders[0] / "accuracy.png", [folder / "report.html" for folder in dict.fromkeys(folders)]
+    home = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    picture, page = home / "accuracy.png", home / "report.html"
     draw_curves(runs).savefig(picture, dpi=130)
-    page = render_page(runs, columns, picture)
-    for path in pages:
-        write_text(path, page)
+    write_text(page, render_page(runs, columns, picture))
     lines = [*(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
-    for line in [*lines, f"picture: {picture}", *(f"page: {path}" for path in pages)]:
+    for line in [*lines, f"picture: {picture}", f"page: {page}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
