@@ -144,7 +144,7 @@ class Evaluator:
             row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
             self.logger.work = "answers"
             if name is not None:
-                save_evaluation(self.logger.folder, name, correct)
+                save_evaluation(self.logger.folder, state.step, name, correct)
                 state.results[name] = dict(row)
         state.costs.append(cost)
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])

@@ -24,7 +24,7 @@ from rich.text import Text
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
 from python_trainer.errors import UserError
-from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, write_text
+from python_trainer.run_directory import read_evaluations, read_metrics, read_samples, write_text
 from python_trainer.settings import PluginError
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def show(value: float | None, form: str = "{:.3f}") -> str:
 
 def compare_accuracy(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
     """Return final accuracy minus that of the plain runs of the same seeds; None if they cannot be paired."""
-    before = {run.folder.name: load_evaluations(run.folder).get("final") for run in plain}
-    pairs = [(load_evaluations(run.folder).get("final"), before.get(run.folder.name)) for run in runs]
+    before = {run.folder.name: read_evaluations(run.folder).get("final") for run in plain}
+    pairs = [(read_evaluations(run.folder).get("final"), before.get(run.folder.name)) for run in runs]
     known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     if not known or len({len(values) for pair in known for values in pair}) != 1:
         return None

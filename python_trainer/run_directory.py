@@ -10,13 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
-
 from python_trainer.errors import UserError
 
-EVALUATIONS = "eval_test.safetensors"
+EVALUATIONS = "evaluations.jsonl"  # on the test split
 LOCK = ".lock"
 
 
@@ -69,14 +65,9 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: readers see either the old text or the new one."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces a file in one step, as :func:`write_text` does."""
     aside = path.with_name(f".{path.name}.tmp")
     with naming(path):
-        aside.write_bytes(data)
+        aside.write_text(text, encoding="utf-8")
         flush(aside)
         aside.replace(path)
         flush(path.parent)
@@ -164,21 +155,12 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {row["step"]: row["samples"] for row in read_rows(folder / "samples.jsonl") if "samples" in row}
 
 
-def load_evaluations(folder: Path) -> dict[str, numpy.ndarray]:
-    """Returns the evaluations ``start`` and ``final`` of a run, as far as it has them.
-
-    Returns:
-        Arrays [N]: 1 if the answer to a test prompt was right (uint8), or the share of right ones of several (float32).
-    """
-    path = folder / EVALUATIONS
-    try:
-        return dict(load_file(path)) if path.exists() else {}
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({' '.join(str(error).split())})") from error
+def read_evaluations(folder: Path) -> dict[str, list[float]]:
+    """Returns the share of right answers to each test prompt in the evaluations ``start`` and ``final``, if any."""
+    return {row["name"]: row["correct"] for row in read_rows(folder / EVALUATIONS) if {"name", "correct"} <= row.keys()}
 
 
-def save_evaluation(folder: Path, name: str, correct: Sequence[float]) -> None:
-    """Adds an evaluation to the file, or replaces it."""
-    kind = numpy.uint8 if set(correct) <= {0, 1} else numpy.float32
-    found = load_evaluations(folder) | {name: numpy.asarray(correct, dtype=kind)}
-    write_bytes(folder / EVALUATIONS, save(found))
+def save_evaluation(folder: Path, step: int, name: str, correct: Sequence[float]) -> None:
+    """Adds an evaluation to the file, or replaces the one of this name."""
+    others = [row for row in read_rows(folder / EVALUATIONS) if row.get("name") != name]
+    write_rows(folder / EVALUATIONS, [*others, {"step": step, "name": name, "correct": list(correct)}])

@@ -37,7 +37,7 @@ from python_trainer.accelerators.rhyme.database import (
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
 from python_trainer.config import describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.run_directory import load_evaluations, read_metrics, read_samples, save_evaluation
+from python_trainer.run_directory import read_evaluations, read_metrics, read_samples, save_evaluation
 from python_trainer.tasks.files import JSONLSettings
 
 SECONDS = 20  # that a case may take
@@ -277,19 +277,15 @@ def tensors_of_database(data: Any, folder: Path) -> str:
     return attempt(lambda: unpack_tensors(data.draw(safetensors_files())))
 
 
-def evaluations(data: Any, folder: Path) -> str:
-    """Return what a report reads of a run."""
-    save_evaluation(folder, "start", [1, 0, 1])
-    (folder / "eval_test.safetensors").write_bytes(data.draw(safetensors_files()))
-    return attempt(lambda: load_evaluations(folder), folder)
-
-
 def rows_of_run(data: Any, folder: Path) -> str:
-    """metrics.jsonl and samples.jsonl."""
+    """What a report reads of a run."""
     text = b'{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "reward": null}\n'
     (folder / "metrics.jsonl").write_bytes(data.draw(damaged(text)))
     (folder / "samples.jsonl").write_bytes(data.draw(damaged(b'{"step": 1, "samples": [{"prompt": "a"}]}\n')))
-    return attempt(lambda: (read_metrics(folder), read_samples(folder)), folder)
+    save_evaluation(folder, 0, "start", [1, 0, 1])
+    evaluations = folder / "evaluations.jsonl"
+    evaluations.write_bytes(data.draw(damaged(evaluations.read_bytes())))
+    return attempt(lambda: (read_metrics(folder), read_samples(folder), read_evaluations(folder)), folder)
 
 
 def checkpoint(data: Any, folder: Path) -> str:
@@ -315,7 +311,6 @@ TARGETS: dict[str, Target] = {
     "database URLs": database_url,
     "database files": database_file,
     "tensors of databases": tensors_of_database,
-    "evaluations of runs": evaluations,
     "rows of runs": rows_of_run,
     "checkpoints": checkpoint,
     **{f"tensors for {name}": tensors.target(op) for name, op in tensors.OPS.items()},

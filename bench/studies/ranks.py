@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
+import numpy
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -16,7 +17,7 @@ from python_trainer import Trainer, load_config
 from python_trainer.accelerators.alpha import TRY_ANYWAY
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
 from python_trainer.hub import policy_folder
-from python_trainer.run_directory import load_evaluations
+from python_trainer.run_directory import read_evaluations
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Points
 from rlkernels.rank1.stream import default_filter
@@ -87,10 +88,10 @@ def accuracy_with(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:
 
 def gain_of(run: Path) -> tuple[float, float]:
     """Accuracy at the start, and what it rose by until the end; NaN if that may be chance (two standard errors)."""
-    found = load_evaluations(run)
-    rise = found["final"].astype(float) - found["start"]  # of each test prompt
+    found = read_evaluations(run)
+    rise = numpy.subtract(found["final"], found["start"])  # of each test prompt
     clear = rise.mean() > 2 * rise.std(ddof=1) / math.sqrt(len(rise))
-    return float(found["start"].mean()), float(rise.mean()) if clear else math.nan
+    return fmean(found["start"]), float(rise.mean()) if clear else math.nan
 
 
 def share_of_gain(run: Path, change: Callable[[str, Tensor], Tensor]) -> float:

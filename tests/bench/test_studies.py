@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -244,10 +243,10 @@ def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "KNOWN", 0.7)
     asked = []
     monkeypatch.setattr(ranks, "accuracy_with", lambda run, change: asked.append(change) or trained)
-    start = numpy.zeros(200, dtype=numpy.uint8)
+    start = [0.0] * 200
     for right, gain in ((1, math.nan), (100, 0.5)):
-        final = (numpy.arange(200) < right).astype(numpy.uint8)
-        monkeypatch.setattr(ranks, "load_evaluations", lambda run, final=final: {"start": start, "final": final})
+        final = [float(number < right) for number in range(200)]
+        monkeypatch.setattr(ranks, "read_evaluations", lambda run, final=final: {"start": start, "final": final})
         assert ranks.gain_of(run) == pytest.approx((0, gain), nan_ok=True)
     monkeypatch.setattr(ranks, "gain_of", lambda run: (trained - 0.5, 0.5))
     assert gain_when_predicted(run) == {"gain at 40 %": 1.0, "gain as predicted": 1.0}

@@ -2,6 +2,7 @@
 
 import json
 from itertools import combinations
+from statistics import fmean
 
 import pytest
 from conftest import QUIET
@@ -9,7 +10,7 @@ from conftest import QUIET
 from python_trainer.config import EvaluationConfig
 from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
 from python_trainer.report import find_runs, summary_columns
-from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 
@@ -52,7 +53,7 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert {f"eval/{key}" for key in names} <= row.keys()
         assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@2"] >= row["eval/pass@1"]
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
-        shares = load_evaluations(tmp_path / "run")[name]
-        assert len(shares) == 4 and shares.mean() == pytest.approx(row["eval/accuracy"])
+        shares = read_evaluations(tmp_path / "run")[name]
+        assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval/accuracy"])
     table = summary_columns(find_runs([tmp_path]))["run"]
     assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]

@@ -19,7 +19,7 @@ from python_trainer.accelerators.rhyme.database import StepRecord, unpack_tensor
 from python_trainer.accelerators.rhyme.matching import PARTS, curve_of
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.run_directory import append_row, load_evaluations, read_metrics
+from python_trainer.run_directory import append_row, read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,9 +135,6 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
             curve_of(1, [StepRecord(1, 0.5, 0.5, whole | damaged)])
     with pytest.raises(UserError, match="damaged .'response_ids'."):
         unpack_tensors(save({"response_idr": torch.ones(1)}), "response_ids")
-    (tmp_path / "eval_test.safetensors").write_bytes(b"\0" * 8)
-    with pytest.raises(UserError, match="eval_test.safetensors is damaged"):
-        load_evaluations(tmp_path)
     for text in (b"[1]\n", b'{"step": 0}\n{"step": \n', b"\xff\n", b"[" * 100_000 + b"\n", b'{"step": "1"}\n'):
         (tmp_path / "metrics.jsonl").write_bytes(text)
         with pytest.raises(UserError, match="metrics.jsonl.* is damaged"):

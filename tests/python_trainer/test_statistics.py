@@ -7,7 +7,7 @@ import pytest
 from scipy.integrate import quad
 
 from python_trainer.report import difference_of_runs
-from python_trainer.run_directory import load_evaluations, save_evaluation
+from python_trainer.run_directory import read_evaluations, save_evaluation
 from rlkernels.extrapolation import Gate
 from rlkernels.extrapolation.gate import count_changes, improvement_e_value
 
@@ -75,10 +75,9 @@ def test_unequal_numbers_of_prompts_are_refused(pair):
 
 
 def test_evaluations_are_added_and_replaced(tmp_path):
-    assert load_evaluations(tmp_path) == {}
-    save_evaluation(tmp_path, "start", [0.0, 1.0, 1.0])
-    save_evaluation(tmp_path, "final", [0.0, 0.0, 1.0])
-    save_evaluation(tmp_path, "final", [1.0, 0.0, 1.0])
-    found = load_evaluations(tmp_path)
-    assert found["start"].tolist() == [0, 1, 1] and found["final"].tolist() == [1, 0, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["eval_test.safetensors"]
+    assert read_evaluations(tmp_path) == {}
+    save_evaluation(tmp_path, 0, "start", [0.0, 1.0, 1.0])
+    save_evaluation(tmp_path, 4, "final", [0.0, 0.0, 1.0])
+    save_evaluation(tmp_path, 8, "final", [1.0, 0.25, 1.0])
+    assert read_evaluations(tmp_path) == {"start": [0, 1, 1], "final": [1, 0.25, 1]}
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluations.jsonl"]

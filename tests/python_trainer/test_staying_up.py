@@ -16,7 +16,7 @@ from python_trainer.errors import SIGNALS, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.rollout.paged.engine import PagedEngine
-from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
 
@@ -125,14 +125,14 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     kept = {4: 2, 6: 4, 8: 5}[at]
     assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
-    assert load_evaluations(tmp_path / "parts").keys() == {"start"}
+    assert read_evaluations(tmp_path / "parts").keys() == {"start"}
     told = []
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "notify", lambda trainer, method, *given: told.append((method, given[0])))
         trainer = train(config, tmp_path / "parts", resume=True)
     assert told.count(("on_step", 5)) == told.count(("on_evaluate", 5)) == 1
     assert [row[0] for row in trainer.state.evaluations] == ([0, 5] if at == 6 else [0, 4, 5])
-    assert load_evaluations(tmp_path / "parts").keys() == {"start", "final"}
+    assert read_evaluations(tmp_path / "parts").keys() == {"start", "final"}
     lost = {4: [], 6: ["evaluations", "rows"], 8: ["rows"]}[at]
     assert [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")] == lost
     last, calls = read_metrics(tmp_path / "parts")[-1], broken.calls

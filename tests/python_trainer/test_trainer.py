@@ -2,6 +2,7 @@
 
 import io
 import json
+from statistics import fmean
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.batch import Batch
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
-from python_trainer.run_directory import load_evaluations, read_metrics
+from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 from tools.policies.training import byte_tokenizer
 
@@ -45,8 +46,8 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert summary["steps"] == 12 and summary["seconds_to_target"] is None
     assert summary["eval_accuracy_final"] > summary["eval_accuracy_start"]
-    for name, correct in load_evaluations(tmp_path / "run").items():
-        assert set(correct.tolist()) <= {0, 1} and correct.mean() == pytest.approx(summary[f"eval_accuracy_{name}"])
+    for name, correct in read_evaluations(tmp_path / "run").items():
+        assert set(correct) <= {0, 1} and fmean(correct) == pytest.approx(summary[f"eval_accuracy_{name}"])
     total = sum(row["completions/generated_length"] for row in rows[1:]) * 16
     assert summary["generated_tokens"] == pytest.approx(total) == rows[-1]["total/generated_tokens"]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
