@@ -226,7 +226,7 @@ def database_bytes() -> bytes:
         path = Path(folder) / "history.db"
         database = RetrospectiveDatabase(str(path))
         run = database.add_run(StoredRun("tokens", "jsonl", {"a": 1}))
-        answer = StoredAnswer(run, 1, "key", "12", True, 1.0, "", [1, 2], [-0.5, -0.25])
+        answer = StoredAnswer(run, 1, "key", "12", True, 1.0, "", torch.tensor([1, 2]), torch.tensor([-0.5, -0.25]))
         record = StepRecord(1, 0.5, 0.5, {"lengths": torch.tensor([1])}, 10)
         database.add_step(run, record, [answer])
         return path.read_bytes()

@@ -118,7 +118,8 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
     texts = ["1", "3", "1", "5", "3"]  # what was said in steps 1 to 5
     for step, text in enumerate(texts, 1):
         ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
-        answer = replace(known, prompt_key=key, text=text, response_ids=ids, logprobs=[-1.0] * len(ids))
+        tokens = {"response_ids": torch.tensor(ids), "logprobs": -torch.ones(len(ids))}
+        answer = replace(known, prompt_key=key, text=text, **tokens)
         database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
     trainer = run("second", steps=1, seed=1, task={"reward": "test_dynamic_sampling:always"})
     (tmp_path / "third").mkdir()

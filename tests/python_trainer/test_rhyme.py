@@ -151,7 +151,7 @@ def test_a_resumed_run_with_other_rewards_begins_with_an_empty_bank(rhyme_config
     bank = trainer.accelerators[0].bank
     assert len(bank) > 0
     trainer.run()
-    rewards, ids = zip(*((entry.answer.reward, entry.answer.response_ids) for entry in bank))
+    rewards, ids = zip(*((entry.answer.reward, entry.answer.response_ids.tolist()) for entry in bank))
     assert list(rewards) == pytest.approx([10 * share for share in digits([], [], ids)])
 
 

@@ -36,7 +36,7 @@ def answer(key, token=5, tokens=10, **facts):
 
 
 def stored_answer(text="a", tokens=10, run_id=OWN, step=1):
-    return StoredAnswer(run_id, step, "key", text, True, 1.0, "", [5] * tokens, [-0.3] * tokens)
+    return StoredAnswer(run_id, step, "key", text, True, 1.0, "", torch.full((tokens,), 5), torch.full((tokens,), -0.5))
 
 
 def filled(*answers, step=1):
@@ -94,7 +94,7 @@ def test_only_prompts_answered_right_less_than_once_in_a_group(right, seen, take
     rate = (right + right / max(seen, 1)) / (seen + 1)
     assert len(answers) == taken == (rate < 1 / 8)
     assert all(a.expected == pytest.approx(max(rate, 1 / 10)) and a.importance_cap == 1 for a in answers)
-    assert all(a.accuracy == 1 and a.prompt_ids == [1, 0] and a.logprobs == [-0.3] * 10 for a in answers)
+    assert all(a.accuracy == 1 and a.prompt_ids == [1, 0] and a.logprobs == [-0.5] * 10 for a in answers)
 
 
 def test_those_used_least_come_first_within_the_tokens():

@@ -49,12 +49,11 @@ class EarlierRuns:
     tokens: dict[int, int] = field(default_factory=dict)  # that each run generated
 
     def state_dict(self) -> dict[str, Any]:
-        curves = [vars(curve) for curve in self.curves]
-        return vars(self) | {"answers": sampling.pack_answers(self.answers), "curves": curves}
+        return vars(self) | {name: [vars(x) for x in getattr(self, name)] for name in ("answers", "curves")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        curves = [Curve(**curve) for curve in state["curves"]]
-        vars(self).update(state | {"answers": sampling.unpack_answers(state["answers"]), "curves": curves})
+        answers = [StoredAnswer(**answer) for answer in state["answers"]]
+        vars(self).update(state | {"answers": answers, "curves": [Curve(**curve) for curve in state["curves"]]})
 
 
 def read_runs(database: RetrospectiveDatabase, keys: list[str], own: int) -> EarlierRuns:
@@ -149,7 +148,7 @@ class Rhyme(Accelerator):
 
     def _alone(self, entry: sampling.BankEntry, context: StepContext, rate: float) -> Rollout:
         """Makes an answer a group of its own, judged against the rate of its prompt."""
-        answer, logprobs = entry.answer, entry.answer.logprobs
+        answer, logprobs = entry.answer, entry.answer.logprobs.tolist()
         if answer.run_id in self.better:  # they would weigh those down from which there is most to learn
             logprobs = [float("nan")] * len(logprobs)
         prompt_ids = context.run.prompts[entry.prompt]

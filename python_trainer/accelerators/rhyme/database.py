@@ -105,11 +105,8 @@ class StoredAnswer:
     finished: bool
     reward: float
     tokenizer: str  # fingerprint
-    response_ids: list[int]
-    logprobs: list[float]  # of the policy that wrote it; NaN where unknown
-
-
-FACTS = [name for name in StoredAnswer.__dataclass_fields__ if name not in ("response_ids", "logprobs")]
+    response_ids: torch.Tensor  # int32 [T]
+    logprobs: torch.Tensor  # float32 [T], of the policy that wrote it; NaN where unknown
 
 
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
@@ -242,8 +239,7 @@ class RetrospectiveDatabase:
 
 
 def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
-    ids, logprobs = torch.tensor(answer.response_ids, dtype=torch.int32), torch.tensor(answer.logprobs)
-    packed = save({"response_ids": ids, "logprobs": logprobs})
+    packed = save({"response_ids": answer.response_ids, "logprobs": answer.logprobs})
     # PostgreSQL takes no NUL in texts, and no database a lone surrogate
     text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
     row = {name: getattr(answer, name) for name in ("prompt_key", "finished", "reward")}
@@ -252,8 +248,8 @@ def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
 
 def answer_of(row: sa.Row) -> StoredAnswer:
     tensors = unpack_tensors(row.tensors, "response_ids", "logprobs")
-    ids, logprobs = tensors["response_ids"].tolist(), tensors["logprobs"].tolist()
-    return StoredAnswer(**{name: getattr(row, name) for name in FACTS}, response_ids=ids, logprobs=logprobs)
+    facts = {name: getattr(row, name) for name in StoredAnswer.__dataclass_fields__ if name not in tensors}
+    return StoredAnswer(**facts | tensors)
 
 
 def step_of(row: sa.Row) -> StepRecord:

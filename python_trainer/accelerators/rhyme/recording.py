@@ -88,8 +88,8 @@ def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokeniz
             r = right[text]
             key, ended = prompt_key(context.run.task.train[r.prompt_key].prompt), r.finish_reason == "stop"
             facts = (OWN, context.step, key, text, ended, r.reward, tokenizer)
-            logprobs = [float("nan")] * r.prefix_len + list(r.logprobs)
-            kept.append((r.prompt_key, StoredAnswer(*facts, list(r.response_ids), logprobs)))
+            logprobs = torch.tensor([float("nan")] * r.prefix_len + list(r.logprobs))
+            kept.append((r.prompt_key, StoredAnswer(*facts, torch.tensor(r.response_ids, dtype=torch.int32), logprobs)))
     return kept
 
 

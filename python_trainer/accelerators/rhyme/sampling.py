@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from python_trainer.accelerators.base import RunContext, StepContext
-from python_trainer.accelerators.rhyme.database import FACTS, StoredAnswer, prompt_key
+from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
 from python_trainer.accelerators.rhyme.replay import MEMORY, MOST_USES, PER_PROMPT, REST
 from python_trainer.accelerators.rhyme.retrodiction import LEAST, Retrodictor
 from python_trainer.accelerators.settings import RhymeSettings
@@ -31,26 +31,6 @@ RESCUERS = 1  # stored answers at least for a group in which every fresh one fai
 CAP = 1.0  # of the importance weight pi / pi_behaviour of each token
 MIN_WEIGHT = 0.1  # mean importance weight below which an answer is too far from the policy
 Worth = Callable[[StoredAnswer], float]  # how far an answer is to be trusted, in [0, 1]; 0: not at all
-
-
-def pack_answers(answers: Sequence[StoredAnswer]) -> dict[str, Any]:
-    """Puts answers into a form that checkpoints take."""
-    return {
-        "facts": [[getattr(answer, name) for name in FACTS] for answer in answers],
-        "lengths": [len(answer.response_ids) for answer in answers],
-        "response_ids": torch.tensor([i for answer in answers for i in answer.response_ids], dtype=torch.int32),
-        "logprobs": torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float32),
-    }
-
-
-def unpack_answers(state: dict[str, Any]) -> list[StoredAnswer]:
-    """Undoes :func:`pack_answers`."""
-    ids, logprobs = (state[name].split(state["lengths"]) for name in ("response_ids", "logprobs"))
-    rows = zip(state["facts"], ids, logprobs)
-    return [
-        StoredAnswer(**dict(zip(FACTS, row, strict=True)), response_ids=x.tolist(), logprobs=y.tolist())
-        for row, x, y in rows
-    ]
 
 
 @dataclass
@@ -104,12 +84,10 @@ class AnswerBank:
         return [entry for entry in found if entry.uses < MOST_USES and step - entry.last_use >= REST]
 
     def state_dict(self) -> dict[str, Any]:
-        places = [[entry.prompt, entry.born, entry.last_use, entry.uses] for entry in self]
-        return pack_answers([entry.answer for entry in self]) | {"places": places}
+        return {"entries": [vars(entry) | {"answer": vars(entry.answer)} for entry in self]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = zip(unpack_answers(state), state["places"])
-        self.fill([BankEntry(prompt, answer, *counts) for answer, (prompt, *counts) in rows])
+        self.fill([BankEntry(**row | {"answer": StoredAnswer(**row["answer"])}) for row in state["entries"]])
 
 
 def different(entries: Iterable[BankEntry]) -> list[BankEntry]:
@@ -131,8 +109,9 @@ def encode_again(answers: Sequence[StoredAnswer], tokenizer: Any, fingerprint: s
             ids = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
             if not ids or tokenizer.decode(ids, skip_special_tokens=True) != answer.text:
                 continue
-            answer.response_ids = [*ids, tokenizer.eos_token_id] if answer.finished else list(ids)
-            answer.logprobs, answer.tokenizer = [math.nan] * len(answer.response_ids), fingerprint
+            ids = [*ids, tokenizer.eos_token_id] if answer.finished else ids
+            answer.response_ids, answer.tokenizer = torch.tensor(ids, dtype=torch.int32), fingerprint
+            answer.logprobs = torch.full((len(ids),), math.nan)
         kept.append(answer)
     return kept
 
@@ -153,7 +132,7 @@ def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[tuple[
     size = rollout.prompts_per_step * rollout.num_generations
     for first in range(0, len(possible), size):
         part = possible[first : first + size]
-        texts, ids = [answer.text for _, answer in part], [answer.response_ids for _, answer in part]
+        texts, ids = [answer.text for _, answer in part], [answer.response_ids.tolist() for _, answer in part]
         scores = run.judge([run.task.train[number] for number, _ in part], texts, ids)
         for (number, answer), reward, accuracy in zip(part, scores.total, scores.accuracy):
             answer.reward = reward
@@ -165,7 +144,7 @@ def judge_again(answers: Sequence[StoredAnswer], run: RunContext) -> list[tuple[
 def as_rollout(answer: StoredAnswer, key: int, prompt_ids: Sequence[int], **facts: Any) -> Rollout:
     """Turns a stored answer to the training prompt of this number into a rollout."""
     return Rollout(
-        prompt_ids, list(answer.response_ids), finish_reason="stop" if answer.finished else "length", prompt_key=key,
+        prompt_ids, answer.response_ids.tolist(), finish_reason="stop" if answer.finished else "length", prompt_key=key,
         text=answer.text, reward=answer.reward, accuracy=1.0, importance_cap=CAP, **facts,
     )  # fmt: skip
 
@@ -185,12 +164,11 @@ class Candidate:
 
     def features(self) -> list[float]:
         """Describes it to the retrodiction network."""
-        then = torch.tensor(self.answer.logprobs)
-        change = (self.logprobs - then)[~then.isnan()]
+        change = (self.logprobs - self.answer.logprobs)[~self.answer.logprobs.isnan()]
         success = sum(rollout.accuracy for rollout in self.fresh) / max(len(self.fresh), 1)
         return [
             float(self.logprobs.mean()), float(self.logprobs.min()), self.entropy, self.weight, self.worth, success,
-            float(change.mean()) if len(change) else 0.0, math.log(len(then)), self.answer.reward,
+            float(change.mean()) if len(change) else 0.0, math.log(len(self.logprobs)), self.answer.reward,
         ]  # fmt: skip
 
 
@@ -200,15 +178,15 @@ def score_candidates(run: RunContext, candidates: Sequence[Candidate]) -> None:
 
     All ranks take the numbers of rank 0, so that they choose alike.
     """
-    answers = [Rollout(c.prompt_ids, c.answer.response_ids) for c in candidates]
+    answers = [Rollout(c.prompt_ids, c.answer.response_ids.tolist()) for c in candidates]
     policy, found = copy.copy(run.policy), [(torch.empty(0), 0.0, 1.0)] * len(answers)
     policy.fused = False  # the fused pass rounds differently, which could change the ranking and so a repeated run
     with policy.packed_attention():
         for part in micro_batches(answers, range(len(answers)), run.config.optimizer.micro_batch_tokens):
             packed = pack(answers, part).to(policy.device)
             values, entropies = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
-            rows = [torch.tensor(candidates[i].answer.logprobs, dtype=torch.float32) for i in packed.samples]
-            known = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(values)
+            then = [candidates[i].answer.logprobs for i in packed.samples]
+            known = torch.nn.utils.rnn.pad_sequence(then, batch_first=True).to(values)
             weights = importance_weights(values, known, packed.mask & ~known.isnan(), mode="truncate", cap=CAP)
             for row, i in enumerate(packed.samples):
                 logprobs, entropy, weight = (x[row][packed.mask[row]].float() for x in (values, entropies, weights))
@@ -246,7 +224,7 @@ class GroupSampler:
             Candidate(answer, place, group.prompt_ids, worth(answer))
             for place, group in enumerate(groups)
             for answer in bank.candidates(group.prompt_key, worth)
-            if begins_with(answer.response_ids, group.prefix_ids)
+            if begins_with(answer.response_ids.tolist(), group.prefix_ids)
         ]
         if candidates:
             score_candidates(context.run, candidates)
@@ -299,7 +277,7 @@ class GroupSampler:
         asked, start = offer.fresh[0], offer.fresh[0].prefix_len
         return as_rollout(
             offer.answer, asked.prompt_key, asked.prompt_ids, group=offer.place, prefix_len=start,
-            logprobs=offer.answer.logprobs[start:], merit=None if asked.merit is None else offer.answer.reward,
+            logprobs=offer.answer.logprobs[start:].tolist(), merit=None if asked.merit is None else offer.answer.reward,
         )  # fmt: skip
 
     def look_back(self, context: StepContext) -> None:

@@ -30,7 +30,7 @@ def failing(prompts, completions, completion_ids, **columns):
 
 def store(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", reward=1.0):
     name = prompt_key(trainer.task.train[key].prompt)
-    answer = StoredAnswer(0, 0, name, text, True, reward, "", list(ids), list(logprobs))
+    answer = StoredAnswer(0, 0, name, text, True, reward, "", torch.tensor(ids), torch.tensor(logprobs))
     trainer.accelerators[-1].bank.add([(key, answer)], 0)
 
 

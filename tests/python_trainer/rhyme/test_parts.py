@@ -203,7 +203,8 @@ def test_a_bank_is_the_same_after_it_was_saved(monkeypatch):
         parts.load_state_dict(saved)
         rows = [[(e.prompt, e.born, e.last_use, e.uses, e.answer.text) for e in bank] for bank in (whole, parts)]
         assert rows[0] == rows[1]
-    assert math.isnan(next(iter(parts)).answer.logprobs[1]) and next(iter(parts)).answer.response_ids == [1, 2, 3]
+    kept = next(iter(parts)).answer
+    assert kept.logprobs[1].isnan() and kept.response_ids.tolist() == [1, 2, 3]
 
 
 def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
@@ -213,9 +214,9 @@ def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
     mine, foreign = make_sample(), make_sample(text="12+3=15")
     mine.tokenizer, foreign.tokenizer = own, "other"
     kept = encode_again([mine, foreign], tokenizer, own)
-    assert kept[0].logprobs[0] == -0.5 and kept[0].response_ids == [1, 2, 3]
+    assert kept[0].logprobs[0] == -0.5 and kept[0].response_ids.tolist() == [1, 2, 3]
     assert tokenizer.decode(kept[1].response_ids, skip_special_tokens=True) == "12+3=15"
-    assert kept[1].response_ids[-1] == tokenizer.eos_token_id and all(math.isnan(x) for x in kept[1].logprobs)
+    assert kept[1].response_ids[-1] == tokenizer.eos_token_id and kept[1].logprobs.isnan().all()
 
 
 def test_prompts_are_named_by_their_text():
@@ -228,7 +229,7 @@ def candidates_of(answers, behaviour):
     made = []
     for rollout, logprobs in zip(answers, behaviour):
         made.append(Candidate(make_sample(ids=rollout.response_ids), 0, rollout.prompt_ids, 1.0))
-        made[-1].answer.logprobs = logprobs
+        made[-1].answer.logprobs = torch.tensor(logprobs)
     return made
 
 
