@@ -36,7 +36,7 @@ def test_a_run_without_rhyme_reads_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "clearly_better", lambda theirs, own: True)
     database = {"database": str(tmp_path / "history.db")}
     first, second = run("first", **database), run("second", **database)
-    assert same(first, second) and second.accelerators[0].earlier.answers == []
+    assert same(first, second) and second.accelerators[0].earlier_answers == []
     third = run("third", enabled=["rhyme"], **database)
     assert read_metrics(tmp_path / "third")[2]["rhyme/rehearsed_answers"] > 0
     assert steps_of(tmp_path / "history.db") == [[1, 2]] * 3 and not same(first, third)

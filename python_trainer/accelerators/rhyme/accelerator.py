@@ -13,7 +13,7 @@ what it is without rhyme, bit for bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -35,37 +35,16 @@ REHEARSALS = 3  # how often they are
 REHEARSAL_SHARE = 0.2  # of the answers that the run is to generate: most answers in all these updates
 REHEARSAL_BATCH = 16  # answers in an update on nothing else; those to one prompt stay together
 REPLAY_SHARE = 0.5  # replayed tokens for each of the fresh answers of the step that teach something, at most
-PARTS = "recorder", "earlier", "bank", "rates", "retrodictor"  # whose states are in a checkpoint
+PARTS = "recorder", "bank", "rates", "retrodictor"  # whose states are in a checkpoint
 FACTS = "active", "settled", "judged", "better", "shares", "rules"
 
 
-@dataclass
-class EarlierRuns:
-    """What other runs had left in the database when this one began, by their ids there."""
-
-    answers: list[StoredAnswer] = field(default_factory=list)  # right ones, best and newest first, while of use
-    curves: list[Curve] = field(default_factory=list)
-    shares: dict[int, dict[str, float]] = field(default_factory=dict)  # right at the last visit to each prompt
-    tokens: dict[int, int] = field(default_factory=dict)  # that each run generated
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self) | {name: [vars(x) for x in getattr(self, name)] for name in ("answers", "curves")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        answers = [StoredAnswer(**answer) for answer in state["answers"]]
-        vars(self).update(state | {"answers": answers, "curves": [Curve(**curve) for curve in state["curves"]]})
-
-
-def read_runs(database: RetrospectiveDatabase, keys: list[str], own: int) -> EarlierRuns:
-    """Reads what the newest runs but this one have answered right to these prompts."""
-    found, runs = database.samples(prompt_keys=keys, limit=MOST, without_run=own), EarlierRuns()
-    for run_id in sorted({answer.run_id for answer in found})[-RUNS:]:
-        trajectory = database.trajectory(run_id)
-        runs.curves.append(curve_of(run_id, trajectory))
-        runs.shares[run_id] = replay.last_shares(step.outcomes for step in trajectory)
-        runs.tokens[run_id] = sum(step.generated_tokens for step in trajectory)
-    runs.answers = [answer for answer in found if answer.run_id in runs.tokens]
-    return runs
+def read_runs(database: RetrospectiveDatabase, keys: list[str], own: int) -> tuple[list[Curve], list[StoredAnswer]]:
+    """Returns the newest runs but this one, and their right answers to these prompts, best and newest first."""
+    found = database.samples(prompt_keys=keys, limit=MOST, without_run=own)
+    newest = sorted({answer.run_id for answer in found})[-RUNS:]
+    curves = [curve_of(run_id, database.trajectory(run_id)) for run_id in newest]
+    return curves, [answer for answer in found if answer.run_id in newest]
 
 
 def reward_rules(config: Any) -> dict[str, Any]:
@@ -81,7 +60,9 @@ class Rhyme(Accelerator):
 
     def __init__(self, settings: RhymeSettings):
         super().__init__(settings)
-        self.recorder, self.earlier = RunRecorder(settings.database), EarlierRuns()
+        self.recorder = RunRecorder(settings.database)
+        self.earlier: list[Curve] = []  # runs in the database when this one began
+        self.earlier_answers: list[StoredAnswer] = []  # their right ones, while they are of use
         self.bank, self.retrodictor, self.rates = sampling.AnswerBank(), Retrodictor(), replay.SuccessRates(0)
         self.groups = sampling.GroupSampler(settings, self.retrodictor)
         self.active = False  # whether history is used: right answers are rare, or an earlier run is better
@@ -100,7 +81,7 @@ class Rhyme(Accelerator):
         self.rates, self.rules = replay.SuccessRates(len(run.prompts)), reward_rules(run.config)
         if self.enabled and self.settings.records:
             keys, own = [prompt_key(example.prompt) for example in run.task.train], self.recorder.run_id
-            self.earlier = run.once(lambda: read_runs(self.recorder.database, keys, own))
+            self.earlier, self.earlier_answers = run.once(lambda: read_runs(self.recorder.database, keys, own))
 
     def before_step(self, context: StepContext) -> list[list[Rollout]]:
         if not self.enabled:
@@ -111,7 +92,7 @@ class Rhyme(Accelerator):
         self.rates.advance(context.step)
         self.active = self.active or self.rates.rare(self.settings.rare_share) is True
         if self.settled and not self.active and self.rates.rare(self.settings.rare_share) is False:
-            self.earlier.answers = []  # none of them will be used
+            self.earlier_answers = []  # none of them will be used
         context.telemetry["rhyme/replayed_answers"] = 0.0
         return [] if self.settled or context.step == 1 else self._rehearse(context)
 
@@ -119,9 +100,9 @@ class Rhyme(Accelerator):
         """Finds out whether an earlier run is clearly better -> batches of its right answers."""
         config, rollout = context.run.config, context.run.config.rollout
         if rollout.num_generations > 1 and self.judged:
-            shares = self.earlier.shares.items()
-            self.better = [run for run, theirs in shares if replay.clearly_better(theirs, self.shares)]
-        self.settled = bool(self.better) or context.step > LOOKS or not self.earlier.shares
+            better = (run for run in self.earlier if replay.clearly_better(run.shares, self.shares))
+            self.better = [run.run_id for run in better]
+        self.settled = bool(self.better) or context.step > LOOKS or not self.earlier
         if not self.better:
             return []
         self.active = True
@@ -137,14 +118,15 @@ class Rhyme(Accelerator):
         most = REHEARSAL_SHARE * generated
         batches = [batch for batch, so_far in zip(batches, accumulate(map(len, batches))) if so_far <= most]
         context.telemetry["rhyme/rehearsed_answers"] = float(sum(map(len, batches)))
-        context.telemetry["rhyme/earlier_tokens"] = float(sum(self.earlier.tokens[run] for run in self.better))
+        tokens = sum(run.tokens for run in self.earlier if run.run_id in self.better)
+        context.telemetry["rhyme/earlier_tokens"] = float(tokens)
         return batches
 
     def _adopt(self, context: StepContext) -> None:
         """Moves the answers of earlier runs that may be used into the bank, as this run judges them."""
-        ours = sampling.encode_again(self.earlier.answers, context.run.policy.tokenizer, self.recorder.fingerprint)
+        ours = sampling.encode_again(self.earlier_answers, context.run.policy.tokenizer, self.recorder.fingerprint)
         self.bank.add(sampling.judge_again(ours, context.run), context.step)
-        self.earlier.answers = []
+        self.earlier_answers = []
 
     def _alone(self, entry: sampling.BankEntry, context: StepContext, rate: float) -> Rollout:
         """Makes an answer a group of its own, judged against the rate of its prompt."""
@@ -157,12 +139,12 @@ class Rhyme(Accelerator):
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         if not self.active:
             return groups
-        if self.earlier.answers:
+        if self.earlier_answers:
             self._adopt(context)
         stages = []
         if len(self.recorder.steps) >= FIRST_STEPS:
             query = curve_of(OWN, self.recorder.steps)
-            stages = find_rhyming_stages(query, self.earlier.curves, self.settings.fraction)
+            stages = find_rhyming_stages(query, self.earlier, self.settings.fraction)
         trusted = [stage for stage in stages if stage.score >= self.settings.threshold]
         best = stages[0].score if stages else 0.0
         context.telemetry |= {"rhyme/best_match": best, "rhyme/trusted_stages": len(trusted)}
@@ -200,7 +182,7 @@ class Rhyme(Accelerator):
         least = self.settings.rare_share
         before = self.rates.rare(least)
         self.rates.add(groups)
-        if self.earlier.shares and not self.settled:
+        if self.earlier and not self.settled:
             for group in groups:
                 key = prompt_key(context.run.task.train[group[0].prompt_key].prompt)
                 self.shares[key] = sum(answer.accuracy > 0.5 for answer in group) / len(group)
@@ -240,9 +222,12 @@ class Rhyme(Accelerator):
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: getattr(self, name).state_dict() for name in PARTS}
-        return parts | {name: getattr(self, name) for name in FACTS}
+        earlier = {name: [vars(x) for x in getattr(self, name)] for name in ("earlier", "earlier_answers")}
+        return parts | earlier | {name: getattr(self, name) for name in FACTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
+        self.earlier = [Curve(**run) for run in state["earlier"]]
+        self.earlier_answers = [StoredAnswer(**answer) for answer in state["earlier_answers"]]
         vars(self).update({name: state[name] for name in FACTS})

@@ -6,12 +6,13 @@ in counts that all models share: hidden states of different models have no commo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
 
 from python_trainer.accelerators.rhyme.database import StepRecord
+from python_trainer.accelerators.rhyme.replay import last_shares
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from rlkernels import Trajectories, dtw_topk, rhyme_topk
@@ -74,6 +75,8 @@ class Curve:
     steps: torch.Tensor  # int64 [T]
     rewards: torch.Tensor  # float32 [T], on the task's scale, cut to [0, 1]
     counts: torch.Tensor  # float32 [T, bins], one sketch a step
+    shares: dict[str, float] = field(default_factory=dict)  # right at the last visit to each prompt, by its key
+    tokens: int = 0  # that the run generated
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -91,7 +94,8 @@ def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
     except (KeyError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"sketches in the retrospective database are damaged ({reason})") from error
-    return Curve(run_id, steps, rewards.clamp(0, 1), counts)
+    shares = last_shares(record.outcomes for record in trajectory)
+    return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, sum(r.generated_tokens for r in trajectory))
 
 
 def trajectories_of(stages: Sequence[tuple[Curve, int, int]]) -> Trajectories:
