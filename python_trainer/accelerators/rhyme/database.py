@@ -224,12 +224,11 @@ class RetrospectiveDatabase:
             return [step_of(row) for row in connection.execute(query)]
 
     def samples(
-        self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int | None = None
+        self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int = 0
     ) -> list[StoredAnswer]:
         """Returns stored answers, best and newest first: at most so many, to some prompts, of all runs but one."""
         query = sa.select(answer_table, run_table.c.tokenizer).join(run_table, run_table.c.id == answer_table.c.run_id)
-        if without_run is not None:
-            query = query.where(answer_table.c.run_id != without_run)
+        query = query.where(answer_table.c.run_id != without_run)  # no run has the id 0
         query = query.order_by(answer_table.c.reward.desc(), answer_table.c.id.desc())
         wanted = None if prompt_keys is None else set(prompt_keys)
         with self._transaction(write=False) as connection:
