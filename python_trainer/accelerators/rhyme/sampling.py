@@ -210,7 +210,6 @@ class GroupSampler:
 
     def __init__(self, settings: RhymeSettings, retrodictor: Retrodictor):
         self.settings, self.retrodictor, self.step = settings, retrodictor, 0
-        self.seen = Counter[str]()  # groups of this step
         self.planned: list[Group] = []
         self.offers: list[Candidate] = []  # of this round, near enough to the policy
         self.spared: list[int] = []  # fresh answers that each planned group leaves out for stored ones
@@ -219,7 +218,7 @@ class GroupSampler:
     def plan(self, context: StepContext, groups: list[Group], bank: AnswerBank, worth: Worth) -> None:
         """Lets each group spare as many fresh answers as stored ones can take their places."""
         if context.step != self.step:  # not a further round of dynamic sampling
-            self.step, self.untrained, self.seen = context.step, [], Counter()
+            self.step, self.untrained = context.step, []
         candidates = [
             Candidate(answer, place, group.prompt_ids, worth(answer))
             for place, group in enumerate(groups)
@@ -255,10 +254,8 @@ class GroupSampler:
                 chosen[offer.place].append(offer)
             else:
                 self.untrained.append(offer)
-        rescued = sum(bool(chosen[number]) for number in failed)
-        self.seen.update(groups=len(groups), failed_groups=len(failed), rescued_groups=rescued)
-        for name in ("failed_groups", "rescued_groups"):  # shares of the groups of the step
-            context.telemetry[f"rhyme/{name}"] = self.seen[name] / max(self.seen["groups"], 1)
+        context.count("rhyme/failed_groups", len(failed))
+        context.count("rhyme/rescued_groups", sum(bool(chosen[number]) for number in failed))
         context.count("rhyme/stored_answers", sum(map(len, chosen.values())))
         return [r for number, fresh in groups.items() for r in (*fresh, *map(self._as_rollout, chosen[number]))]
 
