@@ -89,6 +89,7 @@ class Rhyme(Accelerator):
         if self.rules != (rules := reward_rules(context.run.config)):  # resumed with other rewards
             self.rules = rules
             self.bank.fill([])
+        self.groups.untrained = []
         self.rates.advance(context.step)
         self.active = self.active or self.rates.rare(self.settings.rare_share) is True
         if self.settled and not self.active and self.rates.rare(self.settings.rare_share) is False:
@@ -170,7 +171,7 @@ class Rhyme(Accelerator):
                 "accelerators.rhyme.rare_share=0 uses it all the same"
             )
         self.judged = judged
-        mixed = self.groups.mix(context, rollouts) if self.groups.step == context.step else rollouts
+        mixed = self.groups.mix(context, rollouts) if self.active else rollouts
         if not self.judged or context.run.config.rollout.num_generations == 1:
             return mixed
         self._count(context, whole)

@@ -209,7 +209,7 @@ class GroupSampler:
     """Mixes stored answers into the groups of a step."""
 
     def __init__(self, settings: RhymeSettings, retrodictor: Retrodictor):
-        self.settings, self.retrodictor, self.step = settings, retrodictor, 0
+        self.settings, self.retrodictor = settings, retrodictor
         self.planned: list[Group] = []
         self.offers: list[Candidate] = []  # of this round, near enough to the policy
         self.spared: list[int] = []  # fresh answers that each planned group leaves out for stored ones
@@ -217,8 +217,6 @@ class GroupSampler:
 
     def plan(self, context: StepContext, groups: list[Group], bank: AnswerBank, worth: Worth) -> None:
         """Lets each group spare as many fresh answers as stored ones can take their places."""
-        if context.step != self.step:  # not a further round of dynamic sampling
-            self.step, self.untrained = context.step, []
         candidates = [
             Candidate(answer, place, group.prompt_ids, worth(answer))
             for place, group in enumerate(groups)
