@@ -30,14 +30,13 @@ class Drafts(Accelerator):
         self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
         # what a forward pass costs on top of its tokens, in tokens; None: the engine does not tell
         self.pass_overhead: float | None = None
-        self.engine_asked = False
         self.counted_step = 0
         self.before: dict[str, float] = {}  # the engine's counters when that step began
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.run.engine
-        if not self.engine_asked:
-            self.engine_asked, self.pass_overhead = True, self._measured(engine)
+        if self.pass_overhead is None:
+            self.pass_overhead = self._measured(engine)
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
         longest = self.settings.max_draft_tokens
@@ -45,14 +44,10 @@ class Drafts(Accelerator):
         return groups
 
     def _measured(self, engine: Engine) -> float | None:
-        """Returns the overhead that the run measured first; None if the present engine cannot measure it."""
-        known = self.pass_overhead is not None
-        passes = MEASURED_PASSES[:1] if known else MEASURED_PASSES
-        seconds = {n * t: engine.pass_seconds(n, t) for n, t in passes}
+        """Returns the overhead of a pass; None if the engine cannot measure it."""
+        seconds = {n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES}
         found = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
-        if not found:
-            return None
-        return self.pass_overhead if known else pass_overhead(found)
+        return pass_overhead(found) if found else None
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         context.run.engine.drafter = None  # evaluations have prompts of their own

@@ -198,8 +198,7 @@ def test_cost_is_measured_once(make_config, tmp_path):
 
     assert run(2, lambda tokens: 0.01 + 0.001 * tokens) == pytest.approx(10.0) and len(calls) == 3
     assert read_metrics(tmp_path / "run")[-1]["drafts/pass_overhead"] == pytest.approx(10.0)
-    assert run(3, lambda tokens: 1.0, resume=True) == pytest.approx(10.0)
-    assert run(4, lambda tokens: None, resume=True) is None, "an engine that does not tell is not judged by another"
+    assert run(3, lambda tokens: 1.0, resume=True) == pytest.approx(10.0) and len(calls) == 3
 
 
 def test_damaged_history_in_a_checkpoint():
