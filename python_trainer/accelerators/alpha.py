@@ -33,7 +33,7 @@ from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.data import Group, Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
-from rlkernels.extrapolation import Attempt, Gate, Limits, Refusal
+from rlkernels.extrapolation import Attempt, Gate, Limits
 from rlkernels.rank1.stream import default_filter
 
 GATE_LEVEL = 0.05  # chance per run of accepting weights that are no better, at most
@@ -118,12 +118,13 @@ class Alpha(Accelerator):
     def attempt(self, context: StepContext) -> dict[str, Any]:
         """Makes one attempt, from the refusals to the gate -> its outcome, which also joins ``events``."""
         tracked, rules = self.trajectory, self.rules(len(context.run.task.gate))
-        objection, factors = context.run.once(lambda: decide(tracked, rules))
+        objection = context.run.once(lambda: rules.refusal(tracked))
         event: dict[str, Any] = {"step": context.step, "accepted": False}
         if objection is not None:
             event |= {"refused": objection.reason, "detail": objection.detail}
             context.telemetry["alpha/refused"] = 1.0
         else:
+            factors = context.run.once(lambda: {name: x.cpu() for name, x in tracked.state_dict().items()})
             tracked.load_state_dict(factors)
             with self._clock(context, "gate"):
                 event |= self._try(context, tracked, rules)
@@ -183,10 +184,3 @@ class Alpha(Accelerator):
         self.trajectory.load_state_dict(state["trajectory"])
         self.gate = Gate(GATE_LEVEL, *state["gate"])
         vars(self).update({name: state[name] for name in FACTS})
-
-
-def decide(tracked: RankOneTrajectory, rules: Attempt) -> tuple[Refusal | None, dict[str, torch.Tensor]]:
-    """Returns what speaks against an attempt; if nothing does, the factors that all ranks predict from, on the CPU."""
-    objection = rules.refusal(tracked)
-    factors = {} if objection is not None else tracked.state_dict()
-    return objection, {name: value.cpu() for name, value in factors.items()}
