@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 import torch
 from conftest import same
-from hypothesis import given
-from hypothesis import strategies as st
 from test_earlier_runs import found
 
 from python_trainer.accelerators.rhyme import accelerator
@@ -16,8 +14,6 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
-
-SHARES = st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=30)
 
 
 def outcomes(rows):
@@ -47,16 +43,10 @@ def test_damaged_outcomes_are_refused():
             last_shares([damaged])
 
 
-@given(SHARES, SHARES)
-def test_no_two_runs_are_better_than_each_other(theirs, own):
-    assert not (clearly_better(theirs, own) and clearly_better(own, theirs))
-    assert not clearly_better(own, own) and not clearly_better({}, own)
-
-
 def test_few_prompts_tell_nothing_and_more_a_clear_gain():
     own = {str(i): 0.25 for i in range(ENOUGH)}
     theirs = {str(i): 0.75 for i in range(ENOUGH)} | {"another": 0.0}
-    assert clearly_better(theirs, own)
+    assert clearly_better(theirs, own) and not clearly_better(own, own)
     del own["0"]
     assert not clearly_better(theirs, own)
 

@@ -159,16 +159,6 @@ def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
         torch.testing.assert_close(x, y)
 
 
-def test_answers_that_were_begun_elsewhere_tell_nothing_of_the_policy(run, tmp_path):
-    trainer = run("plain", steps=2, enabled=[])
-    (recorder,) = trainer.accelerators
-    continued = [Rollout([1], [2, 3], 1, [-0.1], prompt_key=0, text="2", reward=1.0, accuracy=1.0)]
-    assert recorder.collect(trainer.context(3), continued) == continued
-    recorder.after_update(trainer.context(3))
-    before, after = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)[1:]
-    assert after.step == 3 and after.outcomes == {} and after.reward == before.reward != 1
-
-
 def test_other_rewards_judge_again(run, tmp_path):
     run("first")
     run("second", seed=1, task={"reward": "test_dynamic_sampling:coins"})
