@@ -80,11 +80,6 @@ def loading_errors(folder: Path) -> Iterator[None]:
         raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
 
 
-def read_settings(base: Path, config: ModelConfig) -> Any:
-    """Reads the configuration of Transformers in a folder; raises Transformers' own errors."""
-    return AutoConfig.from_pretrained(**source_options(base, config))
-
-
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
     """Reads the tokenizer of a folder; that of its base if an adapter brings none.
 
@@ -149,10 +144,16 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
     return model
 
 
-def model_on_meta(settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Makes the model that a configuration of Transformers describes, on ``meta``."""
-    with META:
-        return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+def model_on_meta(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """Makes the model that the config.json of a folder describes, on ``meta``.
+
+    Raises:
+        UserError: it does not say what model it is.
+    """
+    with loading_errors(folder):
+        settings = AutoConfig.from_pretrained(**source_options(folder, config))
+        with META:
+            return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -164,13 +165,10 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
     Raises:
         UserError: it does not say what model it is.
     """
+    shapes = model_on_meta(folder, config, dtype)
+    weights = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)}
     with loading_errors(folder):
-        settings = read_settings(folder, config)
-        shapes = model_on_meta(settings, config, dtype)
-        weights = {
-            name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)
-        }
-        model = type(shapes).from_pretrained(None, config=settings, state_dict=weights, dtype=dtype)
+        model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, dtype=dtype)
         model.config.name_or_path = str(folder)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -210,18 +208,12 @@ def find_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def count_weights(folder: Path, config: ModelConfig) -> int:
-    """Counts the weights of the model in a folder, or of the base of the adapter in it.
+    """Counts the weights of the model in a folder, or of the base of the adapter in it; tied ones once.
 
     Raises:
         UserError: it does not say what model it is.
     """
-    with loading_errors(base := base_folder(folder)):
-        return count_described(read_settings(base, config), config)
-
-
-def count_described(settings: Any, config: ModelConfig) -> int:
-    """Counts the weights of the model that a configuration of Transformers describes; tied ones once."""
-    return sum(p.numel() for p in model_on_meta(settings, config, torch.float32).parameters())
+    return sum(p.numel() for p in model_on_meta(base_folder(folder), config).parameters())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
