@@ -14,7 +14,7 @@ from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory, recomputing
-from python_trainer.model.loading import base_folder, keep_dtype
+from python_trainer.model.loading import base_folder, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, set_matmul_precision
 from python_trainer.prompts import Tasks
@@ -69,7 +69,9 @@ def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note
         chosen, reason = resolve_engine(config)
         if reason is not None:
             note(reason)
-        chosen = chosen.model_copy(update={"model": keep_dtype(chosen.model, saved)})
+    # that of rank 0, since the processors of others may suit another
+    model = chosen.model.model_copy(update={"dtype": ranks.once(lambda: run_dtype(chosen.model, saved))})
+    chosen = chosen.model_copy(update={"model": model})
     if ranks.once(lambda: needs_recomputing(chosen, device_here(chosen.model.device, ranks.size))):
         note(RECOMPUTES)
         return recomputing(chosen)

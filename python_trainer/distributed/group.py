@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.errors import UserError, kind_of, mark_shared
-from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
@@ -172,15 +171,8 @@ class RankGroup:
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
         """Loads the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together."""
-        config = self.in_one_dtype(config)
         with self.together():
             return load_policy(config)
-
-    def in_one_dtype(self, config: ModelConfig) -> ModelConfig:
-        """Replaces ``model.dtype: auto`` by the type that rank 0 would take, whose processor may be another."""
-        with self.together():
-            mine = dtype_name(find_dtype(config))
-        return config.model_copy(update={"dtype": self.first(mine)})
 
     def copy(self, module: Any, *, trains: bool) -> Any:
         """Copies a plain module; each rank has as much of it as of the policy's model."""

@@ -45,7 +45,6 @@ class ShardedGroup(RankGroup):
         Every rank has all weights for generation, in the model's type, and cuts its shards from those.
         """
         self.offload = offload
-        config = self.in_one_dtype(config)
         with self.together():
             device, folder = choose_device(config.device), policy_folder(config.path)
             dtype, base = find_dtype(config), base_folder(folder)

@@ -221,7 +221,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def keep_dtype(config: ModelConfig, saved: object) -> ModelConfig:
-    """Replaces ``auto`` in the settings of a resumed run by the type of weights that the checkpoint names, if any."""
+def run_dtype(config: ModelConfig, saved: object) -> str:
+    """Resolves ``model.dtype`` for a run: ``auto`` is the type of weights that its checkpoint names, if any."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
-    return config.model_copy(update={"dtype": found}) if found in DTYPES and config.dtype == "auto" else config
+    return found if found in DTYPES and config.dtype == "auto" else dtype_name(find_dtype(config))
