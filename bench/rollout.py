@@ -116,7 +116,8 @@ def drafts_case(quick: bool) -> Case:
     history = RolloutHistory()
     for i, completion in enumerate(engine.generate(requests, SamplingParams(seed=1))):
         history.add(prompts[i // SAMPLES], completion.ids)
-    overhead = pass_overhead({n * t: engine.pass_seconds(n, t, repeats=9) for n, t in MEASURED_PASSES})
+    passes = {n * t: engine.pass_seconds(n, t, repeats=9) for n, t in MEASURED_PASSES}
+    overhead = pass_overhead({tokens: taken for tokens, taken in passes.items() if taken is not None})
     plain = drafted(engine, None, requests)
     return Case(
         op="rollout",

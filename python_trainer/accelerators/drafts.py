@@ -47,7 +47,7 @@ class Drafts(Accelerator):
         """Returns the overhead of a pass; None if the engine cannot measure it."""
         seconds = {n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES}
         found = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
-        return pass_overhead(found) if found else None
+        return pass_overhead(found) if len(found) == len(seconds) else None
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         context.run.engine.drafter = None  # evaluations have prompts of their own

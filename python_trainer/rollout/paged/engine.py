@@ -264,21 +264,17 @@ class PagedEngine(Engine):
             rollout.finish_reason = "length"
         return bool(rollout.finish_reason)
 
-    def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float:
-        """Returns the quickest time of a pass over ``tokens`` tokens of each of ``sequences``.
-
-        Where the cache has room for fewer sequences, those are measured.
-        """
-        tokens = min(tokens, self.max_positions, self.room)
-        context = min(context, self.max_positions - tokens, self.room - tokens)
+    def pass_seconds(self, sequences: int, tokens: int, *, context: int = 32, repeats: int = 5) -> float | None:
+        """Returns the quickest time of a pass over ``tokens`` tokens of each of ``sequences``; None: no room."""
         length, taken = context + tokens, list[float]()
-        count = min(sequences, self.cache.num_blocks // -(-length // self.cache.block_size))
+        if length > self.max_positions or sequences * -(-length // self.cache.block_size) > self.cache.num_blocks:
+            return None
         first = self.cache.open([0] * context)
-        opened = [first, *self.cache.fork(first, count - 1)]
+        opened = [first, *self.cache.fork(first, sequences - 1)]
         try:
-            slots = self.cache.append_many(opened, [[0] * tokens] * count)
-            positions, rows = [*range(context, length)] * count, list(range(count * tokens))
-            step = Pass([0] * len(rows), positions, slots, opened, [length] * count, [tokens] * count, rows)
+            slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
+            positions, rows = [*range(context, length)] * sequences, list(range(sequences * tokens))
+            step = Pass([0] * len(rows), positions, slots, opened, [length] * sequences, [tokens] * sequences, rows)
             with torch.no_grad(), attend_by(self.model):
                 run = self._runner(length)
                 for _ in range(repeats):
@@ -290,7 +286,7 @@ class PagedEngine(Engine):
             self._decoder = None
             for sequence in opened:
                 self.cache.close(sequence)
-        return min(taken) * sequences / count
+        return min(taken)
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
