@@ -64,7 +64,7 @@ def make_batch(prompt: int, longest: int, answers: int) -> dict[str, Any]:
 
 def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> Any:
     """Pack rows as ``pack`` does, but each with its own copy of the prompt."""
-    from rlkernels.integrations.trl_shared import Packed, SharedLayout
+    from rlkernels.integrations.trl_shared import Packed, PackedLayout
 
     rows = [pack(one[None], keep[None], logits_to_keep) for one, keep in zip(ids, mask)]
     lens = [
@@ -73,7 +73,7 @@ def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep:
     ]
     starts = list(accumulate((len(row.ids) for row in rows), initial=0))
     prefixes, answers = zip(*lens)
-    layout = SharedLayout(list(prefixes), list(answers), list(range(len(rows) + 1)))
+    layout = PackedLayout(list(prefixes), list(answers), list(range(len(rows) + 1)))
     return Packed(
         torch.cat([row.ids for row in rows]), layout.position_ids, layout,
         torch.cat([row.rows + start for row, start in zip(rows, starts)]), torch.cat([row.targets for row in rows]),

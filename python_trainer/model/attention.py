@@ -1,7 +1,7 @@
 """The one attention adapter: what the tokens of a forward pass look at, in training and in generation.
 
 Transformers hands an object with ``attend`` to every layer (``rlkernels.integrations.transformers_attention``). In
-training it is a :class:`PackedLayout`, in generation a :class:`PagedBatch`. Both call the ops of rlkernels.
+training it is the ``PackedLayout`` from there, in generation a :class:`PagedBatch`. Both call the ops of rlkernels.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rlkernels import PagedKVCache, grouped_attention, paged_attention, shared_prefix_attention, write_kv
-from rlkernels.prefix_cache import GroupedLayout
+from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
 from rlkernels.prefix_cache import Sequence as CachedSequence
-
-
-class PackedLayout(GroupedLayout):
-    """The attention of a training pass: a token sees the prefix of its group and its own sequence."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        return grouped_attention(query, key, value, self, scale=scale)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import accumulate, compress
 import torch
 
 from python_trainer.data import Rollout
-from python_trainer.model.attention import PackedLayout
+from rlkernels.integrations.transformers_attention import PackedLayout
 
 
 def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.model.attention import PackedLayout, page
+from python_trainer.model.attention import page
 from python_trainer.model.forward import Forward, attend_by, forward, forward_with_states, logit_scale
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels import PagedKVCache
-from rlkernels.integrations.transformers_attention import other_layers, probe_layers, rotary_limit
+from rlkernels.integrations.transformers_attention import PackedLayout, other_layers, probe_layers, rotary_limit
 from rlkernels.prefix_cache import Sequence
 
 PROMPT, ANSWERS = (1, 2, 1), ((2, 1), (1, 2))  # of one group

@@ -16,9 +16,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
-from rlkernels import grouped_attention, linear_token_logprobs
-from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
-from rlkernels.prefix_cache import GroupedLayout
+from rlkernels import linear_token_logprobs
+from rlkernels.integrations.transformers_attention import (
+    PackedLayout,
+    _attend,
+    other_layers,
+    rotary_limit,
+    sliding_window,
+)
 
 __all__ = ["SharedPrefixGRPOTrainer"]
 
@@ -30,22 +35,13 @@ LOW_PRECISION = 0.05
 logger = logging.getLogger(__name__)
 
 
-class SharedLayout(GroupedLayout):
-    """What the packed tokens of a micro-batch look at; the ``attention`` of a forward pass."""
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """Attend within the groups; the trainer keeps batches longer than a window away from here."""
-        return grouped_attention(query, key, value, self, scale=scale)
-
-
 @dataclass
 class Packed:
     """T packed tokens, R of which predict a token of an answer."""
 
     ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    layout: SharedLayout
+    layout: PackedLayout
     rows: torch.Tensor  # int64 [R] packed tokens that predict
     targets: torch.Tensor  # int64 [R] what they predict
     row: torch.Tensor  # int64 [R] answer of the target
@@ -81,7 +77,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: 
             suffix_lens.append(n)
             at += n
         starts.append(starts[-1] + len(members))
-    layout = SharedLayout(prefix_lens, suffix_lens, starts)
+    layout = PackedLayout(prefix_lens, suffix_lens, starts)
     return Packed(torch.cat(packed), layout.position_ids, layout, *map(torch.cat, (rows, targets, row, column)))
 
 
@@ -127,7 +123,7 @@ def _attend_beside(name: str) -> None:
         return
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-               *args: Any, attention: SharedLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
+               *args: Any, attention: PackedLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
         if attention is None:
             return plain(module, query, key, value, attention_mask, *args, **kwargs)
         kind = query.device.type
