@@ -147,7 +147,7 @@ def providers(work: Workload, folder: Path, server: str | None = None) -> dict[s
         add(f"python_trainer with {', '.join(names)}{ROUNDED}", run_ours, accelerated)
     if server is not None:
         served = work.config.model_copy(deep=True)
-        served.rollout.engine, served.rollout.vllm_server = "vllm", server
+        served.rollout.engine, served.rollout.vllm_server = "vllm", [server]
         add("python_trainer, generation by vLLM", run_ours, served)
     return found
 

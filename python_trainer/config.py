@@ -119,9 +119,9 @@ class Config(Section):
                 "rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread, got "
                 f"{rollout.num_generations}"
             )
-        if rollout.servers and rollout.engine == "paged":
+        if rollout.vllm_server and rollout.engine == "paged":
             yield f"rollout.vllm_server needs rollout.engine vllm, got {rollout.engine}"
-        if rollout.servers and len(rollout.stop) > SERVER_STOPS:
+        if rollout.vllm_server and len(rollout.stop) > SERVER_STOPS:
             yield (
                 f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
                 f"got {len(rollout.stop)}"

@@ -149,7 +149,7 @@ def held_bytes(config: Config, s: Shape, shards: int) -> dict[str, int]:
     """Computes what a device holds between passes, and the gradients; ranks of fsdp2 hold shards in float32."""
     sharded, low = shards > 1 or config.parallel == "fsdp2", s.item < 4
     whole, moments = s.total * s.item, 8 if sharded or not low else 12  # with float32 masters of low weights
-    vllm = config.rollout.engine == "vllm" and not config.rollout.servers
+    vllm = config.rollout.engine == "vllm" and not config.rollout.vllm_server
     parts = {"weights": (4 if sharded else s.item) * (s.total + (s.trained if s.adapted else 0)) // shards}
     if vllm:
         parts["weights of vLLM"] = whole
@@ -184,12 +184,12 @@ def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, 
     reserved = sum(size for name, size in parts.items() if name not in (LOADED + passing if asleep else LOADED))
     free = max(device.memory - reserved - sum(parts.get(name, 0) for name in LOADED), 0)
     cache = rollout.memory_bytes or (CPU_MEMORY_BYTES if kind == "cpu" else int(free * CUDA_MEMORY_SHARE))
-    cache = 0 if rollout.servers else cache
+    cache = 0 if rollout.vllm_server else cache
     held = sum(size for name, size in parts.items() if name not in passing)
     update = held + parts["gradients"] + (-parts.get("weights of vLLM", 0) if asleep else cache)
     longest, token = prompt + rollout.max_completion_length, 2 * s.layers * s.key * s.item
     phases = {
-        "generation": held + cache + (0 if rollout.servers else generating_bytes(s, config, kind, prompt)),
+        "generation": held + cache + (0 if rollout.vllm_server else generating_bytes(s, config, kind, prompt)),
         "the update": update + activations,
         # a float32 master is rounded to its weight
         "the optimizer step": update + (9 * s.largest if s.item < 4 and shards == 1 else 0),

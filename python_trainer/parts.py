@@ -46,7 +46,7 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     if gpu is None:
         gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     vllm = with_engine("vllm")
-    if config.rollout.servers:
+    if config.rollout.vllm_server:
         return vllm, None
     if not (gpu and has_vllm()):
         return with_engine("paged"), None
@@ -102,8 +102,8 @@ def make_engine(
     rollout, model = chosen.rollout, policy.inference_model
     backend: Backend | None = None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
-    if rollout.servers:
-        backend = ranks.once(lambda: _find_servers(rollout.servers, policy, output_dir / ".vllm"))
+    if urls := rollout.vllm_server:
+        backend = ranks.once(lambda: _find_servers(urls, policy, output_dir / ".vllm"))
     elif rollout.engine == "vllm":
         with ranks.together():
             import_vllm()  # where that fails on one rank the others would wait for it in vLLM

@@ -147,9 +147,9 @@ class DraftsSettings(AcceleratorSettings):
     """Longest draft; at most 128 with rollout.engine vllm."""
 
     def conflicts(self, config: Any) -> str | None:
-        if config.rollout.servers:
+        if config.rollout.vllm_server:
             return (
-                f"the accelerator drafts needs rollout.vllm_server null, got {', '.join(config.rollout.servers)}; "
+                f"the accelerator drafts needs rollout.vllm_server null, got {', '.join(config.rollout.vllm_server)}; "
                 "leave it out, and let the server draft by itself as docs/integrations.md says"
             )
         asked, most = self.max_draft_tokens, LONGEST_VLLM_DRAFT

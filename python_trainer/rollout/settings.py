@@ -16,7 +16,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "paged", "vllm"] = "auto"
     """`paged`: the trainer's own engine. `vllm`: vLLM 0.32 or newer, on the device of the model or on servers. `auto`:
     vllm if vllm_server is set, or if vLLM is installed and there is a GPU; else paged."""
-    vllm_server: str | list[str] | None = Field(None)
+    vllm_server: list[str] | None = Field(None)
     """URL of a vLLM server, or a list of servers that share the work. docs/scale.md says how to start one. Servers read
     weights from OUTPUT_DIR."""
     prompts_per_step: int = Field(32, ge=1)
@@ -46,16 +46,9 @@ class RolloutConfig(Section):
     @field_validator("vllm_server", mode="before")
     @classmethod
     def _servers_have_addresses(cls, value: Any) -> Any:
-        """Checks addresses here, since pydantic's message about a union names its parts and not the setting."""
+        """Makes a list of one address; checks here, since pydantic's message would show a password."""
         urls = value if isinstance(value, list) else [value]
         if value is not None and not (urls and all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls)):
             shown = re.sub(r"//\S*@", "//...@", repr(value))  # a password would be in the output of the run
             raise ValueError(f"must be a URL like http://HOST:8000, or a list of such; got {shown}")
-        return value
-
-    @property
-    def servers(self) -> list[str]:
-        """Lists the URLs of ``vllm_server``."""
-        if self.vllm_server is None:
-            return []
-        return [self.vllm_server] if isinstance(self.vllm_server, str) else self.vllm_server
+        return None if value is None else urls

@@ -59,8 +59,8 @@ def test_what_is_no_list_of_servers(server, message):
 
 def test_one_address_or_several():
     several = ["http://localhost:1", "http://[::1]:2/v"]
-    for given, servers in (None, []), (several[0], several[:1]), (several, several):
-        assert load_config({"rollout": {"engine": "vllm", "vllm_server": given}}).rollout.servers == servers
+    for given, servers in (None, None), (several[0], several[:1]), (several, several):
+        assert load_config({"rollout": {"engine": "vllm", "vllm_server": given}}).rollout.vllm_server == servers
 
 
 def test_the_longest_goes_to_the_server_with_the_fewest_tokens(fakes, model, tmp_path):
