@@ -22,7 +22,6 @@ from python_trainer.settings import Row, Section, copy_nested, describe_section,
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
-SERVER_STOPS = 4  # stop strings in a request to vLLM's server
 
 
 class SaveConfig(Section):
@@ -121,11 +120,6 @@ class Config(Section):
             )
         if rollout.vllm_server and rollout.engine == "paged":
             yield f"rollout.vllm_server needs rollout.engine vllm, got {rollout.engine}"
-        if rollout.vllm_server and len(rollout.stop) > SERVER_STOPS:
-            yield (
-                f"rollout.stop must have at most {SERVER_STOPS} strings with rollout.vllm_server, which takes no more, "
-                f"got {len(rollout.stop)}"
-            )
         if self.optimizer.offload and self.parallel != "fsdp2":
             yield f"optimizer.offload needs parallel=fsdp2, in one process too, got {self.parallel}"
         cache, longest = algorithm.overlong_cache, rollout.max_completion_length

@@ -88,10 +88,6 @@ ONE = "rollout.num_generations=1"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*SERVER, "rollout.stop=[a, b, c, d]"], None),
-        (["rollout.engine=vllm", "rollout.stop=[a, b, c, d, e]"], None),
-        ([*SERVER, "rollout.stop=[a, b, c, d, e]"],
-         "rollout.stop must have at most 4 strings with rollout.vllm_server.*got 5"),
         (["rollout.engine=paged", SERVER[1]], "rollout.vllm_server needs rollout.engine vllm, got paged"),
         ([*SERVER, "accelerators.enabled=[drafts]"],
          "drafts needs rollout.vllm_server null, got http://127.0.0.1:8000; .*integrations.md"),
