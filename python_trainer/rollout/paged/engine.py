@@ -335,8 +335,5 @@ def draw_tokens(
     drawn, accepted = ([int(x) for x in part] for part in (read[:rows], read[rows:-rows]))
     weights = read[-rows:]
     if any(map(math.isnan, weights)):
-        try:
-            sample_tokens(logits, uniforms, **settings)  # raises, and says of which row
-        except ValueError as error:
-            raise NotFinite(f"the policy cannot be sampled from: {error}") from error
+        raise NotFinite("the policy cannot be sampled from: its logits are NaN or infinite")
     return drawn, weights, starts[:-1], accepted
