@@ -153,4 +153,4 @@ def install(patch, *, sleeps):
         patch.setenv(name, "0")  # so that what is set comes undone
     module = SimpleNamespace(__version__="0.32.0", LLM=FakeLLM, SamplingParams=SimpleNamespace)
     patch.setitem(sys.modules, "vllm", module)
-    patch.setattr("python_trainer.rollout.vllm.engine._can_sleep", lambda device: sleeps)
+    patch.setattr("python_trainer.rollout.vllm.engine.SLEEPLESS", () if sleeps else ("cpu",))

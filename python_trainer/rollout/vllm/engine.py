@@ -24,6 +24,7 @@ from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
 
 OLDEST = (0, 32)
+SLEEPLESS = ("cpu",)  # types of devices on which vLLM keeps its memory
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 WORKER = "rlkernels.integrations.vllm_worker.PolicyWorker"
 OWN_COUNTERS = ("generated_tokens", "prefill_tokens", "weight_bytes")
@@ -287,7 +288,7 @@ class InProcess(Backend):
         self._vllm: Any = import_vllm()
         device = next(model.parameters()).device
         self.drafts = longest_draft > 0
-        self._sleeps, self._asleep = _can_sleep(device), False
+        self._sleeps, self._asleep = device.type not in SLEEPLESS, False
         try:
             self._llm = self._vllm.LLM(
                 str(folder),
@@ -386,10 +387,6 @@ def _drafting(longest: int) -> dict[str, Any]:
 
     share_history(RolloutHistory())  # there has to be one when the engine is made
     return {"speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": longest}}
-
-
-def _can_sleep(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _place_among_ranks(device: torch.device) -> dict[str, Any]:
