@@ -224,7 +224,6 @@ class AdapterFiles:
             save_file(self._parts, self.folder / ADAPTER)
             count += (self.folder / ADAPTER).stat().st_size
             places.append(str(self.folder / ADAPTER))
-        usual_mode(self.folder)
         return count, places
 
 
@@ -269,23 +268,20 @@ class Servers(Backend):
 
     def load(self, model: PreTrainedModel) -> int:
         try:
-            try:
-                sent, places = self._write(model)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
+            if self.adapters is not None:
+                sent, places = self.adapters.write(model)
+            else:
+                model.save_pretrained(self.folder)
+                sent = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+                places = [str(self.folder)]
+            usual_mode(self.folder)  # a server may be another user's
             self._each(lambda server: server.rpc("load_policy", *places))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
         finally:
             if self.adapters is None:
                 self.close()
         return sent
-
-    def _write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
-        """Writes weights -> bytes, and the places where servers find them."""
-        if self.adapters is not None:
-            return self.adapters.write(model)
-        model.save_pretrained(self.folder)
-        usual_mode(self.folder)  # a server may be another user's
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors")), [str(self.folder)]
 
     def close(self) -> None:
         self.adapters = None  # the weights that they belong to go: who asks again sends all
