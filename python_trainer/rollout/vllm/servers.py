@@ -38,10 +38,6 @@ CONNECTIONS = 64  # to a server: vLLM batches simultaneous requests
 BASE, ADAPTER = "base", "adapter.safetensors"
 
 
-class HTTPFailure(UserError):
-    """The server is there and refuses."""
-
-
 class Server:
     """A server that was started as ``START`` says.
 
@@ -110,7 +106,7 @@ class Server:
         """Calls a method of all workers -> the answer of the first."""
         try:
             return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
-        except HTTPFailure as error:
+        except UserError as error:
             raise UserError(
                 f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {START}"
             ) from error
@@ -137,7 +133,7 @@ class Server:
         except (OSError, ValueError) as error:  # ValueError: the address cannot be one
             raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
         if status >= 400:
-            raise HTTPFailure(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
+            raise UserError(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
         return text
 
     def _check_health(self, given_up: Event) -> None:
