@@ -139,7 +139,7 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
         engine.generate(requests, SamplingParams())
     assert not (tmp_path / "weights").exists()
     fakes[1].answers["/version"] = "no JSON"
-    with pytest.raises(UserError, match=f"{fakes[1].url}/version must answer with JSON, as vLLM does, got 'no JSON'"):
+    with pytest.raises(UserError, match=f"{fakes[1].url}/version must answer as vLLM, got 'no JSON'"):
         Servers(model, urls(fakes), tmp_path / "weights")
     blocked = tmp_path / "file"
     blocked.touch()
