@@ -29,6 +29,8 @@ class SamplingParams:
 class Engine(ABC):
     """Answers requests: :meth:`submit` queues them, :meth:`poll` works and hands out what is finished.
 
+    An engine that has raised while it generated is not used again.
+
     Attributes:
         max_positions: most tokens of a sequence, prompt and answer together; an answer that reaches it ends there.
         limited_by: what that limit is, for messages: "the limit of ...".

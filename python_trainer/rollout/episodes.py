@@ -116,22 +116,16 @@ class EpisodeEngine(WrappedEngine):
 
     def _work(self, count: int) -> list[Rollout]:
         done: list[Rollout] = []
-        try:
-            while (self._turns or self._stepping) and len(done) < count:
-                if self._turns:
-                    done += self._start_steps(self.inner.poll())
-                done += self._request_turns()
-        except BaseException:
-            self._turns, self._stepping = {}, set()
-            raise
+        while (self._turns or self._stepping) and len(done) < count:
+            if self._turns:
+                done += self._start_steps(self.inner.poll())
+            done += self._request_turns()
         return done
 
     def _start_steps(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
         """Lets the environments answer turns that are generated -> answers whose turn was cut off, which ends them."""
         for turn in turns:
-            if (found := self._turns.pop(id(turn), None)) is None:
-                continue  # a call that failed has submitted it
-            answer = found[1]
+            answer = self._turns.pop(id(turn))[1]
             rollout, episode = answer.rollout, answer.episode
             rollout.response_ids += turn.ids
             rollout.logprobs += turn.logprobs

@@ -137,8 +137,6 @@ class PagedEngine(Engine):
             self._add(requests[i], groups[i])
         rollouts = [rollout for group in groups for rollout in group]
         self._ready += [rollout for rollout in rollouts if rollout.finish_reason]  # without room for a token
-        if not self._scheduler.busy:
-            self._end()
         return rollouts
 
     def _begin(self, sampling: SamplingParams) -> None:
@@ -164,18 +162,13 @@ class PagedEngine(Engine):
         done: list[Rollout] = []
         if not self._scheduler.busy:
             return done
-        try:
-            # not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
-            with torch.no_grad(), attend_by(self.model):
-                run = self._runner(self._longest)
-                while self._scheduler.busy and len(done) < count:
-                    done += self._step(run)
-        except BaseException:
-            self._end()
-            self._ready = []
-            raise
+        # not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
+        with torch.no_grad(), attend_by(self.model):
+            run = self._runner(self._longest)
+            while self._scheduler.busy and len(done) < count:
+                done += self._step(run)
         if not self._scheduler.busy:
-            self._end()
+            self._decoder = None
         return done
 
     def _step(self, run: Forward) -> list[Rollout]:
@@ -186,11 +179,6 @@ class PagedEngine(Engine):
         done = self._draw(step, logits)
         self._scheduler.finish(done)
         return [sample.rollout for sample in done]
-
-    def _end(self) -> None:
-        """Closes what was submitted: all is generated, or given up."""
-        self._scheduler.close()
-        self._decoder = None
 
     def _runner(self, longest: int) -> Forward:
         longest = min(self.max_positions, longest)
@@ -271,21 +259,19 @@ class PagedEngine(Engine):
             return None
         first = self.cache.open([0] * context)
         opened = [first, *self.cache.fork(first, sequences - 1)]
-        try:
-            slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-            positions, rows = [*range(context, length)] * sequences, list(range(sequences * tokens))
-            step = Pass([0] * len(rows), positions, slots, opened, [length] * sequences, [tokens] * sequences, rows)
-            with torch.no_grad(), attend_by(self.model):
-                run = self._runner(length)
-                for _ in range(repeats):
-                    before = time.perf_counter()
-                    logits = self._forward(run, step, share=False)
-                    sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
-                    taken.append(time.perf_counter() - before)
-        finally:
-            self._decoder = None
-            for sequence in opened:
-                self.cache.close(sequence)
+        slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
+        positions, rows = [*range(context, length)] * sequences, list(range(sequences * tokens))
+        step = Pass([0] * len(rows), positions, slots, opened, [length] * sequences, [tokens] * sequences, rows)
+        with torch.no_grad(), attend_by(self.model):
+            run = self._runner(length)
+            for _ in range(repeats):
+                before = time.perf_counter()
+                logits = self._forward(run, step, share=False)
+                sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
+                taken.append(time.perf_counter() - before)
+        self._decoder = None
+        for sequence in opened:
+            self.cache.close(sequence)
         return min(taken)
 
 

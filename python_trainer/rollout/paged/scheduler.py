@@ -103,15 +103,6 @@ class Scheduler:
         if self.drafter:
             self.drafter.stop(done)
 
-    def close(self) -> None:
-        """Lets go of every sequence, whatever state it is in."""
-        for sequence in [*(job.sequence for job in self.filling), *(sample.sequence for sample in self.running)]:
-            self.cache.close(sequence)
-        self.waiting.clear()
-        self.filling, self.running = [], []
-        if self.drafter:
-            self.drafter.stop(list(self.drafter.handles))
-
     def _append_drawn(self) -> bool:
         """Makes room for the drawn token and the draft of every running sample.
 

@@ -4,9 +4,7 @@ import pytest
 from paged import engine_for, make, mixed_requests
 
 from python_trainer.data import Request
-from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
-from rlkernels import RolloutHistory
 
 SAMPLING = SamplingParams(temperature=0.9, seed=5)
 
@@ -53,27 +51,3 @@ def test_requests_without_room_are_finished_at_once_and_still_handed_out(model):
     assert [r.finish_reason for r in rollouts] == ["length"] * 2
     assert list(map(id, engine.poll())) == list(map(id, rollouts)) and engine.poll() == []
     engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))  # nothing is in the way
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_what_fails_leaves_an_engine_that_works(model, drafts):
-    """And a model that attends as before."""
-    engine, requests = engine_for(model), mixed_requests()
-    implementation, calls = model.config._attn_implementation, []
-    wanted = engine_for(model).generate(requests, SAMPLING)
-    engine.drafter = Drafter(RolloutHistory(), pass_overhead=1e9) if drafts else None
-
-    def fail_later(module, inputs):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    hook = model.model.norm.register_forward_pre_hook(fail_later)
-    engine.submit(requests, SAMPLING)
-    with pytest.raises(KeyboardInterrupt):
-        engine.poll(len(requests) * 9)
-    hook.remove()
-    assert engine.poll() == [] and engine.cache.stats["blocks_pinned"] == 0
-    assert not drafts or engine.drafter.history.stats["handles"] == 0
-    assert model.config._attn_implementation == implementation
-    assert content(engine.generate(requests, SAMPLING)) == content(wanted)
