@@ -87,14 +87,16 @@ def test_answers_do_not_depend_on_the_number_of_servers(fakes, model, tmp_path):
     assert all(fake.asked() for fake in fakes)
 
 
-def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model, tmp_path):
-    """Each server answers only when all have been asked."""
+def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model, tmp_path, monkeypatch):
+    """Each server answers only when all have been asked, and a while later, after answers too."""
+    monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.05)
     folder, all_are_reading, events = tmp_path / "weights", threading.Barrier(3), []
 
     def load(body):
         if body["method"] == "load_policy":
             assert folder.exists()
             all_are_reading.wait(60)
+            time.sleep(0.2)
             events.append("load")
         return {"results": [fakes[0].settings]}
 
@@ -103,7 +105,7 @@ def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model,
         return draw(body)
 
     for fake in fakes:
-        fake.answers |= {"/collective_rpc": load, "/v1/completions": complete}
+        fake.answers |= {"/collective_rpc": load, "/v1/completions": complete, "/health": ""}
     engine = VLLMEngine(model, Servers(model, urls(fakes), folder), eos_token_ids=[63])
     with patch.object(type(model), "save_pretrained", autospec=True, side_effect=type(model).save_pretrained) as save:
         for _ in range(2):

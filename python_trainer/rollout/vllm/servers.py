@@ -8,10 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -43,17 +40,15 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
-        given_up: set to end the waiting for answers, within LOOK_SECONDS.
+        given_up: True ends the waiting for answers, within LOOK_SECONDS.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
         UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
     """
 
-    given_up = Event()  # of the first requests, which nobody gives up
-
     def __init__(self, model: PreTrainedModel, url: str):
-        self.url = url.rstrip("/")
+        self.url, self.given_up = url.rstrip("/"), False
         check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
         self._name: str = self._ask("/v1/models", None, "data", 0, "id")
         settings = self.rpc("policy_settings")
@@ -125,16 +120,16 @@ class Server:
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         try:
-            status, text = read(self.url + path, data, partial(self._check_health, self.given_up))
+            status, text = read(self.url + path, data, self._check_health)
         except (OSError, ValueError) as error:  # ValueError: the address cannot be one
             raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
         if status >= 400:
             raise UserError(f"{path} of the vLLM server {self.url} answers {status}: {' '.join(text.split())[:300]}")
         return text
 
-    def _check_health(self, given_up: Event) -> None:
+    def _check_health(self) -> None:
         """Ends a wait that is of no use; /collective_rpc of an engine that has died would last for ever."""
-        if given_up.is_set():
+        if self.given_up:
             raise UserError(f"rollout.vllm_server: nobody waits for this answer of {self.url} any more")
         status, _ = read(f"{self.url}/health")
         if status != 200:
@@ -282,18 +277,20 @@ class Servers(Backend):
     def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
         lengths, tokens = [one.expected for one in asked], [one.n * one.expected for one in asked]
         plan, futures = balance(lengths, tokens, len(self.servers)), dict[int, Future[list[Drawn]]]()
-        with ExitStack() as held:
-            for server, part in zip(self.servers, plan):
-                pool = ThreadPoolExecutor(CONNECTIONS)
-                # after a failure or Ctrl-C: what has not been asked yet never is, and threads end,
-                # for which Python would wait
-                server.given_up = Event()
-                held.callback(server.given_up.set)
-                held.callback(pool.shutdown, wait=False, cancel_futures=True)
+        pools = [ThreadPoolExecutor(CONNECTIONS) for _ in self.servers]
+        try:
+            for server, pool, part in zip(self.servers, pools, plan):
                 futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
             for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
                 future.result()  # raises what failed
             return [futures[i].result() for i in range(len(asked))]
+        except BaseException:
+            for server in self.servers:
+                server.given_up = True  # threads end, for which Python would wait
+            raise
+        finally:
+            for pool in pools:
+                pool.shutdown(wait=False, cancel_futures=True)  # what has not been asked yet never is
 
     def counters(self) -> dict[str, float]:
         counts = self._each(lambda server: server.counters())
