@@ -18,31 +18,22 @@ def content(rollouts):
     return [(list(r.prompt_ids), r.response_ids, r.finish_reason) for r in rollouts]
 
 
-def test_every_rollout_is_handed_out_once_as_the_very_object_that_submit_gave(model):
-    requests = mixed_requests()
-    wanted = engine_for(model).generate(requests, SAMPLING)
-    engine, found = engine_for(model), []
-    rollouts = engine.submit(requests, SAMPLING)
-    assert not any(rollout.finish_reason for rollout in rollouts)
-    while some := engine.poll():
-        assert all(rollout.finish_reason for rollout in some)
-        found += some
-    assert sorted(map(id, found)) == sorted(map(id, rollouts)) and content(rollouts) == content(wanted)
-    assert engine.poll() == [] and engine.stats["generated_tokens"] == sum(len(r.logprobs) for r in rollouts)
-
-
 def test_requests_may_come_while_others_are_generated(model):
+    """And every rollout is handed out once, as the very object that submit gave."""
     requests = mixed_requests()
     wanted = engine_for(model).generate(requests, SAMPLING)
     engine = engine_for(model)
     first = engine.submit(requests[:2], SAMPLING)
+    assert not any(rollout.finish_reason for rollout in first)
     done = engine.poll()
     assert done and len(done) < len(first)
     later = engine.generate(requests[2:], SAMPLING)  # waits for its own, and keeps what else ends for the next poll
     assert content(later) == content(wanted[len(first) :])
     while some := engine.poll():
+        assert all(rollout.finish_reason for rollout in some)
         done += some
     assert sorted(map(id, done)) == sorted(map(id, first)) and content(first) == content(wanted[: len(first)])
+    assert engine.stats["generated_tokens"] == sum(len(r.logprobs) for r in [*first, *later])
 
 
 def test_requests_without_room_are_finished_at_once_and_still_handed_out(model):
