@@ -19,6 +19,14 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: 
     return torch.zeros_like(p).scatter(0, order, p / p.sum())
 
 
+def own_logprobs(model, context: list[int], ids: list[int], sampling) -> list[float]:
+    """Log-probabilities of the tokens that follow a context, in the distributions they are drawn from: one pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
+    kept = sampling.temperature, sampling.top_p, sampling.top_k
+    return [distribution(row, *kept)[token].log().item() for row, token in zip(logits, ids)]
+
+
 def uniforms(n: int, seed: int = 0) -> torch.Tensor:
     return rlkernels.keyed_uniform(seed, torch.zeros(n, dtype=torch.int64), torch.arange(n))
 

@@ -71,9 +71,3 @@ def assert_same(got, expected):
     assert [c.ids for c in got] == [c.ids for c in expected]
     for one, other in zip(got, expected):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-@torch.no_grad()
-def full_logits(model, ids: list[int]) -> torch.Tensor:
-    model.eval()
-    return model(input_ids=torch.tensor([ids])).logits[0].float()

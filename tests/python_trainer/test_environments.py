@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import QUIET, merged, same, train
-from paged import engine_for, full_logits, make, prompts
+from paged import engine_for, make, prompts
+from sampling_cases import own_logprobs
 
 from python_trainer.config import load_config
 from python_trainer.data import Example, Group
@@ -121,12 +122,9 @@ def test_turns_masks_and_logprobs(model):
             assert len(stretches) == 2 * turns - 1
         else:
             assert len(rollout.response_ids) == 70 or stretches[-1][0]
-        ids = [*rollout.prompt_ids, *rollout.response_ids]
-        logprobs = (full_logits(model, ids) / SAMPLING.temperature).log_softmax(-1)
-        for t, own in enumerate(rollout.response_mask):
-            if own:
-                place = len(rollout.prompt_ids) + t
-                assert rollout.logprobs[t] == pytest.approx(float(logprobs[place - 1, ids[place]]), abs=1e-3)
+        expected = own_logprobs(model, rollout.prompt_ids, rollout.response_ids, SAMPLING)
+        for own, found, wanted in zip(rollout.response_mask, rollout.logprobs, expected):
+            assert not own or found == pytest.approx(wanted, abs=1e-3)
     assert any(r.finish_reason == "stop" for r in rollouts)
     assert all(len(r.logprobs) == len(r.response_ids) for r in rollouts)
     own = sum(rollout.response_mask.count(True) for rollout in rollouts)  # what it was told is not generated

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from paged import GREEDY, LONGROPE, MODELS, VOCAB, assert_same, engine_for, full_logits, make, mixed_requests, prompts
+from paged import GREEDY, LONGROPE, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
+from sampling_cases import own_logprobs
 from support import Launches
 from tiny import own_greedy
 
-from bench.studies.lossless import distribution
 from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model import attention
@@ -51,17 +51,15 @@ def test_greedy_equals_generate(name, with_eos, fused):
 ])  # fmt: skip
 def test_logprobs_are_those_of_a_full_forward_pass(name, sampling):
     model = make(name)
-    requests, kept = mixed_requests(), (sampling.temperature, sampling.top_p, sampling.top_k)
+    requests = mixed_requests()
     # both ways through the model, in turn
     completions = iter(engine_for(model, fused=bool(sampling.top_k)).generate(requests, sampling))
     for request in requests:
         context = [*request.prompt_ids, *request.prefix_ids]
         for _ in range(request.num_samples):
             completion = next(completions)
-            logits = full_logits(model, context + completion.ids)
-            for i, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs)):
-                drawn_from = distribution(logits[len(context) + i - 1], *kept)
-                assert logprob == pytest.approx(drawn_from[token].log().item(), abs=1e-4)
+            expected = own_logprobs(model, context, completion.ids, sampling)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_batching_and_memory_do_not_change_samples():

@@ -4,7 +4,7 @@ import json
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoModelForCausalLM
 
 from python_trainer.config import load_config
 from python_trainer.rollout.engine import SamplingParams
@@ -25,17 +25,6 @@ def load(folder):
 
 def spent(engine, before):
     return {name: count - before[name] for name, count in engine.stats.items()}
-
-
-def own_logprobs(model, context, ids, sampling):
-    """Those of the distribution that is sampled from, by one pass of the model."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
-    logits = TemperatureLogitsWarper(sampling.temperature)(None, logits)
-    if sampling.top_k:
-        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
-    logits = TopPLogitsWarper(sampling.top_p)(None, logits)
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def run_settings(folder, path, **rollout):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from rich.console import Console
-from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
+from sampling_cases import own_logprobs
 
 from python_trainer.config import load_config
 from python_trainer.data import Request

@@ -7,7 +7,8 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, own_logprobs, run_settings, spent, train
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
+from sampling_cases import own_logprobs
 from tiny import own_greedy
 from transformers import AutoTokenizer
 
