@@ -19,6 +19,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
+LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def even(prompts, completions, completion_ids, **columns):

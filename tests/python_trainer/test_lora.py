@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import QUIET, train
+from conftest import LORA, QUIET, train
 from paged import make
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM
@@ -20,8 +20,6 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.vllm_worker import merged_weight
-
-LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def merged_weights(model):

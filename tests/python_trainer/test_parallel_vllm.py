@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import merged, run_settings
+from conftest import LORA, merged, run_settings
 from fake_vllm import EOS, LIMIT, FakeLLM, draw, install, serving, urls
 from gloo import KINDS, run_on_ranks, train
 from paged import LONGROPE, make
@@ -158,9 +158,6 @@ def test_an_error_of_the_first_process_ends_all(server_runs, parallel, name, mes
     assert second == f"process 0 of 2: {first}"
     with pytest.raises(UserError, match=message):
         raise UserError(first)
-
-
-LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def train_with_engines(settings, folder):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import merged, run_settings
+from conftest import LORA, merged, run_settings
 from fake_vllm import EOS, draw, serving, urls
 from gloo import run_on_ranks, train
 from safetensors.torch import load_file
@@ -206,9 +206,6 @@ def test_servers_of_different_models(fakes, model, tmp_path, answers, settings, 
     expected = f"rollout.vllm_server must name servers of the same model, got {difference.format(*urls(fakes))}"
     with pytest.raises(UserError, match=expected):
         Servers(model, urls(fakes), tmp_path / "weights")
-
-
-LORA = {"r": 4, "alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def stir(policy, seed):
