@@ -11,10 +11,12 @@ from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.model.packing import Packed, pack, scored_tokens
 
-# what Minibatch.loss counts, summed over the tokens in the loss unless it says otherwise
-SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "clip_low", "clip_high", "sampled", "logprob_diff", "correction",
-        "value_loss", "value_clip")  # fmt: skip
-MAXIMA = ("ratio_max", "logprob_diff_max")
+# what Minibatch.loss sums: metrics that are means over the tokens in the loss, and over the fresh ones of those
+OF_TOKENS = ("entropy", "kl", "importance_ratio/mean", "clip_ratio/low_mean", "clip_ratio/high_mean")
+OF_VALUES = ("value_loss", "clip_ratio/value")  # means over tokens too, with a critic
+OF_SAMPLED = ("sampling/logp_difference/mean", "sampling/importance_sampling_ratio/mean")
+SUMS = ("tokens", "sampled", "loss", *OF_TOKENS, *OF_VALUES, *OF_SAMPLED)
+MAXIMA = ("importance_ratio/max", "sampling/logp_difference/max")
 
 
 def take(table: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -239,8 +241,8 @@ class Minibatch:
             moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)
-            sums = (mask, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, fresh, difference,
-                    correction * fresh, error, moved_far)  # fmt: skip
+            sums = (mask, fresh, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, error, moved_far,
+                    difference, correction * fresh)  # fmt: skip
             maxima = (out.ratio, difference)
             metrics = [value.sum().float() for value in sums]
             metrics += [value.max() if value.numel() else value.sum() for value in maxima]
@@ -259,19 +261,7 @@ def mean_metrics(
     sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
     largest = ranks.gather(table[:, len(SUMS) :].amax(0).tolist())
     maxima = {name: max(values) for name, *values in zip(MAXIMA, *largest)}
-    tokens, sampled = max(sums["tokens"], 1.0), max(sums["sampled"], 1.0)
-    row = {
-        "loss": sums["loss"] / optimizer_steps,
-        "entropy": sums["entropy"] / tokens,
-        "kl": sums["kl"] / tokens,
-        "clip_ratio/low_mean": sums["clip_low"] / tokens,
-        "clip_ratio/high_mean": sums["clip_high"] / tokens,
-        "importance_ratio/mean": sums["ratio"] / tokens,
-        "importance_ratio/max": maxima["ratio_max"],
-        "sampling/logp_difference/mean": sums["logprob_diff"] / sampled,
-        "sampling/logp_difference/max": maxima["logprob_diff_max"],
-        "sampling/importance_sampling_ratio/mean": sums["correction"] / sampled,
-    }
-    if sums["value_loss"]:
-        row |= {"value_loss": sums["value_loss"] / tokens, "clip_ratio/value": sums["value_clip"] / tokens}
-    return row
+    means = {name: sums[name] / max(sums["sampled"], 1.0) for name in OF_SAMPLED}
+    for name in (*OF_TOKENS, *(OF_VALUES if sums["value_loss"] else ())):
+        means[name] = sums[name] / max(sums["tokens"], 1.0)
+    return {"loss": sums["loss"] / optimizer_steps} | means | maxima
