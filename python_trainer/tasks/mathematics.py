@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from python_trainer.data import Messages
@@ -34,10 +35,14 @@ class Verifier:
         """
         if self._worker is None:
             self._worker = self._start()
-        reply = self._ask(self._worker, json.dumps([completion, gold]) + "\n")
-        if not reply:
-            self.close()
-        return json.loads(reply) if reply else False
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended
+            self._worker.stdin.write(json.dumps([completion, gold]) + "\n")
+            self._worker.stdin.flush()
+            if reply := self._worker.stdout.readline():
+                return json.loads(reply)
+        self.close()
+        return False
 
     def _start(self) -> "subprocess.Popen[str]":
         if importlib.util.find_spec("math_verify") is None:
@@ -51,17 +56,6 @@ class Verifier:
         if worker.stdout.readline() != "ready\n":
             raise RuntimeError(f"the worker of reward math ended at its start with exit code {worker.wait()}")
         return worker
-
-    @staticmethod
-    def _ask(worker: "subprocess.Popen[str]", question: str) -> str:
-        """Returns the worker's reply, empty if it has ended."""
-        assert worker.stdin is not None and worker.stdout is not None
-        try:
-            worker.stdin.write(question)
-            worker.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return worker.stdout.readline()
 
     def close(self) -> None:
         if self._worker is not None:
