@@ -17,7 +17,7 @@ from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import save_evaluation
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores, deciding_values, partial_values
+from python_trainer.tasks.rewards import Scores
 
 
 class Scorer:
@@ -85,15 +85,10 @@ class Scorer:
             return scores
         if state.judged and scores.merit is not None:
             state.judged = False
-            values = deciding_values(scores.rewards)
-            partial = partial_values(values)
-            at = values.index(partial[0])
-            decides = next(name for name, given in scores.rewards.items() if given[at] is not None)
             self.prompts.note(
-                f"to {len(partial)} of {len(values)} answers {decides} gave neither 0 nor 1 but "
-                f"{partial[0]:.3g} and the like: no answer is right or wrong, dynamic sampling and accelerators "
-                "compare rewards, and eval/accuracy is the share above 0.5; a reward function that gives 0 or 1 may "
-                "come first in task.reward (weight 0 leaves the reward as it is)"
+                "an answer got a reward that is neither 0 nor 1: no answer is right or wrong, dynamic sampling and "
+                "accelerators compare rewards, and eval/accuracy is the share above 0.5; a reward function that gives "
+                "0 or 1 may come first in task.reward (weight 0 leaves the reward as it is)"
             )
         return replace(scores, merit=None if state.judged else scores.total)
 

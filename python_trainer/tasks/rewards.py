@@ -45,7 +45,7 @@ class Scores:
 
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
-    accuracy: list[float]  # 1.0 where the value that decides (deciding_values) is more than 0.5, else 0.0, N
+    accuracy: list[float]  # 1.0 where the first function that applies gives more than 0.5, else 0.0, N
     merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
 
 
@@ -186,25 +186,16 @@ def score(
     rewards = {name: _checked(name, arguments, value) for name, value in found.items()}
 
     total: list[float] = []
+    deciding: list[float] = []  # of each completion the value of the first function that gave one
     for row in range(len(texts)):
-        values = [(name, value) for name, column in rewards.items() if (value := column[row]) is not None]
+        values = {name: value for name, column in rewards.items() if (value := column[row]) is not None}
         if not values:
             where = examples[row].place or f"{examples[row].prompt!r:.60}"
             raise UserError(
                 f"every reward function ({', '.join(rewards)}) returned None for completion {row}, to {where}; return "
                 "a number from one of them, such as 0.0, or take the prompt out"
             )
-        total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values))
-    deciding = deciding_values(rewards)
+        total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values.items()))
+        deciding.append(next(iter(values.values())))
     accuracy = [float(value > 0.5) for value in deciding]
-    return Scores(rewards, total, accuracy, total if partial_values(deciding) else None)
-
-
-def deciding_values(rewards: Mapping[str, Sequence[float | None]]) -> list[float]:
-    """Return the value that decides whether each completion is right: that of the first function which gave one."""
-    return [next(value for value in row if value is not None) for row in zip(*rewards.values(), strict=True)]
-
-
-def partial_values(values: Iterable[float]) -> list[float]:
-    """Return the values that call an answer neither right nor wrong."""
-    return [value for value in values if value not in (-1.0, 0.0, 1.0)]
+    return Scores(rewards, total, accuracy, None if {-1.0, 0.0, 1.0}.issuperset(deciding) else total)
