@@ -2,16 +2,7 @@
 
 from rlkernels.extrapolation.attempt import Attempt
 from rlkernels.extrapolation.gate import Comparison, Gate
-from rlkernels.extrapolation.predictors import (
-    PREDICTORS,
-    Limits,
-    Predictor,
-    Refusal,
-    Target,
-    extrapolate,
-    refusal,
-    skill,
-)
+from rlkernels.extrapolation.predictors import PREDICTORS, Limits, Refusal, Target, extrapolate, refusal, skill
 from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 
 __all__ = [
@@ -21,7 +12,6 @@ __all__ = [
     "Gate",
     "Limits",
     "Points",
-    "Predictor",
     "RankOneTrajectory",
     "Refusal",
     "Target",
