@@ -135,15 +135,6 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> 
     )
 
 
-def _single_groups(layout: Layout) -> Iterator[tuple[GroupedLayout, slice]]:
-    """Yield each group as a layout of its own, and its rows among the packed tokens."""
-    prefixes, suffixes, starts = layout
-    at = 0
-    for prefix, (a, b) in zip(prefixes, itertools.pairwise(starts)):
-        own = suffixes[a:b]
-        yield GroupedLayout([prefix], own, [0, len(own)]), slice(at, at := at + prefix + sum(own))
-
-
 def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
     """Make a problem of the output and the gradients of query, key and value."""
     q_heads, kv_heads, dim = heads
@@ -159,7 +150,9 @@ def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Pro
     def exact() -> list[torch.Tensor]:
         """Group by group: what autograd keeps of all groups in float64 would not fit."""
         found = []
-        for part, rows in _single_groups(layout):
+        for prefix, suffixes in packed.spans():
+            part = GroupedLayout([prefix.stop - prefix.start], [s.stop - s.start for s in suffixes], [0, len(suffixes)])
+            rows = slice(prefix.start, prefix.start + part.num_tokens)
             q, k, v = tensors = [t[rows].double().requires_grad_() for t in qkv]
             out = reference.grouped_attention(q, k, v, part, dim**-0.5)
             found.append([out.detach(), *torch.autograd.grad(out, tensors, grad[rows].double())])
