@@ -47,10 +47,6 @@ class Packed:
     row: torch.Tensor  # int64 [R] answer of the target
     column: torch.Tensor  # int64 [R] its place in the answer
 
-    def to(self, device: torch.device) -> "Packed":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return Packed(**vars(self) | {name: value.to(device, non_blocking=True) for name, value in tensors.items()})
-
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
     """Pack TRL's [B, P + L], with prompts padded on the left and answers on the right, in any order."""
@@ -78,7 +74,9 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: 
             at += n
         starts.append(starts[-1] + len(members))
     layout = PackedLayout(prefix_lens, suffix_lens, starts)
-    return Packed(torch.cat(packed), layout.position_ids, layout, *map(torch.cat, (rows, targets, row, column)))
+    tensors = torch.cat(packed), layout.position_ids, *map(torch.cat, (rows, targets, row, column))
+    tokens, positions, *answers = (tensor.to(input_ids.device, non_blocking=True) for tensor in tensors)
+    return Packed(tokens, positions, layout, *answers)
 
 
 def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -277,7 +275,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         logps: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
-            packed = pack(ids, mask, logits_to_keep).to(ids.device)
+            packed = pack(ids, mask, logits_to_keep)
             with self.accelerator.autocast():
                 found = model(shared_prefix=packed, with_entropy=with_entropy)
             for parts, values in zip((logps, entropies), found, strict=True):
