@@ -156,7 +156,8 @@ class HistoryProposer:
             first = RolloutHistory.load(self._path)
         self._history = first
         self._own = first if record or (self._path is None and _shared is None) else None
-        self._ends = _end_tokens(vllm_config.model_config)
+        ends = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
+        self._ends = set(ends) if isinstance(ends, list | tuple) else {ends}
         newest = first.stats["newest_epoch"]
         self._epoch = 0 if newest is None else newest + 1
         self._answered = set[bytes]()  # prompts that have answers of this epoch
@@ -355,12 +356,6 @@ class HistoryProposer:
         except OSError:
             return None
         return facts and (facts.st_ino, facts.st_mtime_ns, facts.st_size)
-
-
-def _end_tokens(model_config: Any) -> set[int]:
-    """Return the tokens after which a sequence is finished."""
-    found = getattr(getattr(model_config, "hf_config", None), "eos_token_id", None)
-    return set(found) if isinstance(found, list | tuple) else set() if found is None else {found}
 
 
 def _close(reference: "weakref.ref[HistoryProposer]") -> None:
