@@ -205,12 +205,6 @@ def test_what_trains_is_offloaded_and_a_reference_is_not(tiny_policy, offload):
             assert policies == {"CPUOffloadPolicy" if moved else "OffloadPolicy"}
 
 
-@pytest.mark.parametrize("parallel", ["none", "ddp"])
-def test_weights_that_are_not_sharded_cannot_be_offloaded(make_config, parallel):
-    with pytest.raises(UserError, match=f"optimizer.offload needs parallel=fsdp2, in one process too, got {parallel}"):
-        make_config(parallel=parallel, optimizer={"offload": True})
-
-
 def test_shards_that_were_written_before_the_first_optimizer_step(settings, tmp_path):
     """There are no moments yet; of some parameters there may never be any."""
     first, second = (Trainer(load_config(settings), tmp_path / name) for name in ("a", "b"))

@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_trainer.config import load_config
-from python_trainer.errors import UserError
 from python_trainer.tasks.rewards import score
 from python_trainer.tasks.sums import TERMS, SumsSettings, final_answer, solution
 from tools.policies.sums import CARRY, CHANCE, carries, slip_chance, slipping_solution
@@ -79,16 +77,6 @@ def test_reward_looks_at_the_last_line():
     texts = {f"{left}+{right}={gold}\nA:{gold}": 1, f"1+1=3\nA:{gold}": 1, f"{left}+{right}={gold}\nA:{gold + 1}": 0,
              f"{left}+{right}={gold}": 0, f"A:{gold}\nA:{gold}": 0, "": 0}  # fmt: skip
     assert score(task, [example] * len(texts), list(texts), [[]] * len(texts)).accuracy == list(texts.values())
-
-
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"variant": "medium"}, "variant"),
-    ({"train_size": 0}, "train_size"),
-    ({"gate_size": -1}, "gate_size"),
-])  # fmt: skip
-def test_wrong_settings_are_named(settings, named):
-    with pytest.raises(UserError, match=f"task.*{named}"):
-        load_config({"task": settings})
 
 
 @pytest.mark.parametrize(
