@@ -30,43 +30,32 @@ def waits(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
-class WaitsForNothing(TorchDispatchMode):
-    """Fails on an operation whose result the host of a GPU would have to wait for."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not waits(func, args, kwargs), func
-        return func(*args, **(kwargs or {}))
-
-
-class Results(TorchDispatchMode):
-    """Notes (name of the operation, shape) of every tensor that an operation gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, torch.Size]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.found.append((func.overloadpacket.__name__, out.shape))
-        return out
-
-
 class Launches(TorchDispatchMode):
-    """Counts by name the operations that compute, which a GPU would launch, and notes those that it would wait for."""
+    """Notes what operations do.
+
+    Attributes:
+        counts: by name, the operations that compute, which a GPU would launch.
+        waits: those whose result the host of a GPU would have to wait for.
+        results: (name of the operation, shape) of every tensor that an operation gives.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.waits: list[str] = []
+        self.results: list[tuple[str, torch.Size]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
         if waits(func, args, kwargs):
             self.waits.append(str(func))
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not view and not func.overloadpacket.__name__.startswith(("empty", "new_empty", "lift_fresh")):
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+        if not view and not name.startswith(("empty", "new_empty", "lift_fresh")):
+            self.counts[name] += 1
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.results.append((name, out.shape))
+        return out
 
 
 def series(n: int, steps: int, features: int | None = None, *, least: int = 0, whole: bool = False

@@ -3,7 +3,7 @@ import pytest
 import torch
 from accuracy import check_logprobs
 from hypothesis import strategies as st
-from support import Results
+from support import Launches
 
 import rlkernels
 from rlkernels.logprobs import reference
@@ -165,8 +165,8 @@ def test_an_id_outside_the_vocabulary_is_nan_where_ids_are_not_looked_at():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_plain_torch_makes_only_the_passes_that_were_asked_for(temperature):
     logits, ids = torch.randn(3, 50), torch.tensor([0, 49, 7])
-    with Results() as results:
+    with Launches() as launches:
         found = rlkernels.token_logprobs(logits, ids, temperature=temperature, backend="torch")
-    passes = [name for name, shape in results.found if shape.numel() == logits.numel()]
+    passes = [name for name, shape in launches.results if shape.numel() == logits.numel()]
     assert passes == (["_log_softmax"] if temperature == 1 else ["div", "_log_softmax"])
     assert torch.equal(found, reference.token_logprobs(logits, ids, temperature)[0])

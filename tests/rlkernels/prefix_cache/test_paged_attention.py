@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from paged_problems import Problem, check_change, check_write_kv, paged
-from support import Results
+from support import Launches
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -40,9 +40,9 @@ def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
     whole = attend()
     monkeypatch.setattr(reference, "PIECE", 4 * 90 * 7)  # of 4 * 90 * 80
-    with Results() as results:
+    with Launches() as made:
         torch.testing.assert_close(attend(), whole)
-    assert max(shape.numel() for _, shape in results.found if len(shape) == 3) == reference.PIECE  # scores [Hq, q, k]
+    assert max(shape.numel() for _, shape in made.results if len(shape) == 3) == reference.PIECE  # scores [Hq, q, k]
 
 
 @pytest.mark.parametrize("first", [0, 3, 10])
