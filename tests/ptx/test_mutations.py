@@ -1,9 +1,40 @@
-"""The interpreter notices faults planted in the PTX of our kernels. ``python -m ptx.mutations`` has a larger sample."""
+"""Faults planted in the PTX of our kernels, which the interpreter must notice. A larger sample, as a table:
+
+PYTHONPATH=.:tests python -m ptx.test_mutations 90 4    # sm_90, each kind of fault at four places of each kernel
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from ptx.mutations import attempt
+from ptx import test_kernels
+from ptx.gpu import Gpu
+from ptx.memory import Fault
 
+KINDS = {  # what is searched for, and what takes its place
+    "barrier removed": (r"bar\.sync\s+0;", ""),
+    "wait for copies removed": (r"cp\.async\.wait_group\s+\d+;", ""),
+    "one group of copies more left running": (r"cp\.async\.wait_group\s+0;", "cp.async.wait_group 1;"),
+    "fence of the asynchronous proxy removed": (r"fence\.proxy\.async\.shared::cta;", ""),
+    "one group of products left running": (r"(wgmma\.wait_group\.sync\.aligned)\s+0;", r"\1 1;"),
+    "mask loosened by one": (r"setp\.lt\.s(32|64)", r"setp.le.s\1"),
+    "mask removed": (r"@%p\d+ ((?:ld|st)\.global)", r"\1"),
+    "address of a load or store moved by a word": (r"((?:ld|st)\.shared\.\S+.*?\[%r\d+)(?:\+\d+)?\]", r"\1+4]"),
+    "stride doubled": (r"(mul\.wide\.[su]32\s+\S+ \S+) 2;", r"\1 4;"),
+}
+# what runs, and the kernel of it that is changed
+CASES: dict[str, tuple[Callable[[Gpu], None], str]] = {
+    "paged attention, decode": (lambda _: test_kernels.attend([70, 17, 1], [1] * 3, 64), "_attend_kernel"),
+    "paged attention, prefill": (lambda _: test_kernels.attend([70, 30], [40, 30], 64), "_attend_kernel"),
+    "grouped attention, key": (lambda _: test_kernels.train(64, short=64), "_key_kernel"),
+    "log-probabilities": (lambda _: test_kernels.score(), "_forward_kernel"),
+    "sampling": (lambda _: test_kernels.sample(False), "_sample_kernel"),
+    "writing": (lambda _: test_kernels.write(), "_write_kernel"),
+}
 FEW = [  # kernel, kind of fault, its place
     ("paged attention, decode", "barrier removed", 6), ("paged attention, decode", "wait for copies removed", 1),
     ("paged attention, decode", "one group of copies more left running", 0), ("writing", "mask removed", 0),
@@ -18,9 +49,64 @@ MORE = [
 ]  # fmt: skip
 
 
+class Planted:
+    """Changes one kernel at the place ``number`` of a kind, and counts the places."""
+
+    def __init__(self, kernel: str, kind: str, number: int) -> None:
+        self.kernel, self.number, self.places = kernel, number, 0
+        self.pattern, self.instead = KINDS[kind]
+
+    def __call__(self, ptx: str) -> str:
+        if f".entry {self.kernel}(" not in ptx:
+            return ptx
+        found = list(re.finditer(self.pattern, ptx))
+        self.places = len(found)
+        if self.number >= len(found):
+            return ptx
+        place = found[self.number]
+        return ptx[: place.start()] + place.expand(self.instead) + ptx[place.end() :]
+
+
+def attempt(case: str, kind: str, number: int, arch: int) -> tuple[str, int]:
+    """-> what was noticed, "nothing" for a survivor; places of that kind."""
+    run, kernel = CASES[case]
+    planted = Planted(kernel, kind, number)
+    torch.manual_seed(0)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with Gpu(arch, change=planted) as gpu:
+            run(gpu)
+    except Fault as fault:
+        return f"fault: {str(fault).split(':')[0]}", planted.places
+    except AssertionError:
+        return "a wrong result", planted.places
+    return "nothing", planted.places
+
+
 @pytest.mark.parametrize(
     ("case", "kind", "number"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
 )
 def test_a_planted_fault_is_noticed(case, kind, number):
     noticed, places = attempt(case, kind, number, 90)
     assert number < places and noticed != "nothing"
+
+
+def main(arch: int, most: int) -> None:
+    warnings.simplefilter("ignore")
+    print(f"| kernel (sm_{arch}) | fault | places | tried | noticed by a fault | by a wrong result | survivors |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for case in CASES:
+        for kind in KINDS:
+            _, places = attempt(case, kind, 10**6, arch)
+            chosen = sorted({i * places // most for i in range(most)}) if places else []
+            said = [attempt(case, kind, number, arch)[0] for number in chosen]
+            if said:
+                lost = [str(number) for number, what in zip(chosen, said) if what == "nothing"]
+                wrong = said.count("a wrong result")
+                print(f"| {case} | {kind} | {places} | {len(said)} | {len(said) - wrong - len(lost)} | {wrong} | "
+                      f"{', '.join(lost) or 'none'} |", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -195,6 +197,17 @@ def one_clear_line(result, tmp_path, *words):
     for word in words:
         assert word in error, error
     assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "summary.json").exists()
+
+
+@contextmanager
+def full_disk(size):
+    """Limits files to so many bytes inside the block, as a disk that is full does in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:  # before pytest writes its next line, perhaps to a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

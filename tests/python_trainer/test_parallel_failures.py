@@ -1,7 +1,6 @@
 """What fails in one of several processes: all end, and the error is told once."""
 
 import io
-import resource
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import QUIET, merged, run_settings
+from conftest import QUIET, full_disk, merged, run_settings
 from gloo import KINDS, run_on_ranks, train
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,20 +76,18 @@ def unwritten_checkpoints(folder):
         for rank, size in FULL:
             place = folder / f"{parallel}-{rank}-{size}"
             save(place, 1)
-            before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if ranks.rank == rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            full = full_disk(size) if ranks.rank == rank else nullcontext()
             if parallel == "ddp" and rank == 1:  # it writes nothing
-                save(place, 2)
+                with full:
+                    save(place, 2)
             else:
-                with pytest.raises(UserError) as caught:
+                with full, pytest.raises(UserError) as caught:
                     save(place, 2)
                 said = str(caught.value)
                 assert is_shared(caught.value) and f"checkpoint {place}/step-000002 cannot be written: " in said
                 assert "too large" in said or size == 10_000, "torch's own words are others"
                 assert "the newest there is step-000001: make room there" in said
                 assert said.count("cannot be written") == 1 and "\n" not in said
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         save(folder / f"{parallel}-after", 3)  # all still go together
 
 

@@ -1,14 +1,13 @@
 """Run directories: disks that are full, several trainers in one, what a kill left, damaged checkpoints."""
 
 import os
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import QUIET
+from conftest import QUIET, full_disk
 
 from bench.faults.training import differences
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -16,17 +15,6 @@ from python_trainer.errors import UserError
 from python_trainer.logger import Logger
 from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
-
-
-@contextmanager
-def full_disk(size):
-    """Limits files to so many bytes inside the block, as a disk that is full does in the middle of a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:  # before pytest writes its next line, perhaps to a file
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [100, 40_000])
