@@ -80,11 +80,11 @@ def every_isa() -> Iterator[str]:
         torch.ops.rlkernels.set_cpu_isa("auto")
 
 
-def run_python(code: str, *options: str, cwd: Path = ROOT, **env: str) -> str:
-    """What another Python prints that runs ``code``, with ``env`` beside the environment of this one."""
-    command = [sys.executable, *options, "-c", code]
+def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> str:
+    """What another Python with these arguments prints, with ``env`` beside the environment of this one."""
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-100:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.strip()
 
 

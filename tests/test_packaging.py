@@ -15,14 +15,6 @@ import rlkernels.backend
 from tools import make_wheel
 
 
-def setup(*command: str, cwd: Path = ROOT, **env: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "setup.py", *command], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-
-
 def packages(*kinds: str) -> set[str]:
     """Files of the two packages in the checkout."""
     folders = ROOT / "rlkernels", ROOT / "python_trainer"
@@ -31,13 +23,13 @@ def packages(*kinds: str) -> set[str]:
 
 def wheel(folder: Path, **env: str) -> Path:
     own = ["build", "--build-lib", str(folder / "lib"), "bdist_wheel", "--skip-build"]
-    setup("egg_info", "-e", str(folder), *own, "-d", str(folder), "-b", str(folder / "build"), **env)
+    run_python("setup.py", "egg_info", "-e", str(folder), *own, "-d", str(folder), "-b", str(folder / "build"), **env)
     return next(folder.glob("*.whl"))
 
 
 def python_in(site: Path, code: str) -> str:
     """Runs code where only the unpacked wheel and the installed dependencies are importable."""
-    return run_python(code, "-P", cwd=site.parent, PYTHONPATH=str(site))
+    return run_python("-P", "-c", code, cwd=site.parent, PYTHONPATH=str(site))
 
 
 CODE = """
@@ -94,12 +86,12 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     shutil.copytree(ROOT / "python_trainer", clone / "python_trainer", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    setup("editable_wheel", "--dist-dir", str(tmp_path), cwd=clone, RLKERNELS_NO_EXTENSION="1")
+    run_python("setup.py", "editable_wheel", "--dist-dir", str(tmp_path), cwd=clone, RLKERNELS_NO_EXTENSION="1")
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "site")
     code = "import os, site, sys\n"  # other installs of the package are none of this test's
     code += "sys.path[:] = [p for p in sys.path if not os.path.exists(os.path.join(p, 'rlkernels', '__init__.py'))]\n"
     code += f"site.addsitedir({str(tmp_path / 'site')!r})\nimport rlkernels; print(rlkernels.__file__)"
-    assert run_python(code, cwd=tmp_path, PYTHONPATH="") == str(clone / "rlkernels" / "__init__.py")
+    assert run_python("-c", code, cwd=tmp_path, PYTHONPATH="") == str(clone / "rlkernels" / "__init__.py")
 
 
 @pytest.mark.slow
@@ -131,7 +123,7 @@ def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same
 
 
 def test_source_distribution_can_be_built_and_tested(tmp_path):
-    setup("egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), RLKERNELS_NO_EXTENSION="1")
+    run_python("setup.py", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path), RLKERNELS_NO_EXTENSION="1")
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, run_python
 from transformers import AutoModelForCausalLM
 
 from python_trainer.__main__ import main
@@ -176,10 +176,7 @@ def test_files_on_the_pages_pass_the_linter(tmp_path):
                 (tmp_path / page.stem).mkdir(exist_ok=True)
                 (tmp_path / page.stem / block.file).write_text(block.text)
     ours = 'lint.isort.known-first-party = ["python_trainer", "rlkernels"]'
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"),
-               "--config", ours, str(tmp_path)]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout
+    run_python("-m", "ruff", "check", "--no-cache", "--config", "pyproject.toml", "--config", ours, str(tmp_path))
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())

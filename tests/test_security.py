@@ -1,16 +1,15 @@
 """What SECURITY.md promises: nothing from outside is unpickled or run, and passwords stay where they were given."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import yaml
+from support import ROOT
 
 from python_trainer.__main__ import main
 from python_trainer.config import changed_settings, dump_config, load_config
 from python_trainer.errors import hide_passwords
 
-ROOT = Path(__file__).parents[1]
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 # ends of calls, whatever they are called on: pipes, processes of one group, the index of torch.distributed.checkpoint

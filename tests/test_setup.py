@@ -6,15 +6,13 @@ import runpy
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import setuptools
 import torch
+from support import ROOT
 from torch.utils import cpp_extension
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

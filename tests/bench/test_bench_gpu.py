@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import run_python
 
 from bench import Row
 from bench.gpu import __main__ as command
@@ -201,12 +202,9 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
 
 
 def test_sanitized_process_calls_the_kernels():
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.sanitized", "delta_matvec"], cwd=command.ROOT, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False,
-    )  # fmt: skip
+    printed = run_python("-m", "bench.gpu.sanitized", "delta_matvec", TRITON_INTERPRET="1")
     called = [f"delta_matvec on triton: {shape}" for shape in ("257 x 1023", "1 x 1 float32")]
-    assert done.returncode == 0 and done.stdout.splitlines() == [*called, "2 calls"], done
+    assert printed.splitlines() == [*called, "2 calls"]
 
 
 SHARED = ("accuracy", "conftest", "paged_problems", "rank1_cases", "sampling_cases", "support")

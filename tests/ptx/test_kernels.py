@@ -6,8 +6,6 @@ Blocks run in no order that a kernel could rely on. The other architecture is a 
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -16,8 +14,7 @@ from accuracy import assert_as_plain, check_logprobs
 from aot_kernels import KERNELS, OTHERS
 from paged_problems import check_attention, check_grouped, paged, shared_prefix
 from rank1_cases import angle, exact, planted
-from support import lacks
-from triton_aot import ROOT
+from support import lacks, run_python
 
 import rlkernels
 from ptx.gpu import Gpu, Launch
@@ -203,7 +200,5 @@ def test_the_kernels_of_another_triton(folder):
     if not folder:
         lacks("a second triton: pip install --no-deps --target FOLDER triton==3.6.0, RLKERNELS_OTHER_TRITON=FOLDER")
     paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": paths, "RLKERNELS_OTHER_TRITON": ""}
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "tests/ptx/test_kernels.py"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    env = {"PYTHONPATH": paths, "RLKERNELS_OTHER_TRITON": ""}
+    run_python("-m", "pytest", "-m", "not slow", "tests/ptx/test_kernels.py", **env)

@@ -1,16 +1,14 @@
 """Settings: defaults, overrides, and errors that name the key, the value and what is allowed."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import yaml
+from support import ROOT
 
 from python_trainer.config import Config, changed_settings, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_setting_is_described_as_it_is_written():

@@ -1,14 +1,12 @@
 """Faults and hostile input: the harness sees what it is for, records say what ran, what was found is named."""
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import train
 from safetensors.torch import save
+from support import run_python
 
 from bench.faults import records
 from bench.faults.case import Case, Outcome, Place
@@ -20,8 +18,6 @@ from python_trainer.accelerators.rhyme.matching import PARTS, curve_of
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.run_directory import append_row, read_metrics
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_records_say_what_ran():
@@ -44,10 +40,9 @@ def test_the_newest_row_of_a_case_counts(tmp_path):
 def test_a_run_is_killed_by_the_command(tmp_path):
     """In a process of its own: one that has used several threads must not be forked."""
     rows = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "bench.faults", "kills", "--only", "SIGKILL, plain,"]
-    command += ["--records", str(rows), "--work-dir", str(tmp_path / "work")]
+    command = ["-m", "bench.faults", "kills", "--only", "SIGKILL, plain,", "--records", str(rows)]
     for _ in range(2):  # the second time there is nothing left to do
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
+        run_python(*command, "--work-dir", str(tmp_path / "work"))
     (row,) = records.read(rows)
     assert row["problems"] == [] and len(row["ended"]) == 3 and rows.read_text().count("\n") == 1
 

@@ -1,13 +1,12 @@
 """Training from Python: plug-ins by module:attribute or as objects, callbacks, and what is no good is named."""
 
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import QUIET, digits, even, same, train
+from support import run_python
 
 from python_trainer import Callback, Example, Task, TaskSettings, Trainer, load_config
 from python_trainer.accelerators import ACCELERATORS
@@ -191,9 +190,6 @@ def test_names_places_and_objects_are_one():
         ACCELERATORS.resolve(LettersSettings)
 
 
-ROOT = Path(__file__).parents[2]
-
-
 class Log(Callback):
     def __init__(self):
         self.calls = []
@@ -311,19 +307,14 @@ def test_mistakes_of_a_caller_are_named(settings, tmp_path):
 
 def test_the_package_is_light_and_names_what_it_lacks():
     code = "import sys, python_trainer; assert not {'torch', 'pydantic', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    run_python("-c", code)
     with pytest.raises(ImportError, match="cannot import name 'Trainr'"):
         from python_trainer import Trainr  # noqa: F401
 
 
 @pytest.mark.slow
 def test_the_example_trains(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "python_api.py"), str(tmp_path / "run")],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_python("examples/python_api.py", str(tmp_path / "run"), PYTHONPATH=".", PATH="").splitlines()
     assert lines[0].startswith("step 0: accuracy ") and lines[-1].startswith("accuracy ") and len(lines) == 7
 
 

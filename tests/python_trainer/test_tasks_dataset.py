@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 import yaml
 from conftest import QUIET, save_tiny_policy
 from rich.console import Console
+from support import ROOT
 from tokenizers.processors import TemplateProcessing
 
 from python_trainer.accelerators.rhyme.database import prompt_key
@@ -24,7 +24,6 @@ from python_trainer.tasks.files import JSONLSettings, split_of
 from python_trainer.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
-ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROWS = [{"question": "ABC"[: i % 3 + 1], "gold": i, "level": f"l{i}"} for i in range(6)]
 COLUMNS = {"prompt": "question", "answer": "gold"}

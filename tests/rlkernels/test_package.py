@@ -39,7 +39,7 @@ for name in rlkernels.__all__:
 ids = torch.arange(3)
 print(rlkernels.keyed_uniform(1, ids, ids).tolist() != [], rlkernels.backend.choose("keyed_uniform", ids.device))
 """
-    assert run_python(code) == "[]\nTrue torch", "every name is loaded on first use"
+    assert run_python("-c", code) == "[]\nTrue torch", "every name is loaded on first use"
 
 
 OPENMP = "import sys; sys.path.insert(0, '.'); import {package}, torch; print(torch.__version__)"
@@ -146,9 +146,9 @@ def test_an_environment_that_asks_for_a_gpu_that_is_not_there(monkeypatch, name)
 
 def test_instruction_set_is_forced_by_the_environment():
     code = "import torch, rlkernels; print(rlkernels.info()['cpu_isa'])"
-    assert run_python(code, RLKERNELS_CPU_ISA="portable") == "portable"
+    assert run_python("-c", code, RLKERNELS_CPU_ISA="portable") == "portable"
     code = "import rlkernels\ntry: rlkernels.info()\nexcept Exception as e: print(e)"
-    assert "allowed: auto, portable, avx2, avx512, amx" in run_python(code, RLKERNELS_CPU_ISA="sse9")
+    assert "allowed: auto, portable, avx2, avx512, amx" in run_python("-c", code, RLKERNELS_CPU_ISA="sse9")
 
 
 def test_an_extension_that_does_not_load_is_warned_of(monkeypatch, tmp_path):

@@ -2,12 +2,10 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-from support import lacks
+from support import ROOT, lacks
 
-ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "csrc" / "runtime"
 FILE = "FILE"
 # sanitizers -> program of tests/cpp -> its arguments
