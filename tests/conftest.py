@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,15 +74,6 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def gsm8k_dir() -> Path:
-    """Folder with GSM8K's train.jsonl, test.jsonl and example_model_solutions.jsonl (RLKERNELS_GSM8K_DIR)."""
-    folder = os.environ.get("RLKERNELS_GSM8K_DIR")
-    if not folder or not (Path(folder) / "train.jsonl").is_file():
-        lacks("the GSM8K files (set RLKERNELS_GSM8K_DIR to their folder)")
-    return Path(folder)
 
 
 @pytest.fixture(scope="session")
