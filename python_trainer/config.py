@@ -235,7 +235,7 @@ def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
     message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
     if problem["type"] == "extra_forbidden":
         section = section_of(problem["loc"][:-1], values)
-        return f"{key}: unknown setting{suggest(key, section)}"
+        return f"{key}: unknown setting{suggest(key, section) if section else ''}"
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     if problem["type"] == "list_type":
@@ -254,12 +254,14 @@ def suggest(key: str, section: type[Section]) -> str:
     return f"; known here: {', '.join(section.model_fields)}"
 
 
-def section_of(path: Sequence[str], values: Any) -> type[Section]:
-    """Returns the class that holds the settings at a path of sections into these values."""
+def section_of(path: Sequence[Any], values: Any) -> type[Section] | None:
+    """Returns the class that holds the settings at a path into these values; None within a list or dictionary."""
     section: type[Section] = Config
     for key in path:
-        values, inner = values[key], section_in(section.model_fields[key].annotation)
-        assert inner is not None
+        field, values = section.model_fields.get(key), values.get(key)
+        inner = None if field is None else section_in(field.annotation)
+        if inner is None or not isinstance(values, Mapping):
+            return None
         section = inner.fitting(values)
     return section
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import QUIET, digits, even, same, train
+from pydantic import Field
 from support import run_python
 
 from python_trainer import Callback, Example, Task, TaskSettings, Trainer, load_config
@@ -20,7 +21,7 @@ from python_trainer.config import dump_config
 from python_trainer.errors import UserError
 from python_trainer.report import find_runs, summary_columns
 from python_trainer.run_directory import read_metrics
-from python_trainer.settings import PluginError, Registry
+from python_trainer.settings import PluginError, Registry, Section
 from python_trainer.tasks import TASKS
 
 HERE = "test_registry"
@@ -34,6 +35,7 @@ class CounterSettings(AcceleratorSettings):
     counters = {"counter/answers": "answers (counter)"}  # noqa: RUF012
     every: int = 1
     """Count every so many steps."""
+    parts: list[Section] = Field([])
 
     def conflicts(self, config):
         return "counter cannot count to 13" if config.accelerators.counter.every == 13 else None
@@ -100,6 +102,7 @@ def test_an_accelerator_of_one_file(make_config, tmp_path):
 @pytest.mark.parametrize(("accelerators", "message"), [
     ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"evry": 1}},
      r"accelerators.counter.evry: unknown setting; did you mean every\?$"),
+    ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"parts": [{"size": 1}]}}, r"parts.0.size: unknown setting$"),
     ({"enabled": [f"{HERE}:CounterSettings"], "counter": {"every": "x"}}, "accelerators.counter.every: .*got 'x'"),
     ({"counter": {"every": 1}}, "accelerators.counter: unknown setting; known here: enabled, rpo"),
     ({"enabled": [f"{HERE}:Counter"]},
