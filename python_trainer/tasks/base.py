@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from python_trainer.data import Example, Messages
+from python_trainer.data import Example
 from python_trainer.errors import UserError
 
 PROMPT = 'a string that is not empty, or a list of messages {"role": "user", "content": "..."}'
@@ -79,11 +79,6 @@ def check_example(place: str, example: Example) -> None:
         check_text(place, "prompt", text)
     if reserved := OF_THE_TRAINER & example.columns.keys():
         raise UserError(f"{place}: column {min(reserved)!r} has a name that reward functions get from the trainer")
-
-
-def completion_text(completion: str | Messages) -> str:
-    """Returns the text of a completion, for reward functions that take texts and messages alike."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def is_chat(value: Any) -> bool:

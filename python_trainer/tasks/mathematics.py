@@ -15,7 +15,6 @@ from pathlib import Path
 
 from python_trainer.data import Messages
 from python_trainer.errors import UserError
-from python_trainer.tasks.base import completion_text
 
 ANSWER_SECONDS = 5.0  # of processor time for one answer, which then counts as wrong
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -77,7 +76,8 @@ def math_reward(
 ) -> list[float | None]:
     """Returns 1 for every completion that ends in the value of ``answer``, else 0."""
     judged: list[float | None] = []
-    for text, gold in zip(map(completion_text, completions), answer, strict=True):
+    for said, gold in zip(completions, answer, strict=True):
+        text = said if isinstance(said, str) else said[-1]["content"]
         right = _verifier(text, gold) if isinstance(gold, str) else None
         if right is None:
             raise ValueError(f"column answer must be a string with mathematics in it, got {gold!r:.80}")
