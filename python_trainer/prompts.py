@@ -78,8 +78,6 @@ class Prompts:
             self.encode(split)
         if not self.ids["train"]:
             raise self._no_prompts("train")
-        for settings in config.accelerators.chosen():
-            settings.splits(self.task)  # raises if overlong prompts were dropped and too few are left
         self.sets: list[PromptSet] = []
         for name, task in tasks.named.items():
             fitting = self._encode_fitting(f"evaluation.sets.{name}", task.test)
