@@ -80,8 +80,9 @@ def task(tmp_path):
     return make
 
 
-def test_by_name_in_a_task(task):
-    made = task("9 * 2 = 18\n#### 18")
+@pytest.mark.parametrize("chat", [False, True])
+def test_by_name_in_a_task(task, chat):
+    made = task("9 * 2 = 18\n#### 18", chat=chat)
     scores = score(made, [made.train[0]] * 2, [r"\boxed{18}", "#### 17"], [[1], [2]])
     assert scores.rewards == {"math": [1.0, 0.0]} and scores.accuracy == [1.0, 0.0]
 
