@@ -82,16 +82,6 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     assert not by_critic[place[1:]].any()  # held back, and nobody's target
 
 
-def test_kl_in_the_reward_of_gae_is_per_token():
-    algorithm = {"advantage": "gae", "lam": 1.0, "scale_rewards": "none"}
-    algorithm |= {"beta": 0.5, "kl_estimator": "k1", "use_kl_in_reward": True}
-    batch = step_batch(algorithm, [1.0], [2], old=[[-1.0, -2.0]], reference=[[-1.4, -1.8]], values=[[0.0, 0.0]])
-    row = batch.set_advantages()
-    # k1 = 0.4, -0.2, times 0.5: rewards -0.2, 1 + 0.1; what follows a token: 0.9, 1.1
-    torch.testing.assert_close(batch.returns[batch.present], torch.tensor([0.9, 1.1]))
-    assert row["kl"] == pytest.approx(0.1)  # (0.4 - 0.2) / 2
-
-
 @pytest.mark.parametrize(("kind", "factor"), [("group", 1.0), ("rloo", 2.0)])
 def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
     algorithm = {"advantage": kind, "scale_rewards": "none", "beta": 1.0}
@@ -115,18 +105,18 @@ def test_reinforce_plus_plus_known_values():
     torch.testing.assert_close(batch.advantages[batch.present], torch.tensor([0.5, 1.0, 0.0, 99.0]))
 
 
-def test_a_given_prefix_takes_no_part_in_advantages():
+def test_kl_in_the_reward_is_per_token_and_a_given_prefix_takes_no_part_in_advantages():
     """NaN is what stands where nothing was scored."""
-    recorded = {"old": [[math.nan, -1.0, -1.0]], "reference": [[math.nan, -1.0, -1.5]]}
+    recorded = {"old": [[math.nan, -1.0, -2.0]], "reference": [[math.nan, -1.5, -1.75]]}
     for kind in ("gae", "reinforce++", "group"):
         values = {"values": [[math.nan, 0.25, 0.5]]} if kind == "gae" else {}
         algorithm = {"advantage": kind, "lam": 1.0, "scale_rewards": "none"}
-        algorithm |= {"beta": 1.0, "kl_estimator": "k1", "use_kl_in_reward": True}
+        algorithm |= {"beta": 0.5, "kl_estimator": "k1", "use_kl_in_reward": True}
         batch = step_batch(algorithm, [1.0], [3], unscored=1, **recorded, **values)
         row = batch.set_advantages()
-        # KL 0 and 0.5: to come 0.5 and 0.5; minus the values 0.25 and 0; alone in its group
-        wanted = {"gae": [0.0, 0.25, 0.0], "reinforce++": [0.0, 0.5, 0.5], "group": [0.0, 0.0, 0.0]}[kind]
-        assert batch.advantages[batch.present].tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.25)
+        # KL 0.5 and -0.25, times 0.5: to come 0.875 and 1.125; minus the values 0.25 and 0.5; alone in its group
+        wanted = {"gae": [0.0, 0.625, 0.625], "reinforce++": [0.0, 0.875, 1.125], "group": [0.0, 0.0, 0.0]}[kind]
+        assert batch.advantages[batch.present].tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.125)
 
 
 def test_explained_variance():
