@@ -13,10 +13,11 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 
-def test_dropped_groups_fill_up_what_is_missing_in_the_end():
+@pytest.mark.parametrize("fact", ["accuracy", "merit"])  # raw rewards, where nothing is right or wrong
+def test_dropped_groups_fill_up_what_is_missing_in_the_end(fact):
     sampler = StepSampler(RolloutConfig(prompts_per_step=3, dynamic_sampling=True))
     groups = enumerate([(1, 1), (0, 1), (0, 0), (0, 0)])
-    sampler.add([Rollout([1], [2], group=key, prompt_key=key, accuracy=x) for key, both in groups for x in both])
+    sampler.add([Rollout([1], [2], group=key, prompt_key=key, **{fact: x / 2}) for key, both in groups for x in both])
     assert sampler.missing == 2
     assert [(r.prompt_key, r.group) for r in sampler.rollouts()] == [(1, 0), (1, 0), (0, 1), (0, 1), (2, 2), (2, 2)]
 

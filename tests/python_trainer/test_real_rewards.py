@@ -10,9 +10,7 @@ from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from python_trainer.data import Rollout, good_ones, merits
-from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
-from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
 from python_trainer.tasks.rewards import REWARDS, score
@@ -52,15 +50,6 @@ def test_rewards_tell_whether_anything_is_right(values, judged):
     partial = [0.6, 0.6] if values[0] is not None else [0.0, 0.6]
     task = Task("t", [], [], {"f": lambda **_: values, "partial": lambda **_: partial})
     assert (score(task, [Example("a")] * 2, ["", ""], [[], []]).merit is None) == judged
-
-
-def test_dynamic_sampling_goes_by_the_spread_of_raw_rewards():
-    sampler = StepSampler(RolloutConfig(prompts_per_step=2, dynamic_sampling=True))
-    rollouts = group(-0.5, -0.5) + group(-0.5, -0.25)
-    for i, rollout in enumerate(rollouts):
-        rollout.group = i // 2
-    sampler.add(rollouts)
-    assert [merits(members) for members in sampler.kept] == [[-0.5, -0.25]] and len(sampler.dropped) == 1
 
 
 @pytest.fixture
