@@ -58,9 +58,15 @@ def test_a_run_begins_with_the_answers_of_earlier_ones(run, tmp_path):
     run("plain", enabled=[], seed=2)
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     answers = database.samples()
-    assert [len(database.trajectory(recorded.id)) for recorded in database.runs()] == [4, 4]
+    for recorded, folder, enabled in zip(database.runs(), ("first", "plain"), (["rhyme"], []), strict=True):
+        assert recorded.task == "jsonl" and recorded.settings["optimizer"]["learning_rate"] == 1e-2
+        assert recorded.settings["accelerators"] == enabled, "nothing that could hold a password"
+        known = [(record.step, record.reward) for record in database.trajectory(recorded.id)]
+        rows = read_metrics(tmp_path / folder)[1:]
+        assert known == [(row["step"], pytest.approx(row["reward"])) for row in rows] and len(rows) == 4
     assert {answer.run_id for answer in answers} == {1, 2}
-    assert all(answer.response_ids[0] % 2 for answer in answers)
+    assert all(answer.response_ids[0] % 2 and not answer.logprobs.isnan().any() for answer in answers)
+    assert all(answer.reward > 0.5 and len(answer.response_ids) == len(answer.logprobs) for answer in answers)
     second = run("second", seed=1)
     rows = read_metrics(tmp_path / "second")[1:]
     assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[1]["rhyme/rehearsed_answers"] / 3
