@@ -225,6 +225,7 @@ class PagedCache(Cache):
         self._check_positions(given.get("position_ids"), index)
         if end > self._width:
             self.kv.append_many(self._sequences, input_ids[:, self._width - end :].tolist())
+        self._end, self._failed = end, True  # what fails from here on leaves tokens that nothing has computed
         tables, _ = self.kv.tables(self._sequences)
         at = index.clamp(min=0)
         slots = tables.gather(1, at // size).long() * size + at % size
@@ -242,7 +243,6 @@ class PagedCache(Cache):
             counts.int(),
             end - min(self._pads),
         )
-        self._end, self._failed = end, True
 
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         """Check that the first pass has the prompts' tokens, under which others will find its keys and values."""

@@ -183,9 +183,10 @@ def test_a_second_turn_in_the_same_cache(model):
     assert torch.equal(paged, generate(model, second))
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("passes", [0, 1])
-def test_a_failed_pass_leaves_nothing_behind(model, passes):
-    """Neither the first one, of a prompt and three more tokens, nor a later one."""
+def test_a_failed_pass_leaves_nothing_behind(model, monkeypatch, passes, early):
+    """Neither the first one, of a prompt and three more tokens, nor a later one; or before the model runs."""
     ids = torch.randint(1, 61, (1, 8))
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
 
@@ -195,7 +196,10 @@ def test_a_failed_pass_leaves_nothing_behind(model, passes):
     with torch.no_grad(), PagedCache(kv, ids[:, :5]) as cache:
         if passes:
             model(ids[:, :5], **{CACHE: cache})
-        model.lm_head.register_forward_pre_hook(fail)
+        if early:
+            monkeypatch.setattr(kv, "tables", fail)
+        else:
+            model.lm_head.register_forward_pre_hook(fail)
         for error, message in ((RuntimeError, "out of memory"), (ValueError, "closed, failed or empty")):
             with pytest.raises(error, match=message):
                 model(ids[:, 5 * passes :], **{CACHE: cache})
