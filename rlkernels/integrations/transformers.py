@@ -183,6 +183,7 @@ class PagedCache(Cache):
         self._prompts, self._pads, self.num_cached = prompts, pads, [seq.num_cached for seq in self._sequences]
         known = min((pad + n for pad, n in zip(pads, self.num_cached)), default=0)
         if columns is not None and known < columns:
+            self.close()
             raise ValueError("the policy version has advanced since the PagedCache was opened: open another")
         self._columns = known if columns is None else columns
 
