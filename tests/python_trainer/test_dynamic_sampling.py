@@ -50,7 +50,9 @@ def test_a_step_is_filled_with_prompts_that_teach(make_config, tmp_path):
             assert r.accuracy == r.rewards["coins"] == pytest.approx(r.reward + len(r.response_ids) / 12)
     assert len(rounds) > 3  # so that more than one was needed
     drawn = [group.prompt_key for _, groups in rounds for group in groups]
-    assert drawn == prompt_order(0, 0, len(drawn), 12)  # no prompt is passed over or drawn twice
+    assert len(drawn) > 12 and drawn == prompt_order(0, 0, len(drawn), 12)
+    first, second = (prompt_order(0, epoch * 12, 12, 12) for epoch in range(2))
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second, "each prompt once in an epoch"
     assert trainer.state.prompts == len(drawn)
     rows = read_metrics(tmp_path / "run")[1:]
     for row, seed in zip(rows, dict.fromkeys(seed for seed, _ in rounds), strict=True):

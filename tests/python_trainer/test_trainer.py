@@ -14,7 +14,6 @@ from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.batch import Batch
 from python_trainer.errors import UserError
-from python_trainer.keyed import prompt_order
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -221,13 +220,6 @@ def test_answers_may_fill_a_sliding_window(make_config, tmp_path):
     folder = save_tiny_policy(tmp_path / "policy", **options)
     trainer = train(make_config(max_steps=1, model={"path": str(folder)}), tmp_path / "run")
     assert trainer.policy.max_length == 18 and read_metrics(tmp_path / "run")[1]["completions/max_length"] == 12
-
-
-def test_every_epoch_visits_each_prompt_once(make_config, tmp_path):
-    prompts = Trainer(make_config(), tmp_path / "run", console=QUIET).prompts
-    first, second = ([key for _ in range(4) for key in prompts.draw(3)] for _ in range(2))
-    assert sorted(first) == sorted(second) == list(range(12)) and first != second
-    assert first + second == prompt_order(0, 0, 24, 12) and prompts.state.prompts == 24
 
 
 def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_path):
