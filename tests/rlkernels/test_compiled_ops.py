@@ -258,7 +258,8 @@ def run_all():
 
 def test_ops_stay_inside():
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    run_python("-c", "import test_compiled_ops; test_compiled_ops.run_all()", PYTHONPATH=path)
+    said = run_python("-c", "import test_compiled_ops; test_compiled_ops.run_all()", PYTHONPATH=path)
+    assert said.startswith("portable"), "there was an instruction set to run on"
 
 
 @pytest.mark.parametrize("at_end", [False, True])
