@@ -80,4 +80,5 @@ def set_threads():
 def trl_integration():
     if importlib.util.find_spec("trl") is None:
         lacks("TRL (pip install '.[trl]')")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     return importlib.import_module("rlkernels.integrations.trl")

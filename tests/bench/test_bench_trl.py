@@ -18,11 +18,6 @@ SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.p
          "rollout.prompts_per_step=2", "rollout.num_generations=4", "rollout.max_completion_length=16"]  # fmt: skip
 
 
-@pytest.fixture
-def has_trl(trl_integration, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
 class Enough(Exception):
     """Ends a trainer that trains without end."""
 
@@ -40,7 +35,7 @@ class TwoSteps(Turns):
 
 
 @pytest.mark.parametrize("run", [_trl.run_ours, _trl.run_trl])
-def test_each_turn_is_a_step_and_reports_it(has_trl, tmp_path, run):
+def test_each_turn_is_a_step_and_reports_it(trl_integration, tmp_path, run):
     config, turns = load_config("configs/sums.yaml", [*trl.COMMON, *SMALL]), TwoSteps()
     with pytest.raises((Enough, UserError)):
         run(turns, config.model_dump(mode="json"), tmp_path / "run")
@@ -50,7 +45,7 @@ def test_each_turn_is_a_step_and_reports_it(has_trl, tmp_path, run):
         assert 0 < step.rollout_s < step.seconds and 8 <= step.generated_tokens <= 8 * 16
 
 
-def test_trl_gets_the_settings_of_the_run(has_trl, tmp_path):
+def test_trl_gets_the_settings_of_the_run(trl_integration, tmp_path):
     changes = ["optimizer.weight_decay=0.1", "algorithm.epsilon_high=0.28", "algorithm.delta=1.5", "rollout.top_k=7",
                "optimizer.warmup_steps=5", "optimizer.learning_rate=2e-4"]  # fmt: skip
     config = load_config("configs/sums.yaml", [*SMALL, *changes])
@@ -106,7 +101,7 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_study_trains_by_trl(has_trl, tmp_path):
+def test_the_study_trains_by_trl(trl_integration, tmp_path):
     few = ["max_steps=2", "evaluation.eval_steps=1", "task.test_size=4", "evaluation.eval_limit_during=4"]
     harness = Harness(study.STUDIES[0], tmp_path, [*SMALL, *few], ["TRL"])
     harness.run_all(1)

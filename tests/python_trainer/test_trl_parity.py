@@ -25,9 +25,8 @@ EOS = 63
 
 
 @pytest.fixture
-def make_trl(trl_integration, tiny_policy, tmp_path, monkeypatch):
+def make_trl(trl_integration, tiny_policy, tmp_path):
     """TRL's trainer on the tiny policy, fed with given answers: ``make_trl(rollouts, **settings)``."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
 
     def make(rollouts, **settings):

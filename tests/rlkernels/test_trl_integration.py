@@ -20,8 +20,7 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture
-def make_trainer(trl_integration, policy, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def make_trainer(trl_integration, policy, tmp_path):
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
 
     def make(reward=digits, steps=3, prompts=("ABC", "DE"), settings=(), **parts):
@@ -244,7 +243,6 @@ def test_refusals_are_noted(trl_integration, make_trainer):
 @pytest.mark.slow
 def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     """With limits by which its extrapolation is tried."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(tmp_path)
     script = (Path(__file__).parents[2] / "examples/trl_sums.py").read_text()
     made = trl_integration.GatedExtrapolation

@@ -72,9 +72,8 @@ class Answers:
 
 
 @pytest.fixture
-def train(trl_integration, policy, tmp_path, monkeypatch):
+def train(trl_integration, policy, tmp_path):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
 
