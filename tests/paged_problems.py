@@ -1,5 +1,6 @@
 """Random paged problems, and the plain attention they must equal."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from accuracy import assert_as_plain, with_gradients
 
 import rlkernels
 from rlkernels.prefix_cache import reference
+from rlkernels.proof.cases.attention import Pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,28 +40,12 @@ class Problem:
         return Problem(*floats, self.block_tables, self.seq_lens, self.query_starts, self.scale)
 
 
-def tables_for(lens, block_size, pool, width=None):
-    """Block tables of sequences of these lengths, taking blocks from the front of ``pool``; -1 beyond their ends."""
-    counts = [-(-n // block_size) for n in lens]
-    out = torch.full((len(lens), width if width is not None else max(counts, default=0) + 1), -1, dtype=torch.int32)
-    for row, count in zip(out, counts):
-        row[:count] = torch.tensor([pool.pop() for _ in range(count)], dtype=torch.int32)
-    return out
-
-
-def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32, spare=3) -> Problem:
-    blocks = sum(-(-n // block_size) for n in lens) + spare
-    pool = torch.randperm(blocks).tolist()
-    caches = torch.full((2, blocks, block_size, kv_heads, dim), torch.nan)
-    tables = tables_for(lens, block_size, pool)
-    for table, length in zip(tables, lens):
-        position = torch.arange(length)
-        blocks_of = table[position // block_size].long()
-        caches[:, blocks_of, position % block_size] = torch.randn(2, length, kv_heads, dim)
-    starts = torch.tensor([0, *torch.tensor(q_lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
-    query = torch.randn(int(starts[-1]), heads, dim)
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return Problem(query.to(dtype), *caches.to(dtype), tables, seq_lens, starts, dim**-0.5)
+def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32) -> Problem:
+    blocks = sum(-(-n // block_size) for n in lens) + 3
+    pages = Pages(blocks, block_size, kv_heads, dim, dtype, torch.device("cpu"))
+    query, tables = torch.randn(sum(q_lens), heads, dim).to(dtype), pages.table(lens)
+    starts = pages.ints([0, *itertools.accumulate(q_lens)])
+    return Problem(query, *pages.finished(), tables, pages.ints(lens), starts, dim**-0.5)
 
 
 def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):

@@ -28,9 +28,9 @@ SHAPES = {  # keys and queries per sequence, then the rest
 }  # fmt: skip
 
 
-def check(problem: Problem):
+def check(problem: Problem, floor: float = 1e-6):
     with patch.object(reference, "attend", attend_in_their_dtype):
-        return check_attention("paged_attention", problem.args(), problem.scale, "cpu", floor=1e-6)
+        return check_attention("paged_attention", problem.args(), problem.scale, "cpu", floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,7 +43,7 @@ def test_paged_attention(cpu_isa, shape, dtype):
 def test_large_scores_and_small_blocks(cpu_isa):
     problem = paged([50, 129], [2, 1], block_size=3)
     problem.query *= 60
-    check(problem)
+    check(problem, floor=2e-5)  # float32 rounds scores of 128 to 256 by up to 8e-6
 
 
 @pytest.mark.parametrize("scale", [0.125, -0.125])
