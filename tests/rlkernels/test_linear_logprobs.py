@@ -196,8 +196,6 @@ def test_opcheck(with_bias):
     ({"ids": torch.tensor([0])}, ValueError, r"ids must have shape \[2\], got \[1\]"),
     ({"temperature": 0}, ValueError, "temperature must be > 0, got 0"),
     ({"chunk": 0}, ValueError, "chunk must be >= 1, got 0"),
-    ({"chunk": 2.5}, TypeError, "chunk must be an integer, got 2.5"),
-    ({"temperature": None}, TypeError, "temperature must be a number, got None"),
     ({"backend": "cuda"}, ValueError, "cannot run linear_token_logprobs here"),
 ])  # fmt: skip
 def test_bad_arguments(changes, error, message):

@@ -234,8 +234,6 @@ def test_wrong_sequences():
         (lambda: make().append(seq, [1]), ValueError, "one of another cache"),
         (lambda: cache.append_many([other, seq, seq], [[0], [1], [2]]), ValueError,
          "got one of them twice, as number 1 and 2"),
-        (lambda: cache.truncate(seq, 1.5), TypeError, "length must be an integer, got 1.5"),
-        (lambda: cache.fork(seq, "2"), TypeError, "n must be an integer, got '2'"),
         (lambda: cache.group([seq], min_tokens=0.5), TypeError, "min_tokens must be an integer, got 0.5"),
         (lambda: cache.commit(None), TypeError, "seq must be a Sequence of this cache, got None"),
         (lambda: cache.tables([seq, 3]), TypeError, r"sequences\[1\] must be a Sequence of this cache, got 3"),
