@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
-from python_trainer.model.packing import pack, scored_tokens
+from python_trainer.model.packing import scored_tokens
 
 CPU = torch.device("cpu")
 FORMS = {
@@ -77,28 +77,3 @@ def test_tokens_of_others_change_nothing(form, masks, others):
     with_others = loss_and_gradient(rollouts_of(masks, with_others=True), config, own, others)
     without = loss_and_gradient(rollouts_of(masks, with_others=False), config, own, others)
     torch.testing.assert_close(with_others, without, atol=1e-6, rtol=1e-5)
-
-
-def test_pairs_of_a_masked_answer():
-    """Each scored token is predicted from the token before it, and context is what it was."""
-    mask = [True, False, False, True, True, False, True]
-    prefix = [False, True, True, True, True]
-    answers = [
-        Rollout([5, 6], [10, 11, 12, 13, 14, 15, 16], response_mask=mask),
-        Rollout([5, 6], [20, 21], response_mask=[False, True]),
-        Rollout([7], [30, 31, 32, 33, 34], prefix_len=3, response_mask=prefix),
-        Rollout([7], [30, 31, 32, 35], prefix_len=3),
-    ]
-    packed = pack(answers, range(4))
-    assert packed.input_ids.numel() == 14  # nothing is predicted from the last token
-    for row, sample in enumerate(packed.samples):
-        answer = answers[sample]
-        assert packed.mask[row, : len(answer.response_ids)].tolist() == scored_tokens(answer, score_prefix=True)
-        everything = [*answer.prompt_ids, *answer.response_ids]
-        for t in packed.mask[row].nonzero()[:, 0].tolist():
-            pair = packed.place[row, t]
-            before = packed.rows[pair]
-            assert packed.targets[pair] == answer.response_ids[t]
-            assert packed.input_ids[before] == everything[len(answer.prompt_ids) + t - 1]
-            assert packed.layout.position_ids[before] == len(answer.prompt_ids) + t - 1
-    assert packed.targets.numel() == 4 + 1 + (3 + 2) + 1

@@ -33,7 +33,10 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """Groups with a long prefix, a prefix of one token, and none; suffixes of different lengths, some truncated."""
+    """Groups with a long prefix, a prefix of one token, and none; suffixes of different lengths, some truncated.
+
+    Of every second answer others have written some tokens, in prefix and suffix.
+    """
     gen = torch.Generator().manual_seed(5)
 
     def ids(n):
@@ -48,6 +51,8 @@ def rollouts():
             reason = "length" if number == 1 else "stop"
             answer = prefix + ids(count)
             facts = {"prompt_key": group, "group": group, "reward": reward, "accuracy": reward}
+            if number % 2 == 0:
+                facts["response_mask"] = [(place + number) % 3 < 2 for place in range(len(answer))]
             out.append(Rollout(prompt, answer, prefix_len, logprobs, reason, **facts))
     return out
 
@@ -74,7 +79,8 @@ def plain(policy, rollouts, batch, config):
             rows.append(torch.nn.functional.pad(found, (0, width - count)))
         first = 0 if batch.prefix_in_loss else rollout.prefix_len
         truncated = config.mask_truncated_completions and rollout.finish_reason == "length"
-        mask[i, first:count] = not truncated
+        own = torch.tensor(rollout.response_mask or [True] * count)
+        mask[i, first:count] = own[first:] & (not truncated)
     logprobs, entropy = torch.stack(logprob_rows), torch.stack(entropy_rows)
     old = logprobs.detach() if batch.old is None else batch.old
     sampled = mask & ~batch.sampler.isnan()
@@ -90,7 +96,7 @@ def plain(policy, rollouts, batch, config):
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
     weight = batch.weigh(
         mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
-        lengths=torch.tensor([len(rollout.response_ids) for rollout in rollouts]),
+        lengths=torch.tensor([sum(r.response_mask or [True] * len(r.response_ids)) for r in rollouts]),
     )  # fmt: skip
     return (loss * weight).sum() - config.entropy_coef * entropy[mask].mean()
 
