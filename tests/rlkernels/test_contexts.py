@@ -87,10 +87,7 @@ CASES = {  # what runs, and its inputs
     "rank 1 in torch": (rank1, lambda: (*torch.randn(2, 20, 16), torch.randn(16))),
     "similarity": (similarity, lambda: (torch.rand(5, 6, 2), "auto")),
     "similarity in torch": (similarity, lambda: (torch.rand(5, 6, 2), "torch")),
-    "trajectory": (
-        trajectory,
-        lambda: (torch.randn(20, 30), 1e-3 * torch.outer(torch.randn(20), torch.randn(30))),
-    ),
+    "trajectory": (trajectory, lambda: (torch.randn(20, 30), 1e-3 * torch.outer(torch.randn(20), torch.randn(30)))),
     "tokens": (tokens, lambda: (torch.randn(6, 11), torch.arange(6), "auto")),
     "tokens in torch": (tokens, lambda: (torch.randn(6, 11), torch.arange(6), "torch")),
     "drafts": (drafts, lambda: ("auto",)),

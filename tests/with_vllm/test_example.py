@@ -13,7 +13,6 @@ def test_the_example(tmp_path):
     printed = re.sub(r"^# ", "", printed, flags=re.MULTILINE)
     example = str(ROOT / "examples/vllm_drafts.py")
     said = run_python(example, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    print(said)
     counts = r"(\d+) tokens in (\d+) steps of a sequence: (\d+) of (\d+) draft tokens accepted\n"
     tokens, steps, right, offered = map(int, re.search(counts, said).groups())
     assert re.search(counts, printed) and tokens == steps + right

@@ -334,14 +334,12 @@ def test_greedy_answers_are_the_same(make_llm, tmp_path):
     )
     assert greedy(llm) == plain
     right = counters(llm)
-    print("right drafts:", right)
     assert right["accepted_tokens"] == right["draft_tokens"] > 150
     assert right["drafts"] < 40
     wrong = [[(token + 1) % VOCAB for token in answer] for answer in plain]
     remembering(*zip(PROMPTS, wrong)).save(path)
     assert greedy(llm) == plain
     after = counters(llm)
-    print("and wrong ones:", after)
     assert after["draft_tokens"] > right["draft_tokens"]
     half = [[*answer[:20], 1, *answer[21:]] for answer in plain]
     remembering(*zip(PROMPTS, half)).save(path)
