@@ -44,7 +44,7 @@ if __name__ == "__main__":  # vLLM's processes, where it makes some, import this
             "method": "custom_class",
             "model": "rlkernels.integrations.vllm.HistoryProposer",
             "num_speculative_tokens": 16,
-        },
+        }
     )
     # an epoch of rollouts, from which the proposer learns
     drafting.generate(prompts, vllm.SamplingParams(n=4, max_tokens=128, seed=0), use_tqdm=False)

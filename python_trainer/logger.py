@@ -37,10 +37,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rollouts = [rollout for rollout in rollouts if rollout.importance_cap is None]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
-    row = {
-        "reward_std": float(deviation.mean()),
-        "frac_reward_zero_std": float((deviation == 0).double().mean()),
-    }
+    row = {"reward_std": float(deviation.mean()), "frac_reward_zero_std": float((deviation == 0).double().mean())}
     if rollouts:
         row["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
         row["completions/generated_length"] = sum(rollout.written for rollout in rollouts) / len(rollouts)

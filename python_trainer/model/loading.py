@@ -201,9 +201,7 @@ def find_dtype(config: ModelConfig) -> torch.dtype:
     """Resolves ``model.dtype`` on this machine."""
     # for a model of the Hub the folder takes requests: it is looked for only where the size decides
     return choose_dtype(
-        config.dtype,
-        choose_device(config.device),
-        lambda: count_weights(policy_folder(config.path), config),
+        config.dtype, choose_device(config.device), lambda: count_weights(policy_folder(config.path), config)
     )
 
 

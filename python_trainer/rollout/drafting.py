@@ -51,13 +51,7 @@ class Drafter:
             history's ``token_cost``, whatever n is.
     """
 
-    def __init__(
-        self,
-        history: RolloutHistory,
-        *,
-        max_tokens: int = 16,
-        pass_overhead: float | None,
-    ):
+    def __init__(self, history: RolloutHistory, *, max_tokens: int = 16, pass_overhead: float | None):
         self.history, self.max_tokens, self.pass_overhead = history, max_tokens, pass_overhead
         self.handles: dict[Decoding, int] = {}
 

@@ -55,11 +55,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def paged_kv_cache(
-    model: PreTrainedModel,
-    *,
-    num_blocks: int | None = None,
-    memory_bytes: int | None = None,
-    block_size: int = 16,
+    model: PreTrainedModel, *, num_blocks: int | None = None, memory_bytes: int | None = None, block_size: int = 16
 ) -> PagedKVCache:
     """Makes the model attend through a paged cache, and the cache that fits it.
 

@@ -16,15 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from python_trainer.tasks.lattice_paths import (
-    ROWS,
-    WIDTH,
-    LatticePathsSettings,
-    chances,
-    draw,
-    draw_grids,
-    prompt_of,
-)
+from python_trainer.tasks.lattice_paths import ROWS, WIDTH, LatticePathsSettings, chances, draw, draw_grids, prompt_of
 from tools.policies.training import EOS_ID, Corpus, Stretch, new_policy, save, train
 
 KNOWING = 0.15  # share of the steps

@@ -304,11 +304,7 @@ def draw_tokens(
         torch.tensor([s.sample_id for s, n in zip(samples, lengths) for _ in range(n)], device="cpu"),
         torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
     ).to(logits.device)
-    settings: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     rows = starts[-1]
     if len(samples) == rows:
         ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)

@@ -232,13 +232,7 @@ class Servers(Backend):
 
     on_first_rank = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        urls: Sequence[str],
-        folder: Path,
-        adapters: AdapterFiles | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, urls: Sequence[str], folder: Path, adapters: AdapterFiles | None = None):
         self.folder, self.adapters = folder.absolute(), adapters
         shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it, and servers read all files
         self.servers = [Server(model, url) for url in urls]
