@@ -10,7 +10,8 @@ from conftest import same
 from test_earlier_runs import found
 
 from python_trainer.accelerators.rhyme import accelerator
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord
+from python_trainer.accelerators.rhyme.matching import PARTS, curve_of
 from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, last_shares
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
@@ -31,6 +32,7 @@ def test_the_last_visit_of_each_prompt_counts():
 
 def test_damaged_outcomes_are_refused():
     whole = outcomes([(number, 8, 3) for number in range(16)])
+    sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
     assert len(last_shares([whole])) == 16
     for damaged in (
         {"answers": whole["answers"]},
@@ -39,8 +41,8 @@ def test_damaged_outcomes_are_refused():
         whole | {"prompts": torch.tensor(3)},
         whole | {"right": whole["right"] + 9},
     ):
-        with pytest.raises(UserError, match="outcomes in the retrospective database are damaged"):
-            last_shares([damaged])
+        with pytest.raises(UserError, match="steps of run 1 in the retrospective database are damaged"):
+            curve_of(1, [StepRecord(1, 0.5, 0.5, sketch, outcomes=damaged)])
 
 
 def test_few_prompts_tell_nothing_and_more_a_clear_gain():
@@ -71,10 +73,11 @@ def run(history_run):
 
 def judged_otherwise(database, right, run_id=1):
     """Counts so many of the answers of a run, the first one, as right."""
+    created = database.runs()[run_id - 1].created
     for record in database.trajectory(run_id):
         counts = record.outcomes | {"right": (record.outcomes["answers"] * right).int()}
         answers = [s for s in database.samples() if (s.run_id, s.step) == (run_id, record.step)]
-        database.add_step(run_id, replace(record, outcomes=counts), answers)
+        database.add_step(run_id, replace(record, outcomes=counts), answers, created=created)
 
 
 def forget_the_second(database):

@@ -126,7 +126,7 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
         ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens = {"response_ids": torch.tensor(ids), "logprobs": -torch.ones(len(ids))}
         answer = replace(known, prompt_key=key, text=text, **tokens)
-        database.add_step(later, replace(record, step=step), [replace(answer, step=step)])
+        database.add_step(later, replace(record, step=step), [replace(answer, step=step)], created=facts.created)
     trainer = run("second", steps=1, seed=1, task={"reward": "test_dynamic_sampling:always"})
     (tmp_path / "third").mkdir()
     rhyme = Rhyme(trainer.accelerators[0].settings)

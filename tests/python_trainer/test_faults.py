@@ -126,7 +126,7 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
         unpack_tensors(b"\0" * 8 + b"{}")
     whole = {name: torch.ones(bins) for name, bins in PARTS.items()}
     for damaged in ({"ngrams": -whole["ngrams"]}, {"lengths": torch.ones(31)}, {"ngramr": whole.pop("ngrams")}):
-        with pytest.raises(UserError, match="sketches in the retrospective database are damaged"):
+        with pytest.raises(UserError, match="steps of run 1 in the retrospective database are damaged"):
             curve_of(1, [StepRecord(1, 0.5, 0.5, whole | damaged)])
     with pytest.raises(UserError, match="damaged .'response_ids'."):
         unpack_tensors(save({"response_idr": torch.ones(1)}), "response_ids")

@@ -101,8 +101,7 @@ class Rhyme(Accelerator):
         """Finds out whether an earlier run is clearly better -> batches of its right answers."""
         config, rollout = context.run.config, context.run.config.rollout
         if rollout.num_generations > 1 and self.judged:
-            better = (run for run in self.earlier if replay.clearly_better(run.shares, self.shares))
-            self.better = [run.run_id for run in better]
+            self.better = [run.run_id for run in self.earlier if replay.clearly_better(run.shares, self.shares)]
         self.settled = bool(self.better) or context.step > LOOKS or not self.earlier
         if not self.better:
             return []
@@ -115,12 +114,10 @@ class Rhyme(Accelerator):
             if theirs:
                 groups.append([self._alone(e, context, 0.5) for e in sampling.different(newest)[:REHEARSED]])
         batches = replay.in_batches(groups, REHEARSAL_BATCH, REHEARSALS, context.seed)
-        generated = config.max_steps * rollout.prompts_per_step * rollout.num_generations
-        most = REHEARSAL_SHARE * generated
+        most = REHEARSAL_SHARE * (config.max_steps * rollout.prompts_per_step * rollout.num_generations)
         batches = [batch for batch, so_far in zip(batches, accumulate(map(len, batches))) if so_far <= most]
-        context.telemetry["rhyme/rehearsed_answers"] = float(sum(map(len, batches)))
-        tokens = sum(run.tokens for run in self.earlier if run.run_id in self.better)
-        context.telemetry["rhyme/earlier_tokens"] = float(tokens)
+        context.count("rhyme/rehearsed_answers", sum(map(len, batches)))
+        context.count("rhyme/earlier_tokens", sum(run.tokens for run in self.earlier if run.run_id in self.better))
         return batches
 
     def _adopt(self, context: StepContext) -> None:

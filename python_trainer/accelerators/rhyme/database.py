@@ -27,6 +27,7 @@ APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock o
 VERSION = 3  # of the tables; another one is refused
 MOST_RUNS = 64  # that are kept; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
+TENSORS = "response_ids", "logprobs"  # of an answer, stored together
 
 metadata = sa.MetaData()
 
@@ -183,9 +184,7 @@ class RetrospectiveDatabase:
             connection.execute(run_table.delete().where(run_table.c.id.not_in(sa.select(newest.c.id))))
             return int(run_id)
 
-    def add_step(
-        self, run_id: int, record: StepRecord, answers: Sequence[StoredAnswer], *, created: float | None = None
-    ) -> bool:
+    def add_step(self, run_id: int, record: StepRecord, answers: Sequence[StoredAnswer], *, created: float = 0) -> bool:
         """Stores one step with its answers, all or nothing, in place of what there is of it already.
 
         Returns whether the run is there, and still the one that was created then; else nothing has changed.
@@ -197,7 +196,7 @@ class RetrospectiveDatabase:
             return False
         with self._transaction() as connection:
             found = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
-            if found is None or created not in (None, found):
+            if found != created:
                 return False
             for table in (answer_table, step_table):
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step == record.step))
@@ -238,7 +237,7 @@ class RetrospectiveDatabase:
 
 
 def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
-    packed = save({"response_ids": answer.response_ids, "logprobs": answer.logprobs})
+    packed = save({name: getattr(answer, name) for name in TENSORS})
     # PostgreSQL takes no NUL in texts, and no database a lone surrogate
     text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
     row = {name: getattr(answer, name) for name in ("prompt_key", "finished", "reward")}
@@ -246,9 +245,9 @@ def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
 
 
 def answer_of(row: sa.Row) -> StoredAnswer:
-    tensors = unpack_tensors(row.tensors, "response_ids", "logprobs")
-    facts = {name: getattr(row, name) for name in StoredAnswer.__dataclass_fields__ if name not in tensors}
-    return StoredAnswer(**facts | tensors)
+    tensors = unpack_tensors(row.tensors, *TENSORS)
+    facts: dict[str, Any] = {name: getattr(row, name, None) for name in StoredAnswer.__dataclass_fields__}
+    return StoredAnswer(**facts | {name: tensors[name] for name in TENSORS})
 
 
 def step_of(row: sa.Row) -> StepRecord:

@@ -91,10 +91,10 @@ def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
         counts = torch.stack(rows) if rows else torch.zeros(0, sum(PARTS.values()))
         if counts.shape[1:] != (sum(PARTS.values()),) or not (counts >= 0).all():
             raise ValueError(f"they must be {sum(PARTS.values())} counts >= 0")
-    except (KeyError, RuntimeError, ValueError) as error:
+        shares = last_shares(record.outcomes for record in trajectory)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"sketches in the retrospective database are damaged ({reason})") from error
-    shares = last_shares(record.outcomes for record in trajectory)
+        raise UserError(f"steps of run {run_id} in the retrospective database are damaged ({reason})") from error
     return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, sum(r.generated_tokens for r in trajectory))
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 
 FIRST_GROUPS = 128  # after which it is known whether right answers are rare: a share to within 0.09, 95 % certain
@@ -84,16 +83,13 @@ class SuccessRates:
 def last_shares(trajectory: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     """Returns of each prompt of a run the share of right answers at its last visit, from ``StepRecord.outcomes``."""
     shares: dict[str, float] = {}
-    try:
-        for outcomes in filter(None, trajectory):
-            columns = (outcomes[name].tolist() for name in ("prompts", "answers", "right"))
-            for key, answers, right in zip(*columns, strict=True):
-                if not 0 <= right <= answers:
-                    raise ValueError("more right answers than answers")
-                if answers:
-                    shares[bytes(key).hex()] = right / answers
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"outcomes in the retrospective database are damaged ({error})") from error
+    for outcomes in filter(None, trajectory):
+        columns = (outcomes[name].tolist() for name in ("prompts", "answers", "right"))
+        for key, answers, right in zip(*columns, strict=True):
+            if not 0 <= right <= answers:
+                raise ValueError("more right answers than answers")
+            if answers:
+                shares[bytes(key).hex()] = right / answers
     return shares
 
 

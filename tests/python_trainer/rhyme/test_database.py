@@ -130,7 +130,7 @@ def test_a_kill_leaves_whole_steps(url):
         steps = [s.step for s in database.trajectory(run.id)]
         assert steps and steps == list(range(1, len(steps) + 1))
         assert sum(sample.run_id == run.id for sample in database.samples()) == 4 * len(steps)
-    database.add_step(runs[0].id, make_step(10**6), [])
+    assert database.add_step(runs[0].id, make_step(10**6), [], created=runs[0].created)
 
 
 def test_a_write_ahead_log_left_by_a_kill_is_read(tmp_path):

@@ -326,8 +326,8 @@ def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path)
     folders[0].mkdir()
     begun = [replace(FACTS, created=float(number)) for number in range(1, 5)]
     first = begin_run(database, begun[0], folders[0])
-    for run in (other, first):
-        database.add_step(run, make_step(), [make_sample(text=f"{run}")])
+    for run, created in ((other, FACTS.created), (first, begun[0].created)):
+        database.add_step(run, make_step(), [make_sample(text=f"{run}")], created=created)
     shutil.copytree(*folders)
     begin_run(database, begun[1], folders[1])  # a copy of the folder is no attempt at the same run
 
