@@ -46,11 +46,14 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     if gpu is None:
         gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
     vllm = with_engine("vllm")
+    conflict = next(vllm.conflicts(), None)
     if config.rollout.vllm_server:
+        if conflict is not None:  # what a plug-in asks
+            raise UserError(conflict)
         return vllm, None
     if not (gpu and has_vllm()):
         return with_engine("paged"), None
-    if (conflict := next(vllm.conflicts(), None)) is not None:
+    if conflict is not None:
         return with_engine("paged"), f"rollout.engine: auto generates without vLLM, since {conflict}"
     return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
 

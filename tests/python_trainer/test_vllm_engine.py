@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
@@ -312,6 +313,13 @@ def test_settings_that_do_not_go_with_it_come_first(machine):
     assert chosen(**settings) == ("paged", None)
     by_default = load_config({"accelerators": {"enabled": ["drafts"]}})
     assert by_default.accelerators.chosen()[0].longest_draft() == 16
+
+
+def test_a_plugin_that_vllm_does_not_suit_is_no_good_with_servers(monkeypatch):
+    refuse = {"vllm": "no vllm"}
+    monkeypatch.setattr(RPOSettings, "conflicts", lambda self, config: refuse.get(config.rollout.engine))
+    with pytest.raises(UserError, match="no vllm"):
+        chosen(accelerators={"enabled": ["rpo"]}, rollout={"vllm_server": "http://127.0.0.1:1"})
 
 
 def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
