@@ -53,8 +53,8 @@ DESCRIPTIONS = {
     "probe": """Measures how hard the prompts are and where time goes: answers some training prompts and makes one
     update, in about a minute. It keeps nothing (docs/quickstart.md).""",
     "report": """Reports on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
-    report.html, one page with curves, sample answers and the settings that differ: into DIR, or the
-    folder that holds all of them. It needs no network.""",
+    report.html, one page with curves, sample answers and the settings that differ: into DIR, or
+    beside the first of several. It needs no network.""",
     "history": "Lists the runs that accelerators.rhyme.database has recorded in a retrospective database.",
 }
 

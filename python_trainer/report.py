@@ -37,12 +37,12 @@ SHOWN_STEPS = 8  # of a run, with sample answers
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs in these folders; writes report.html and accuracy.png where all of them lie."""
+    """Prints the table of all runs; writes report.html and accuracy.png there, or beside the first of several."""
     console = console or Console()
     runs = find_runs(folders)
     columns = summary_columns(runs)
     console.print(make_table(columns))
-    home = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    home = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     picture, page = home / "accuracy.png", home / "report.html"
     draw_curves(runs).savefig(picture, dpi=130)
     write_text(page, render_page(runs, columns, picture))
