@@ -305,7 +305,7 @@ def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, k
 
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
-    module = importlib.import_module("rlkernels.integrations.trl_shared")
+    module = importlib.import_module("rlkernels.integrations.transformers_attention")
 
     def wrong(query, key, value, layout, *, scale):
         return query * 0.5
