@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention
 
-# ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V]
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
+# ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V], last hidden states [R, H]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextmanager
@@ -37,13 +37,6 @@ def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention
 
 
 def forward(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
-) -> torch.Tensor:
-    """Computes logits [R, V] at ``rows`` of the flattened tokens; the other rows never reach the output layer."""
-    return forward_with_states(model, ids, positions, rows, attention)[0]
-
-
-def forward_with_states(
     model: PreTrainedModel,
     ids: torch.Tensor,
     positions: torch.Tensor,
@@ -51,7 +44,10 @@ def forward_with_states(
     attention: Attention,
     predict: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes :func:`forward`, of the first ``predict`` rows only if that is a number, and last states [R, H]."""
+    """Computes logits [R, V] and last hidden states [R, H] at ``rows`` of the flattened tokens.
+
+    The other rows never reach the output layer; with ``predict`` only so many of the first rows do.
+    """
     states: list[torch.Tensor] = []
 
     def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -134,15 +134,14 @@ class FusedDecoder:
             self.cos, self.sin, self.longest = cos[0].contiguous(), sin[0].contiguous(), longest  # [longest, d]
 
     def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attention: Attention,
+        predict: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what :func:`python_trainer.model.forward.forward` does."""
-        return self.head(self.states(ids, positions, rows, attention))
-
-    def states(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Computes the input of the output layer at ``rows`` of the flattened tokens ``ids`` [T] -> [R, D]."""
         dim = self.cos.shape[1]
         hidden: torch.Tensor = self.embed(ids)  # [T, D]
         update = None
@@ -159,4 +158,5 @@ class FusedDecoder:
         assert update is not None
         # picked by embedding, whose gradient adds up repeated rows several times faster than that of an index
         hidden, update = embedding(rows, hidden), embedding(rows, update)
-        return add_rms_norm(hidden, update, self.norm, self.eps)[1]
+        states = add_rms_norm(hidden, update, self.norm, self.eps)[1]
+        return self.head(states[:predict]), states

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Messages
 from python_trainer.errors import UserError
-from python_trainer.model.forward import attend_by, forward_with_states
+from python_trainer.model.forward import attend_by, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
 from python_trainer.model.lora import (
@@ -228,9 +228,8 @@ class Policy:
         # a hook or checkpointing may have come since
         if self.fused and not recomputes(self.model) and supports(self.model):
             decoder = FusedDecoder(self.model, int(packed.layout.position_ids.max()) + 1)  # read on the host
-            states = decoder.states(*inputs)
-            return decoder.head(states[:predict]), states
-        return forward_with_states(self.model, *inputs, predict)
+            return decoder(*inputs, predict)
+        return forward(self.model, *inputs, predict)
 
     def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
         """Returns a policy with frozen copies of these weights; with adapters: the policy without them."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.model.attention import page
-from python_trainer.model.forward import Forward, attend_by, forward, forward_with_states, logit_scale
+from python_trainer.model.forward import Forward, attend_by, forward, logit_scale
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels import PagedKVCache
 from rlkernels.integrations.transformers_attention import PackedLayout, other_layers, probe_layers, rotary_limit
@@ -62,7 +62,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
     packed = ids, layout.position_ids.to(device), torch.arange(len(ids), device=device)
     with attend_by(model):
         heads, dim, window = probe_layers(model, layers)
-        logits, states = forward_with_states(model, *packed, layout)
+        logits, states = forward(model, *packed, layout)
         cache = partial(PagedKVCache, layers, heads, dim, num_blocks=8, block_size=BLOCK)
         cache = partial(cache, dtype=model.dtype, device=device)
         cached = _cached_logits(partial(forward, model), cache(), prompt, answers)
@@ -75,7 +75,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
     fusible = False
     if supports(model):
         decoder = FusedDecoder(model, own.shape[1])
-        logits, cached = decoder(*packed, layout), _cached_logits(decoder, cache(), prompt, answers)
+        logits, cached = decoder(*packed, layout)[0], _cached_logits(decoder, cache(), prompt, answers)
         fusible = _agree(model, logits, cached, own)
     return ModelTraits(layers, heads, dim, window, scale, fusible)
 
@@ -93,7 +93,7 @@ def _cached_logits(run: Forward, cache: PagedKVCache, prompt: list[int], answers
         places = [range(end - n, end) for end, n in zip(ends, lens)]
         ids, positions = (torch.tensor([*chain(*rows)], device=cache.device) for rows in (tokens, places))
         paged = page(cache, sequences, slots, lens, ends, share_from=share_from)
-        return run(ids, positions, torch.arange(len(ids), device=cache.device), paged)
+        return run(ids, positions, torch.arange(len(ids), device=cache.device), paged)[0]
 
     first = cache.open(prompt)
     found = [logits([first], [prompt], first.slots)]

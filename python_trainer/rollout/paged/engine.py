@@ -212,7 +212,7 @@ class PagedEngine(Engine):
             logits = graphs.logits((ids, positions, slots, paged.block_tables, paged.seq_lens), blocks)
             if logits is not None:
                 return logits[:count]
-        return run(ids, positions, rows, paged)
+        return run(ids, positions, rows, paged)[0]
 
     def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:
         """Draws the next tokens of every sample of the step -> the samples that are done."""

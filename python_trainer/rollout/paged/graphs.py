@@ -6,7 +6,6 @@ its numbers are copied to where the recorded kernels read them.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,5 +97,5 @@ class DecodeGraphs:
         own = ids, positions, slots, tables, lens, starts, rows  # the last two, the same for all, must live as long
         copy_into(own, numbers)
         batch = PagedBatch(self.cache, slots, tables, lens, starts)
-        replay, logits = record(partial(forward, self.model, ids, positions, rows, batch), self.pool)
+        replay, logits = record(lambda: forward(self.model, ids, positions, rows, batch)[0], self.pool)
         return replay, own, logits
