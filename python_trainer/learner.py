@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
-from python_trainer.model.lora import is_adapter
+from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy
@@ -29,7 +28,8 @@ class Learner:
         config: all settings, with the engine chosen; log-probabilities use the temperature of the sampler.
 
     Attributes:
-        reference: the policy at the start of training, with ``algorithm.beta``.
+        reference: the policy at the start of training, with ``algorithm.beta``; with adapters the policy itself, whose
+            adapters are off while it is the reference.
         critic: if the advantages need one.
         prefix_in_loss: train on the beginnings that answers were given too.
         changed: set once weights or moments have changed.
@@ -41,7 +41,9 @@ class Learner:
         self.settings, self.max_steps, self.temperature = config.optimizer, config.max_steps, config.rollout.temperature
         self.max_completion_length = config.rollout.max_completion_length
         self.prefix_in_loss = any(settings.prefix_in_loss for settings in config.accelerators.chosen())
-        self.reference = policy.frozen_copy(partial(self.ranks.copy, trains=False)) if self.algorithm.beta else None
+        self.reference = None
+        if self.algorithm.beta:
+            self.reference = policy if policy.adapted else policy.frozen_copy(self.ranks)
         self.critic = None
         if self.algorithm.judge.critic:
             self.critic = Critic(policy, config.critic, self.settings, self.ranks)
@@ -139,7 +141,7 @@ class Learner:
             self._record_logprobs(batch, every)
         if self.reference is not None:
             batch.reference = batch.record()
-            with self.reference.packed_attention():
+            with self.reference.packed_attention(), without_adapters(self.reference.model):
                 for packed in self._packs(batch, every):
                     put(batch.reference, packed, self.reference.score(packed, self.temperature)[0])
             batch.reference = self.ranks.merge(batch.reference)

@@ -20,14 +20,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.forward import attend_by, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
-from python_trainer.model.lora import (
-    AdaptedWeight,
-    adapted_weight,
-    add_adapters,
-    is_adapter,
-    plain_name,
-    without_adapters,
-)
+from python_trainer.model.lora import AdaptedWeight, adapted_weight, add_adapters, is_adapter, plain_name
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
@@ -231,12 +224,10 @@ class Policy:
             return decoder(*inputs, predict)
         return forward(self.model, *inputs, predict)
 
-    def frozen_copy(self, copied: Callable[[Any], Any] = copy.deepcopy) -> "Policy":
-        """Returns a policy with frozen copies of these weights; with adapters: the policy without them."""
-        if self.adapted:
-            return Unadapted(self)
+    def frozen_copy(self, ranks: Any) -> "Policy":
+        """Returns a policy with frozen copies of these weights, which the RankGroup ``ranks`` makes."""
         frozen = copy.copy(self)
-        frozen.model = frozen.inference_model = copied(self.inference_model).requires_grad_(False)
+        frozen.model = frozen.inference_model = ranks.copy(self.inference_model, trains=False)
         return frozen
 
     def sync_inference_model(self) -> None:
@@ -294,16 +285,3 @@ class Policy:
         self.inference_model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         usual_mode(folder)
-
-
-class Unadapted(Policy):
-    """A policy with its adapters off: what it began as, in the same memory."""
-
-    def __init__(self, policy: Policy):
-        # not set up anew, which would put the model that both share, and its checkpointing, out of their modes
-        vars(self).update(vars(policy))
-        self.inference_model, self.adapted = policy.model, False
-
-    def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with without_adapters(self.model):
-            return super().score_with_states(packed, temperature)

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -162,7 +161,7 @@ def test_a_reference_is_whole_within_its_passes_only(tiny_policy, answers):
     """The policy keeps embeddings and output layer for the backward pass, a reference has none."""
     with start("fsdp2", "cpu") as ranks:
         policy = ranks.load(ModelConfig(path=str(tiny_policy), device="cpu"))
-        reference = policy.frozen_copy(partial(ranks.copy, trains=False))
+        reference = policy.frozen_copy(ranks)
         for model, sharded in (policy, False), (reference, True):
             with torch.no_grad(), model.packed_attention():
                 model.score(pack(answers, range(len(answers))), 1.0)
