@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
-from python_trainer.model.attention import page
-from python_trainer.model.forward import Forward, attend_by, forward, logit_scale
+from python_trainer.model.forward import Forward, attend_by, forward, logit_scale, page
 from python_trainer.model.fused import FusedDecoder, supports
 from rlkernels import PagedKVCache
 from rlkernels.integrations.transformers_attention import PackedLayout, other_layers, probe_layers, rotary_limit

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bench.faults.tensors import OPS
 from python_trainer.config import load_config
 from python_trainer.data import Request
-from python_trainer.model.attention import page
+from python_trainer.model.forward import page
 from python_trainer.model.policy import load_policy
 from python_trainer.probe import probe
 from python_trainer.rollout.engine import SamplingParams

@@ -13,7 +13,7 @@ from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model import traits as traits_module
-from python_trainer.model.attention import page
+from python_trainer.model.forward import page
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.traits import ModelTraits, find_traits

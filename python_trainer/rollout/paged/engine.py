@@ -13,8 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import rlkernels.backend
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import NotFinite, UserError
-from python_trainer.model.attention import page
-from python_trainer.model.forward import Forward, attend_by, forward
+from python_trainer.model.forward import Forward, attend_by, forward, page
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.traits import ModelTraits, find_traits, longest_sequence
 from python_trainer.rollout.drafting import Decoding

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from python_trainer.model.attention import PagedBatch
-from python_trainer.model.forward import forward
+from python_trainer.model.forward import PagedBatch, forward
 from rlkernels import PagedKVCache
 
 Numbers = tuple[torch.Tensor, ...]  # ids [B], positions [B], slots [B], block tables [B, blocks], lengths [B]
