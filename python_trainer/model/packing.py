@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate, compress
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from python_trainer.data import Rollout
 from rlkernels.integrations.transformers_attention import PackedLayout
@@ -88,11 +89,7 @@ def pack(rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: b
         order += members
         group_starts.append(len(order))
     long = partial(torch.tensor, dtype=torch.int64, device="cpu")  # whatever the default device is
-    lengths = long([len(place) for place in places])
-    longest = int(lengths.max()) if len(places) else 0
-    place = torch.full((len(places), longest), -1, dtype=torch.int64, device="cpu")
-    has_token = torch.arange(longest, device="cpu") < lengths[:, None]
-    place[has_token] = long([pair for row in places for pair in row])
+    place = pad_sequence([long(pairs) for pairs in places], batch_first=True, padding_value=-1)
     mask = place >= 0
     layout = PackedLayout(prefix_lens, suffix_lens, group_starts)
     return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
