@@ -59,14 +59,14 @@ def against_critic(step: StepRewards, settings: AlgorithmConfig) -> Judged:
     """Compares tokens with the predictions of a critic: PPO."""
     assert step.values is not None
     advantages, returns = gae(step.token_rewards(), step.values, step.mask, gamma=settings.gamma, lam=settings.lam)
-    return _whitened(advantages, step, settings), returns
+    return whiten(advantages, step, settings), returns
 
 
 def against_batch(step: StepRewards, settings: AlgorithmConfig) -> Judged:
     """Compares the rewards after a token with the mean of the batch: REINFORCE++ (arXiv 2501.03262)."""
     rewards = step.token_rewards()
     advantages, _ = gae(rewards, torch.zeros_like(rewards), step.mask, gamma=settings.gamma, lam=1.0)
-    return _whitened(advantages, step, settings), None
+    return whiten(advantages, step, settings), None
 
 
 def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
@@ -75,10 +75,6 @@ def against_chance(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
     With ``deviations`` they are divided by the standard deviation of the reward, sqrt(p (1 - p)).
     """
     return ((1 - p) / p).sqrt() if deviations else 1 - p
-
-
-def _whitened(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
-    return whiten(advantages, step.in_loss) if settings.scale_rewards != "none" else advantages
 
 
 def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,17 +117,18 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, *, epsilon: float = 1e-8) -> torch.Tensor:
-    """Scales the unmasked entries of values [B, T] to mean 0 and variance 1; the others are 0.
+def whiten(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
+    """Scales the advantages [B, T] in the loss to mean 0 and variance 1, unless ``scale_rewards`` is none.
 
-    Fewer than two unmasked entries have no variance: they are only shifted.
+    The others are 0. Fewer than two in the loss have no variance: they are only shifted.
     """
-    mask = mask.bool()
-    kept = values[mask]
+    if settings.scale_rewards == "none":
+        return advantages
+    kept = advantages[step.in_loss]
     if kept.numel() == 0:
-        return torch.zeros_like(values)
+        return torch.zeros_like(advantages)
     variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
-    return torch.where(mask, (values - mean) * torch.rsqrt(variance + epsilon), 0.0)
+    return torch.where(step.in_loss, (advantages - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def overlong_penalties(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:
