@@ -125,9 +125,7 @@ def whiten(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfi
     if settings.scale_rewards == "none":
         return advantages
     kept = advantages[step.in_loss]
-    if kept.numel() == 0:
-        return torch.zeros_like(advantages)
-    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (torch.ones_like(kept[0]), kept[0])
+    variance, mean = torch.var_mean(kept) if kept.numel() > 1 else (kept.new_ones(()), kept.sum())
     return torch.where(step.in_loss, (advantages - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
