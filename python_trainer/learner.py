@@ -164,11 +164,10 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and moments."""
-        return {
-            "model": self._weights(),
-            "optimizer": self.optimizer.state_dict(),
-            "critic": self.critic.checkpoint() if self.critic else None,
-        }
+        critic = None
+        if self.critic is not None:
+            critic = {"model": self.critic.state_dict(), "optimizer": self.critic.optimizer.state_dict()}
+        return {"model": self._weights(), "optimizer": self.optimizer.state_dict(), "critic": critic}
 
     def _weights(self) -> dict[str, Any]:
         """Returns the weights by name; of a policy with adapters those of the adapters alone."""
@@ -182,4 +181,6 @@ class Learner:
         load_weights(self.policy.model, saved["model"], partly=self.policy.adapted)
         self.optimizer.load_state_dict(saved.get("optimizer", {}), saved["model"])
         if self.critic is not None:
-            self.critic.restore(saved["critic"])
+            critic = saved["critic"]
+            load_weights(self.critic, critic["model"])
+            self.critic.optimizer.load_state_dict(critic.get("optimizer", {}), critic["model"])

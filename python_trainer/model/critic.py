@@ -9,7 +9,6 @@ from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy, recompute_activations, recomputes
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
-from python_trainer.model.weights import load_weights
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
@@ -50,12 +49,3 @@ class Critic(torch.nn.Module):
     def step(self, policy_learning_rate: float) -> float:
         """Updates the critic's own weights once -> gradient norm before clipping."""
         return self.optimizer.step(policy_learning_rate * self.rate)
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Returns weights and moments, for :meth:`restore`."""
-        return {"model": self.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`checkpoint`."""
-        load_weights(self, saved["model"])
-        self.optimizer.load_state_dict(saved.get("optimizer", {}), saved["model"])
