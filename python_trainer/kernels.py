@@ -4,8 +4,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +11,6 @@ import torch
 from python_trainer.accelerators import registered
 from python_trainer.distributed import RankGroup
 from python_trainer.model.loading import choose_device, policy_folder
-from python_trainer.run_directory import write_text
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.workload import workload_of_run
@@ -21,32 +18,25 @@ from rlkernels.proof.workload import workload_of_run
 if TYPE_CHECKING:
     from python_trainer.config import Config
 
-FILE = "kernels.json"  # in the run directory
 
-
-@dataclass(frozen=True)
-class Kernels:
-    """Which backend every op takes on the GPU of a run. Empty on a CPU."""
-
-    device: dict[str, Any]
-    backends: dict[str, str]
-
-    def save(self, folder: Path) -> None:
-        """Keeps them for the steps after an interruption: with the same kernels they compute the same."""
-        if self.backends:
-            write_text(folder / FILE, json.dumps({"device": self.device, "backends": self.backends}, indent=1) + "\n")
-
-
-def settle_kernels(config: "Config", folder: Path, ranks: RankGroup, note: Callable[[str], None]) -> Kernels:
+def settle_kernels(config: "Config", saved: object, ranks: RankGroup, note: Callable[[str], None]) -> dict[str, Any]:
     """Chooses the kernels of a run on a GPU, and makes rlkernels take them.
 
-    A run that goes on keeps the kernels that it began with, on the same kind of GPU. Otherwise rank 0 proves, once per
-    machine; ``RLKERNELS_PROVE=off`` skips that. Ranks on different GPUs take the kernels of torch.
+    A run that goes on keeps the kernels that it began with, on the same kind of GPU: with these it computes the same.
+    Otherwise rank 0 proves, once per machine; ``RLKERNELS_PROVE=off`` skips that. Ranks on different GPUs take the
+    kernels of torch.
+
+    Args:
+        saved: the checkpoint that the run continues from, which holds what this returned; None: it begins anew.
+
+    Returns:
+        ``device``, the GPU, and ``backends``, by op. Empty on a CPU.
     """
     if choose_device(config.model.device).type != "cuda":
-        return Kernels({}, {})
+        return {}
     here = verdicts.device_facts(torch.cuda.current_device())
-    kept = ranks.once(lambda: read(folder, here))
+    before = saved.get("kernels") if isinstance(saved, dict) else None
+    kept: dict[str, str] | None = ranks.first(before["backends"] if before and before["device"] == here else None)
     if kept is None and len({found["gpu"] for found in ranks.gather(here)}) > 1:
         note("the ranks run on different GPUs: all take the kernels of torch")
         kept = {}
@@ -54,16 +44,7 @@ def settle_kernels(config: "Config", folder: Path, ranks: RankGroup, note: Calla
         kept = ranks.once(lambda: proved(config, note))
     table = {op: kept.get(op, "torch") for op in PROVABLE}
     backend.use(table)
-    return Kernels(here, table)
-
-
-def read(folder: Path, device: dict[str, Any]) -> dict[str, str] | None:
-    """Reads the kernels that an earlier part of the run took on such a device; None: there are none."""
-    try:
-        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return kept["backends"] if kept["device"] == device else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    return {"device": here, "backends": table}
 
 
 def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:

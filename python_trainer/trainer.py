@@ -103,7 +103,7 @@ class Trainer:
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device))
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
-        self.kernels = settle_kernels(chosen, self.folder, ranks, note)
+        self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
         set_matmul_precision("highest")  # while the model is checked, until the engine is made
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
         self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks)
@@ -139,7 +139,6 @@ class Trainer:
         """
         state = self.state
         with self.checkpointer.owning_folder():
-            self.kernels.save(self.folder)
             state.start_clock()
             with closing(self.engine):
                 if state.step == 0:
@@ -335,6 +334,7 @@ class Trainer:
             "enabled": [a.name for a in self.accelerators if a.enabled],
             "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
             "prompts": self.task.fingerprint,
+            "kernels": self.kernels,
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:

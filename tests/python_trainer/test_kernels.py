@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from python_trainer import kernels
+from python_trainer.checkpoint import load_checkpoint, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import RankGroup
 from rlkernels import backend, verdicts
@@ -42,14 +43,14 @@ def gpu(monkeypatch, tmp_path):
     backend.use({})
 
 
-def settle(folder, *overrides, ranks=None):
+def settle(*overrides, saved=None, ranks=None):
     notes = []
     config = load_config("smoke", ["accelerators.enabled=[drafts]", *overrides])
-    return kernels.settle_kernels(config, folder, ranks or RankGroup(), notes.append), notes
+    return kernels.settle_kernels(config, saved, ranks or RankGroup(), notes.append), notes
 
 
-def test_a_run_proves_what_it_needs_for_its_shapes(gpu, tmp_path):
-    found, notes = settle(tmp_path)
+def test_a_run_proves_what_it_needs_for_its_shapes(gpu):
+    found, notes = settle()
     ((ops, workload),) = gpu.asked
     assert "verify_drafts" in ops and "token_logprobs" in ops and not {"dtw", "top1_deltas"} & {*ops}
     shape = json.loads((kernels.policy_folder("small") / "config.json").read_text())
@@ -57,47 +58,44 @@ def test_a_run_proves_what_it_needs_for_its_shapes(gpu, tmp_path):
     assert (workload.prompts, workload.samples, workload.dtype) == (8, 4, "bfloat16")
     assert backend.choose("paged_attention", CUDA) == "triton" and backend.choose("write_kv", CUDA) == "torch"
     assert backend.choose("dtw", CUDA) == backend.choose("sample_tokens", CUDA) == "torch"
-    assert found.backends.keys() == {*PROVABLE} and found.device == GPU
+    assert found["backends"].keys() == {*PROVABLE} and found["device"] == GPU
     assert "NVIDIA X" in notes[0] and "sample_tokens: no time left of 60 s; the run takes torch" in notes
 
 
 def test_a_run_that_goes_on_keeps_its_kernels(gpu, tmp_path):
-    first, _ = settle(tmp_path)
-    first.save(tmp_path)
+    first, _ = settle()
+    saved = load_checkpoint(save_checkpoint(tmp_path, 1, {"kernels": first}, keep=1))
     backend.use({})
-    again, notes = settle(tmp_path)
+    again, notes = settle(saved=saved)
     assert again == first and len(gpu.asked) == 1 and not notes
     assert backend.choose("paged_attention", CUDA) == "triton"
     gpu.facts["gpu"] = "NVIDIA Y"
-    settle(tmp_path)
+    settle(saved=saved)
     assert len(gpu.asked) == 2, "on another GPU they are proved anew"
-    (tmp_path / kernels.FILE).write_text("{")
-    settle(tmp_path)
+    settle(saved={})
     assert len(gpu.asked) == 3
 
 
-def test_the_proof_can_be_skipped(gpu, tmp_path, monkeypatch):
+def test_the_proof_can_be_skipped(gpu, monkeypatch):
     monkeypatch.setenv("RLKERNELS_PROVE", "off")
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {"token_logprobs": "triton"}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found, _ = settle(tmp_path)
-    assert not gpu.asked and found.backends["token_logprobs"] == "triton" and found.backends["dtw"] == "torch"
+    found = settle()[0]["backends"]
+    assert not gpu.asked and found["token_logprobs"] == "triton" and found["dtw"] == "torch"
     monkeypatch.delenv("RLKERNELS_PROVE")
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
-    settle(tmp_path)
+    settle()
     assert not gpu.asked
 
 
-def test_ranks_on_different_gpus_take_the_kernels_of_torch(gpu, tmp_path):
+def test_ranks_on_different_gpus_take_the_kernels_of_torch(gpu):
     class Pair(RankGroup):
         def gather(self, value):
             return [value, {**value, "gpu": "NVIDIA Y"}]
 
-    found, notes = settle(tmp_path, ranks=Pair())
-    assert set(found.backends.values()) == {"torch"} and not gpu.asked and "different GPUs" in notes[0]
+    found, notes = settle(ranks=Pair())
+    assert set(found["backends"].values()) == {"torch"} and not gpu.asked and "different GPUs" in notes[0]
 
 
-def test_on_a_cpu_there_is_nothing_to_settle(tmp_path):
-    found, notes = settle(tmp_path, "model.device=cpu")
-    found.save(tmp_path)
-    assert not found.backends and not notes and not list(tmp_path.iterdir())
+def test_on_a_cpu_there_is_nothing_to_settle():
+    assert settle("model.device=cpu") == ({}, [])
