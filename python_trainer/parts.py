@@ -12,12 +12,12 @@ import rlkernels.backend
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory, recomputing
 from python_trainer.model.loading import base_folder, run_dtype
 from python_trainer.model.lora import adapted_layers
-from python_trainer.model.policy import Policy, set_matmul_precision
-from python_trainer.prompts import Tasks
+from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine, encode_observation
 from python_trainer.rollout.ordering import LengthHistory
@@ -90,21 +90,23 @@ def has_vllm() -> bool:
     return True
 
 
-def make_engine(
-    chosen: Config, policy: Policy, output_dir: Path, ranks: RankGroup, *, reserved_bytes: int = 0
-) -> Engine:
-    """Makes an engine for the policy; all ranks make one together.
+def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGroup) -> Engine:
+    """Makes the engine that follows the policy, with turns of the environment if there is one.
+
+    All ranks make one together. The policy's longest sequence becomes that of the engine, if that is shorter.
 
     Args:
         output_dir: what a server has to read goes through a folder of it.
-        reserved_bytes: of the device's memory, which training will take and the KV cache must leave.
 
     Raises:
         UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
-    rollout, model = chosen.rollout, policy.inference_model
+    rollout, model, task = chosen.rollout, policy.inference_model, chosen.task
     backend: Backend | None = None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
+    reserved = 0  # of the device's memory, which training will take and the KV cache must leave
+    if policy.device.type != "cpu":
+        reserved = plan_memory(chosen, device_here("cuda", ranks.size), model=policy.model).reserved
     if urls := rollout.vllm_server:
         backend = ranks.once(lambda: _find_servers(urls, policy, output_dir / ".vllm"))
     elif rollout.engine == "vllm":
@@ -117,15 +119,22 @@ def make_engine(
             trust_remote_code=chosen.model.trust_remote_code,
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
-            memory_bytes=rollout.memory_bytes or memory_limit(policy.device, reserved_bytes),
+            memory_bytes=rollout.memory_bytes or memory_limit(policy.device, reserved),
         )
     with ranks.together():
         if backend is None:
-            options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved_bytes}
+            options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved}
             engine: Engine = PagedEngine(model, traits=policy.traits, **options)
         else:
             engine = VLLMEngine(model, backend, **options)
     engine.lengths = LengthHistory() if rollout.schedule == "history" else None
+    if task.environment is not None:
+        make, encode = ENVIRONMENTS.resolve(task.environment), partial(encode_observation, policy)
+        engine = EpisodeEngine(engine, make, encode=encode, decode=policy.decode, max_turns=task.max_turns)
+    if ranks.size > 1 or model is not policy.model:
+        engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)
+    if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word
+        policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
     return engine
 
 
@@ -137,28 +146,3 @@ def _find_servers(urls: list[str], policy: Policy, folder: Path) -> Servers:
         adapters = AdapterFiles(policy.inference_model, names, folder)
         policy.on_merge = adapters.remember
     return Servers(policy.inference_model, urls, folder, adapters)
-
-
-def make_run_engine(chosen: Config, policy: Policy, tasks: Tasks, output_dir: Path, ranks: RankGroup) -> Engine:
-    """Makes the engine that follows the policy, with turns of the environment if there is one.
-
-    The policy's longest sequence becomes that of the engine, if that is shorter.
-    """
-    reserved = 0
-    if policy.device.type != "cpu":
-        reserved = plan_memory(chosen, device_here("cuda", ranks.size), model=policy.model).reserved
-    engine = make_engine(chosen, policy, output_dir, ranks, reserved_bytes=reserved)
-    if tasks.environment is not None:
-        engine = EpisodeEngine(
-            engine,
-            tasks.environment,
-            encode=partial(encode_observation, policy),
-            decode=policy.decode,
-            max_turns=chosen.task.max_turns,
-        )
-    if ranks.size > 1 or policy.inference_model is not policy.model:
-        engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)
-    if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word
-        policy.max_length, policy.limited_by = engine.max_positions, engine.limited_by
-    set_matmul_precision(chosen.model.matmul_precision)
-    return engine

@@ -1,6 +1,6 @@
 """The prompts of a run: of its task and of its further test sets, as token ids, and the order to train on them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Example, Group, Messages, Rollout
-from python_trainer.environment import ENVIRONMENTS, Environment
+from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.model.policy import Policy
@@ -17,32 +17,22 @@ from python_trainer.run_state import RunState
 from python_trainer.tasks.base import Task
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """The task of a run, the tasks of ``evaluation.sets`` by name, and the environment of all of them, if any."""
-
-    main: Task
-    named: Mapping[str, Task]
-    environment: type[Environment] | None
-
-
-def load_tasks(config: Config, device: torch.device) -> Tasks:
-    """Loads all tasks; reward models go to the device.
+def load_tasks(config: Config, device: torch.device) -> list[Task]:
+    """Loads the task of a run, then those of ``evaluation.sets`` in their order; reward models go to the device.
 
     Raises:
         UserError: a file, function or setting of a task cannot be used.
     """
     main = config.task.load()
-    environment = None if config.task.environment is None else ENVIRONMENTS.resolve(config.task.environment)
-    sets = config.evaluation.sets.items()
-    named = {name: config.task.model_copy(update={"test_path": path}).load() for name, path in sets}
+    tasks = [main]
+    tasks += [config.task.model_copy(update={"test_path": path}).load() for path in config.evaluation.sets.values()]
     for settings in config.accelerators.chosen():
         settings.splits(main)  # raises if the task has too few prompts for it
-    for task in (main, *named.values()):
+    for task in tasks:
         for function in task.reward_functions.values():
             if hasattr(function, "to"):  # a model
                 function.to(device)
-    return Tasks(main, named, environment)
+    return tasks
 
 
 @dataclass(frozen=True)
@@ -68,9 +58,11 @@ class Prompts:
         UserError: there are no training prompts; a prompt is too long, and ``task.overlong`` does not drop it.
     """
 
-    def __init__(self, config: Config, tasks: Tasks, policy: Policy, state: RunState, note: Callable[[str], None]):
+    def __init__(
+        self, config: Config, tasks: Sequence[Task], policy: Policy, state: RunState, note: Callable[[str], None]
+    ):
         self.config, self.policy, self.state, self.note = config, policy, state, note
-        self.task, self.environment = tasks.main, tasks.environment
+        self.task, *others = tasks
         policy.chat_template_kwargs = config.task.chat_template_kwargs
         self.ids: dict[str, list[list[int]]] = {}
         needed = [split for settings in config.accelerators.chosen() for split in settings.splits(self.task)]
@@ -79,7 +71,7 @@ class Prompts:
         if not self.ids["train"]:
             raise self._no_prompts("train")
         self.sets: list[PromptSet] = []
-        for name, task in tasks.named.items():
+        for name, task in zip(config.evaluation.sets, others):
             fitting = self._encode_fitting(f"evaluation.sets.{name}", task.test)
             self.sets.append(PromptSet(f"set {name}", task, *fitting, config.evaluation))
 
@@ -153,8 +145,10 @@ class Prompts:
 
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
         """Returns the prompts of examples, as the environment opens them."""
-        make = self.environment
-        return [example.prompt if make is None else initial_prompt(make, example) for example in examples]
+        if self.config.task.environment is None:
+            return [example.prompt for example in examples]
+        make = ENVIRONMENTS.resolve(self.config.task.environment)
+        return [initial_prompt(make, example) for example in examples]
 
     def _no_prompts(self, split: str) -> UserError:
         size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))

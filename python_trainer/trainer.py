@@ -30,7 +30,7 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.policy import choose_device, set_matmul_precision
-from python_trainer.parts import make_run_engine, resolve_settings
+from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import RunState, device_name, summarise
@@ -104,9 +104,10 @@ class Trainer:
             tasks = load_tasks(config, choose_device(config.model.device))
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
-        set_matmul_precision("highest")  # while the model is checked, until the engine is made
+        set_matmul_precision("highest")  # while the model is checked, by the engine too
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
-        self.engine = make_run_engine(chosen, self.policy, tasks, output_dir, ranks)
+        self.engine = make_engine(chosen, self.policy, output_dir, ranks)
+        set_matmul_precision(chosen.model.matmul_precision)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)
             self.engine.on_progress = self.logger.log_generation  # of several processes the first tells of its part

@@ -153,6 +153,7 @@ def test_an_engine_of_a_policy_does_not_look_again(make_config, tmp_path, monkey
     policy.fused = fused  # of training alone
     monkeypatch.setattr(engine_module, "find_traits", None)
     engine = make_engine(config, policy, tmp_path, RankGroup())
+    engine = engine if lora is None else engine.inner  # of one that merges the adapters
     assert engine.fused and engine.cache.key_cache.shape[3:] == (policy.traits.kv_heads, policy.traits.head_dim)
 
 

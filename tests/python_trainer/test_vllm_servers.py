@@ -20,7 +20,6 @@ from torch.testing import assert_close
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.errors import UserError
 from python_trainer.model.lora import is_adapter
 from python_trainer.model.policy import load_policy
@@ -209,7 +208,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     settings = {"path": str(tiny_policy), "device": "cpu", "dtype": dtype, "lora": LORA}
     config = load_config({"model": settings, "rollout": {"vllm_server": urls(fakes[:2])}})
     policy = load_policy(config.model)
-    engine = RankedEngine(make_engine(config, policy, tmp_path, RankGroup()), policy)
+    engine = make_engine(config, policy, tmp_path, RankGroup())
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
     weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model)), []
