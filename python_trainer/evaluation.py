@@ -1,7 +1,7 @@
 """Judges answers: the rollouts of a step by the task's rewards, and a policy by its answers to the test sets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -118,10 +118,14 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
 
 
 class Evaluator:
-    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise."""
+    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise.
 
-    def __init__(self, scorer: Scorer, engine: Engine, logger: Logger):
-        self.scorer, self.engine, self.logger = scorer, engine, logger
+    Args:
+        notify: calls a method of all callbacks.
+    """
+
+    def __init__(self, scorer: Scorer, engine: Engine, logger: Logger, notify: Callable[..., None]):
+        self.scorer, self.engine, self.logger, self.notify = scorer, engine, logger, notify
         self.config, self.prompts = scorer.config, scorer.prompts
 
     def evaluate(self, name: str | None = None) -> dict[str, float]:
@@ -130,19 +134,26 @@ class Evaluator:
         Args:
             name: ``start`` or ``final``, whose answers and metrics are kept; None: an evaluation in between.
         """
-        state, limit = self.prompts.state, self.config.evaluation.eval_limit_during
+        settings, state = self.config.evaluation, self.prompts.state
         if not self.prompts.ids["test"]:
             return {}
+        rows = None if name is not None or settings.eval_limit_during is None else range(settings.eval_limit_during)
         cost = [state.training_seconds, state.counts.get("generated_tokens", 0)]
         with state.measure("eval"):
             self.logger.work = "evaluation"
-            row, correct = self._evaluate_all(None if name is not None or limit is None else range(limit))
+            scores = self.answer(self.prompts.split("test"), rows)
+            row = {f"eval/{metric}": value for metric, value in metrics_of(scores, settings).items()}
+            for other, asked in zip(settings.sets, self.prompts.sets):
+                found = metrics_of(self.answer(asked, rows), asked.sampling)
+                row |= {f"eval/{other}/{metric}": value for metric, value in found.items()}
             self.logger.work = "answers"
             if name is not None:
+                correct = by_prompt(scores.accuracy, settings.samples)
                 save_evaluation(self.logger.folder, state.step, name, correct)
                 state.results[name] = dict(row)
         state.costs.append(cost)
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])
+        self.notify("on_evaluate", state.step, row)
         return row
 
     def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
@@ -168,13 +179,3 @@ class Evaluator:
         if self.engine.lengths:
             self.engine.lengths.observe(groups, rollouts)
         return self.scorer.raw(asked.task, groups, rollouts)
-
-    def _evaluate_all(self, rows: range | None) -> tuple[dict[str, float], list[float]]:
-        """Evaluates these prompts of all test sets -> metrics, and the share of right answers to each test prompt."""
-        settings = self.config.evaluation
-        scores = self.answer(self.prompts.split("test"), rows)
-        row = {f"eval/{name}": value for name, value in metrics_of(scores, settings).items()}
-        for name, asked in zip(settings.sets, self.prompts.sets):
-            found = metrics_of(self.answer(asked, rows), asked.sampling)
-            row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
-        return row, by_prompt(scores.accuracy, settings.samples)

@@ -116,7 +116,7 @@ class Trainer:
                 self.learner = Learner(self.policy, chosen, ranks)
                 self.accelerators = config.accelerators.make()
             self.scorer = Scorer(config, self.prompts, ranks)
-            self.evaluator = Evaluator(self.scorer, self.engine, self.logger)
+            self.evaluator = Evaluator(self.scorer, self.engine, self.logger, self.notify)
             self.run_context = RunContext(
                 config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
@@ -147,9 +147,9 @@ class Trainer:
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
-                        self.logger.log(0, self.evaluate_all("start") | self.totals())
+                        self.logger.log(0, self.evaluator.evaluate("start") | self.totals())
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
-                        row = self.evaluate_all("final") | self.totals()  # it failed then
+                        row = self.evaluator.evaluate("final") | self.totals()  # it failed then
                         self.logger.log(state.step, row)
                         self.notify("on_step", state.step, row)
                         self.checkpointer.after_step(None, done=True)
@@ -276,22 +276,15 @@ class Trainer:
         """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
         self.done = self.finished()
         if self.done:
-            return self.evaluate_all("final")
+            return self.evaluator.evaluate("final")
         every = self.config.evaluation.eval_steps
         due = every and (self.state.step % every == 0 or self.rehearsed)
-        return self.evaluate_all() if due else {}
+        return self.evaluator.evaluate() if due else {}
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
         rows = None if limit is None else range(limit)
         return fmean(self.evaluator.answer(self.prompts.split(split), rows).accuracy)
-
-    def evaluate_all(self, name: str | None = None) -> dict[str, float]:
-        """Evaluates on all test sets -> metrics; see :meth:`Evaluator.evaluate`."""
-        row = self.evaluator.evaluate(name)
-        if row:
-            self.notify("on_evaluate", self.state.step, row)
-        return row
 
     def begin(self) -> None:
         """Lets the accelerators prepare before the first step, on the run's clock and token counts."""

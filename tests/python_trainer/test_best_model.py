@@ -15,6 +15,7 @@ from python_trainer.evaluation import Evaluator
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.run_state import RunState, best_evaluated
+from python_trainer.tasks.rewards import Scores
 
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
 
@@ -24,11 +25,11 @@ def grades(monkeypatch):
     """Accuracies that evaluations find, by step."""
     found = [0.1, 0.2, 0.6, 0.3, 0.4]
 
-    def evaluate_all(evaluator, rows):
+    def answer(evaluator, asked, rows):
         accuracy = found[evaluator.prompts.state.step]
-        return {"eval/accuracy": accuracy, "eval/reward": -accuracy}, [accuracy] * 6
+        return Scores({}, [-accuracy] * 6, [accuracy] * 6)
 
-    monkeypatch.setattr(Evaluator, "_evaluate_all", evaluate_all)
+    monkeypatch.setattr(Evaluator, "answer", answer)
     return found
 
 
