@@ -15,7 +15,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.logger import Logger
 from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
-from python_trainer.run_directory import save_evaluation
+from python_trainer.run_directory import EVALUATIONS, append_row
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores
 
@@ -149,7 +149,7 @@ class Evaluator:
             self.logger.work = "answers"
             if name is not None:
                 correct = by_prompt(scores.accuracy, settings.samples)
-                save_evaluation(self.logger.folder, state.step, name, correct)
+                append_row(self.logger.folder / EVALUATIONS, {"step": state.step, "name": name, "correct": correct})
                 state.results[name] = dict(row)
         state.costs.append(cost)
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])

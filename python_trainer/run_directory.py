@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,5 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def read_evaluations(folder: Path) -> dict[str, list[float]]:
-    """Returns the share of right answers to each test prompt in the evaluations ``start`` and ``final``, if any."""
+    """Returns the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
     return {row["name"]: row["correct"] for row in read_rows(folder / EVALUATIONS) if {"name", "correct"} <= row.keys()}
-
-
-def save_evaluation(folder: Path, step: int, name: str, correct: Sequence[float]) -> None:
-    """Adds an evaluation to the file, or replaces the one of this name."""
-    others = [row for row in read_rows(folder / EVALUATIONS) if row.get("name") != name]
-    write_rows(folder / EVALUATIONS, [*others, {"step": step, "name": name, "correct": list(correct)}])

@@ -37,7 +37,7 @@ from python_trainer.accelerators.rhyme.database import (
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
 from python_trainer.config import describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_evaluations, read_metrics, read_samples, save_evaluation
+from python_trainer.run_directory import read_evaluations, read_metrics, read_samples
 from python_trainer.tasks.files import JSONLSettings
 
 SECONDS = 20  # that a case may take
@@ -282,9 +282,8 @@ def rows_of_run(data: Any, folder: Path) -> str:
     text = b'{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "reward": null}\n'
     (folder / "metrics.jsonl").write_bytes(data.draw(damaged(text)))
     (folder / "samples.jsonl").write_bytes(data.draw(damaged(b'{"step": 1, "samples": [{"prompt": "a"}]}\n')))
-    save_evaluation(folder, 0, "start", [1, 0, 1])
-    evaluations = folder / "evaluations.jsonl"
-    evaluations.write_bytes(data.draw(damaged(evaluations.read_bytes())))
+    text = b'{"step": 0, "name": "start", "correct": [1, 0, 1]}\n'
+    (folder / "evaluations.jsonl").write_bytes(data.draw(damaged(text)))
     return attempt(lambda: (read_metrics(folder), read_samples(folder), read_evaluations(folder)), folder)
 
 

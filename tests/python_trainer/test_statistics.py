@@ -7,7 +7,7 @@ import pytest
 from scipy.integrate import quad
 
 from python_trainer.report import difference_of_runs
-from python_trainer.run_directory import read_evaluations, save_evaluation
+from python_trainer.run_directory import EVALUATIONS, append_row, read_evaluations
 from rlkernels.extrapolation import Gate
 from rlkernels.extrapolation.gate import count_changes, improvement_e_value
 
@@ -74,10 +74,8 @@ def test_unequal_numbers_of_prompts_are_refused(pair):
         difference_of_runs([pair[0]], [pair[1]])
 
 
-def test_evaluations_are_added_and_replaced(tmp_path):
+def test_the_last_evaluation_of_a_name_counts(tmp_path):
     assert read_evaluations(tmp_path) == {}
-    save_evaluation(tmp_path, 0, "start", [0.0, 1.0, 1.0])
-    save_evaluation(tmp_path, 4, "final", [0.0, 0.0, 1.0])
-    save_evaluation(tmp_path, 8, "final", [1.0, 0.25, 1.0])
-    assert read_evaluations(tmp_path) == {"start": [0, 1, 1], "final": [1, 0.25, 1]}
-    assert [path.name for path in tmp_path.iterdir()] == ["evaluations.jsonl"]
+    for step, name in ((0, "start"), (4, "final"), (8, "final")):
+        append_row(tmp_path / EVALUATIONS, {"step": step, "name": name, "correct": [step]})
+    assert read_evaluations(tmp_path) == {"start": [0], "final": [8]}

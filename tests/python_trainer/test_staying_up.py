@@ -16,7 +16,7 @@ from python_trainer.errors import SIGNALS, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.rollout.paged.engine import PagedEngine
-from python_trainer.run_directory import read_evaluations, read_metrics
+from python_trainer.run_directory import EVALUATIONS, read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
 
@@ -126,6 +126,8 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
     assert read_evaluations(tmp_path / "parts").keys() == {"start"}
+    with (tmp_path / "parts" / EVALUATIONS).open("a") as file:
+        file.write('{"step": ')  # as a kill leaves it
     told = []
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "notify", lambda trainer, method, *given: told.append((method, given[0])))
