@@ -120,12 +120,12 @@ class Logger:
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._accuracy: float | None = None  # of the newest evaluation
         self.work = "answers"  # of which :meth:`log_generation` tells
-        self._last_line = time.monotonic()
-        self._step, self._facts, self._began = 0, "", (0, self._last_line)
+        self._step, self._facts, self._last_line = 0, "", time.monotonic()
         texts = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
         name, steps, facts = map(TextColumn, texts)
         columns = (name, BarColumn(bar_width=24), steps, facts, TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        options: dict[str, Any] = {"console": self.console, "disable": not self.console.is_terminal}
+        self._progress = Progress(*columns, speed_estimate_period=math.inf, **options)  # a step may take minutes
         self._bar = self._progress.add_task(label, total=max_steps, facts="")
 
     @contextmanager
@@ -140,7 +140,6 @@ class Logger:
         found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
         self._accuracy = found[-1] if found else None
         self._step, self._last_line = after_step or 0, time.monotonic()
-        self._began = (self._step, self._last_line)
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
@@ -173,9 +172,8 @@ class Logger:
         facts = " ".join(told)
         self._step, self._facts = step, " ".join(told[:2])  # leaves room for the next step's work in 80 columns
         self._progress.update(self._bar, completed=step, facts=facts)
-        first, began = self._began
-        left = (time.monotonic() - began) / max(step - first, 1) * (self.max_steps - step)
-        self._print(f"{facts}  {left:.0f} s left" if step else facts, at_once=step in (0, self.max_steps))
+        left = self._progress.tasks[self._bar].time_remaining  # None up to the second step
+        self._print(facts if left is None else f"{facts}  {left:.0f} s left", at_once=step in (0, self.max_steps))
 
     def log_work(self, what: str, done: int, total: int) -> None:
         """Shows how far a part of a step, or an evaluation, has come: ``evaluation 12/100``."""

@@ -224,13 +224,17 @@ def test_samples_of_a_resumed_run_are_those_of_its_steps(tmp_path):
 
 
 def test_a_step_at_work_fits_into_80_columns(tmp_path):
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    seconds = [0.0]
+    options = {"width": 80, "force_terminal": True, "color_system": None, "get_time": lambda: seconds[0]}
+    console = Console(file=io.StringIO(), **options)
     logger = Logger(tmp_path, 1000, console=console)
     with logger.recording():
-        logger.log(999, {"eval/accuracy": 0.5, "reward": 0.25, "tokens_per_second": 12345.0, "grad_norm": 0.5})
+        for step in (997, 998, 999):
+            seconds[0] += 100
+            logger.log(step, {"eval/accuracy": 0.5, "reward": 0.25, "tokens_per_second": 12345.0, "grad_norm": 0.5})
         logger.log_work("evaluation", 512, 512)
     console.print(logger._progress.get_renderable())
-    assert console.file.getvalue().endswith(" 999/1000 accuracy 0.500 reward 0.250  evaluation 512/512 -:--:--\n")
+    assert console.file.getvalue().endswith(" 999/1000 accuracy 0.500 reward 0.250  evaluation 512/512 0:01:40\n")
 
 
 def test_small_parts():
