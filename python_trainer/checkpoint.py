@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
-from python_trainer.run_directory import publish, usual_mode
+from python_trainer.run_directory import publish
 
 PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
@@ -93,7 +93,6 @@ def save_checkpoint(
         with ranks.together():
             if ranks.rank == 0:
                 (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-                usual_mode(aside)
                 publish(aside, target)
                 for old in list_checkpoints(folder)[:-keep]:
                     if step_of(old) != spare:

@@ -83,7 +83,8 @@ def usual_mode(folder: Path) -> None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Flushes a complete folder and renames it to ``target``, which it replaces."""
+    """Flushes a complete folder, with the usual permissions, and renames it to ``target``, which it replaces."""
+    usual_mode(aside)
     for path in sorted(aside.rglob("*"), reverse=True):
         flush(path)
     flush(aside)

@@ -25,7 +25,6 @@ from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
 from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
-from python_trainer.run_directory import usual_mode
 from rlkernels import linear_token_logprobs, token_logprobs
 from rlkernels.integrations.vllm_worker import merged_weight
 
@@ -284,4 +283,3 @@ class Policy:
             )
         self.inference_model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        usual_mode(folder)

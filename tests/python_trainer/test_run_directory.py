@@ -101,17 +101,17 @@ def test_a_run_that_another_one_took_further_meanwhile_is_refused(make_config, t
 
 
 def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
-    Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run()
+    config = make_config(max_steps=1, model={"lora": {"r": 2}})
+    Trainer(config, tmp_path / "run", console=QUIET).run()
     aside = tmp_path / "run" / ".model.tmp"
     aside.mkdir()
     (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
     umask = os.umask(0o022)
     try:
-        config = make_config(max_steps=1)
         Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
     finally:
         os.umask(umask)
-    written = list((tmp_path / "run" / "model").iterdir())
+    written = [path for folder in ("model", "adapter") for path in (tmp_path / "run" / folder).iterdir()]
     assert not aside.exists() and "model-00001-of-00009.safetensors" not in [path.name for path in written]
     assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
 
