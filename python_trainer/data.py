@@ -49,11 +49,11 @@ class Episode:
     messages: Messages = field(default_factory=list)  # in a chat: the messages after the prompt
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """One answer, from the engine to the loss.
 
-    The engine makes it and fills the first part; the scorer fills the second.
+    The engine makes it and fills the first part; the scorer fills the second. Each is equal to itself alone.
     """
 
     prompt_ids: Sequence[int]

@@ -87,14 +87,14 @@ class Engine(ABC):
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """Submits, and polls until all is there -> finished rollouts, in the order of the requests."""
         rollouts = self.submit(requests, sampling)
-        missing = {id(rollout) for rollout in rollouts}
+        missing = set(rollouts)
         others: list[Rollout] = []  # answers to earlier submissions, for the next poll
         part = len(missing) if self.on_progress is None else -(-len(missing) // REPORTS)
         while missing:
             for rollout in self.poll(min(part, len(missing))):
-                if id(rollout) not in missing:
+                if rollout not in missing:
                     others.append(rollout)
-                missing.discard(id(rollout))
+                missing.discard(rollout)
             if self.on_progress is not None:
                 self.on_progress(len(rollouts) - len(missing), len(rollouts))
         self._ready += others

@@ -91,8 +91,7 @@ class EpisodeEngine(WrappedEngine):
         self.make, self.encode, self.decode = make, encode, decode
         self.max_turns, self.timeout = max_turns, make.timeout
         self._sampling = SamplingParams()
-        # turns being generated, by identity of the inner engine's rollout
-        self._turns: dict[int, tuple[Rollout, _Answer]] = {}
+        self._turns: dict[Rollout, _Answer] = {}  # being generated, by the inner engine's rollout
         self._stepping: set[_Answer] = set()  # whose environment is at work
         self._steps: queue.SimpleQueue[tuple[_Answer, Any]] = queue.SimpleQueue()  # results
 
@@ -101,7 +100,7 @@ class EpisodeEngine(WrappedEngine):
         turns = self.inner.submit(requests, sampling)
         self._sampling = sampling
         answers = [answer for request in requests for answer in self._begin(request)]
-        self._follow(turns, answers)
+        self._turns |= zip(turns, answers, strict=True)
         return [answer.rollout for answer in answers]
 
     def _begin(self, request: Request) -> Iterator[_Answer]:
@@ -110,9 +109,6 @@ class EpisodeEngine(WrappedEngine):
             episode, mask = Episode(), [True] * rollout.prefix_len
             rollout.episode, rollout.response_mask = episode, mask
             yield _Answer(rollout, episode, mask, request.example, request.sample_id + number, request.max_new_tokens)
-
-    def _follow(self, turns: Sequence[Rollout], answers: Sequence[_Answer]) -> None:
-        self._turns |= {id(turn): (turn, answer) for turn, answer in zip(turns, answers, strict=True)}
 
     def _work(self, count: int) -> list[Rollout]:
         done: list[Rollout] = []
@@ -125,7 +121,7 @@ class EpisodeEngine(WrappedEngine):
     def _start_steps(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
         """Lets the environments answer turns that are generated -> answers whose turn was cut off, which ends them."""
         for turn in turns:
-            answer = self._turns.pop(id(turn))[1]
+            answer = self._turns.pop(turn)
             rollout, episode = answer.rollout, answer.episode
             rollout.response_ids += turn.ids
             rollout.logprobs += turn.logprobs
@@ -166,7 +162,7 @@ class EpisodeEngine(WrappedEngine):
                 requests.append(request)
                 answers.append(answer)
         if requests:
-            self._follow(self.inner.submit(requests, self._sampling), answers)
+            self._turns |= zip(self.inner.submit(requests, self._sampling), answers, strict=True)
         return done
 
     def _finished_steps(self) -> Iterator[tuple[_Answer, Any]]:
