@@ -2,10 +2,10 @@
 
 import itertools
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,7 @@ class EpisodeEngine(WrappedEngine):
         self.max_turns, self.timeout = max_turns, make.timeout
         self._sampling = SamplingParams()
         self._turns: dict[Rollout, _Answer] = {}  # being generated, by the inner engine's rollout
-        self._stepping: set[_Answer] = set()  # whose environment is at work
-        self._steps: queue.SimpleQueue[tuple[_Answer, Any]] = queue.SimpleQueue()  # results
+        self._stepping: dict[Future[Any], _Answer] = {}  # whose environment is at work, by the step's result
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """Queues requests, each a :class:`Group`, with whose example the environment begins."""
@@ -133,12 +132,12 @@ class EpisodeEngine(WrappedEngine):
             if turn.finish_reason == "length":
                 yield answer.end("length")
             else:
-                answer.deadline = time.monotonic() + self.timeout
-                self._stepping.add(answer)
-                threading.Thread(target=self._step, args=(answer, text), daemon=True).start()
+                answer.deadline, step = time.monotonic() + self.timeout, Future[Any]()
+                self._stepping[step] = answer
+                threading.Thread(target=self._step, args=(answer, text, step), daemon=True).start()
 
-    def _step(self, answer: _Answer, text: str) -> None:
-        """Runs in a thread: puts the environment's reaction to a turn into the queue."""
+    def _step(self, answer: _Answer, text: str, step: Future[Any]) -> None:
+        """Runs in a thread: the environment reacts to a turn, or raises an error, which is the step's result too."""
         try:
             if answer.environment is None:
                 environment = self.make()
@@ -147,7 +146,7 @@ class EpisodeEngine(WrappedEngine):
             found: Any = answer.environment.step(text)
         except BaseException as error:
             found = error
-        self._steps.put((answer, found))
+        step.set_result(found)
 
     def _request_turns(self) -> list[Rollout]:
         """Takes the results of steps, and requests the next turns -> answers that are at their end."""
@@ -167,19 +166,12 @@ class EpisodeEngine(WrappedEngine):
 
     def _finished_steps(self) -> Iterator[tuple[_Answer, Any]]:
         """Yields results of steps, and errors of late ones; waits a little if nothing is generated meanwhile."""
-        until = time.monotonic() + (0.0 if self._turns else IDLE_SECONDS)
-        while self._stepping:
-            try:
-                answer, found = self._steps.get(timeout=max(until - time.monotonic(), 0.0))
-            except queue.Empty:
-                break
-            if answer in self._stepping:  # and not given up
-                self._stepping.discard(answer)
-                yield answer, found
-        now = time.monotonic()
-        for answer in [answer for answer in self._stepping if answer.deadline < now]:
-            self._stepping.discard(answer)
-            yield answer, TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
+        wait(self._stepping, timeout=0 if self._turns else IDLE_SECONDS)
+        for step, answer in list(self._stepping.items()):
+            if step.done() or answer.deadline < time.monotonic():
+                del self._stepping[step]
+                late = TimeoutError(f"no answer within {self.timeout:g} s, the timeout of its class")
+                yield answer, step.result() if step.done() else late
 
     def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:
         """Makes the request for the next turn; None: the answer is at its end."""
