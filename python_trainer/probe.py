@@ -1,6 +1,7 @@
 """What training would meet, by answers to a sample of training prompts: ``python -m python_trainer probe``."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.run_state import RunState, device_name, versions
+from python_trainer.run_state import device_name, versions
 from python_trainer.trainer import Trainer
 
 FIRST_PROMPTS = 4  # so that a short time is enough
@@ -20,35 +21,32 @@ SHARE = 0.6  # of the seconds, for answers; the rest is for an update
 Groups = list[list[Rollout]]  # the answers to each prompt
 
 
-def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, float]]:
+def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, float], float]:
     """Answers prompts drawn at random until the time is over, in growing numbers up to a step's worth.
 
     Returns:
-        The groups, and by name: seconds of generation and rewards for a prompt, and tokens for a second. The first
+        The groups, the seconds that generation and rewards take in a step, and generated tokens per second. The first
         prompts are not timed, if others follow.
     """
-    begun, clock, state = time.perf_counter(), RunState(), trainer.state
+    begun, state, settings = time.perf_counter(), trainer.state, trainer.config.rollout
     groups: Groups = []
-    settings, train = trainer.config.rollout, len(trainer.prompts.ids["train"])
-    tries, size = settings.num_generations, FIRST_PROMPTS
+    train, tries, size = len(trainer.prompts.ids["train"]), settings.num_generations, FIRST_PROMPTS
     order = prompt_order(trainer.config.seed, 0, train, train)
-    timed = tokens = 0
     while len(groups) < train and (not groups or time.perf_counter() - begun < seconds):
         requests = trainer.prompts.groups(order[len(groups) : len(groups) + size], len(groups))
-        if len(groups) == FIRST_PROMPTS:
-            clock, timed, tokens = RunState(), 0, 0
-        before = state.counts.get("generated_tokens", 0)
-        with clock.measure("rollout"):
+        if len(groups) in (0, FIRST_PROMPTS):
+            before, untimed = asdict(state), len(groups)
+        with state.measure("rollout"):
             rollouts = trainer.generate(requests, keyed_seed(trainer.config.seed, "probe"))
-        with clock.measure("reward"):
+        with state.measure("reward"):
             trainer.scorer.score(requests, rollouts)
-        timed, tokens = timed + len(requests), tokens + state.counts["generated_tokens"] - before
         for answer in rollouts:
             answer.group += len(groups)
         groups += [rollouts[i : i + tries] for i in range(0, len(rollouts), tries)]
         size = min(2 * size, settings.prompts_per_step)
-    each = {name: clock.seconds[part] / timed for name, part in (("generation", "rollout"), ("rewards", "reward"))}
-    return groups, each | {"tokens": tokens / max(clock.seconds["rollout"], 1e-9)}
+    spent, steps = state.metrics_since(before), (len(groups) - untimed) / settings.prompts_per_step
+    of_a_step = {"generation": spent["time/rollout_s"] / steps, "rewards": spent["time/reward_s"] / steps}
+    return groups, of_a_step, spent["rollout_tokens_per_second"]
 
 
 def time_update(trainer: Trainer, groups: Groups) -> float:
@@ -75,9 +73,9 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
         trainer.logger.max_steps = 1
         try:
             with trainer.logger.recording():
-                groups, speed = sample_groups(trainer, SHARE * seconds)
+                groups, parts, speed = sample_groups(trainer, SHARE * seconds)
                 trainer.logger.log_work("update", 0, 1)
-                update = time_update(trainer, groups)
+                parts["update"] = time_update(trainer, groups)
         finally:
             trainer.engine.close()
     answers, size, count = [answer for group in groups for answer in group], rollout.num_generations, len(groups)
@@ -97,12 +95,8 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
         "lengths": [sum(len(answer.response_ids) for answer in group) / size for group in groups],
         "mean_length": sum(len(answer.response_ids) for answer in answers) / len(answers),
         "truncated": sum(answer.finish_reason == "length" for answer in answers) / len(answers),
-        "tokens_per_second": speed["tokens"],
-        "seconds": {
-            "generation": speed["generation"] * rollout.prompts_per_step,
-            "rewards": speed["rewards"] * rollout.prompts_per_step,
-            "update": update,
-        },
+        "tokens_per_second": speed,
+        "seconds": parts,
         "train_prompts": train,
         "steps": config.max_steps,
         "epochs": config.max_steps * rollout.prompts_per_step / train,
