@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from python_trainer.accelerators import ACCELERATORS
@@ -40,12 +40,12 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     """Prints the table of all runs; writes report.html and accuracy.png there, or beside the first of several."""
     console = console or Console()
     runs = find_runs(folders)
-    columns = summary_columns(runs)
-    console.print(make_table(columns))
+    rows = summary_rows(runs)
+    console.print(make_table(list(by_variant(runs)), rows))
     home = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     picture, page = home / "accuracy.png", home / "report.html"
     draw_curves(runs).savefig(picture, dpi=130)
-    write_text(page, render_page(runs, columns, picture))
+    write_text(page, render_page(runs, rows, picture))
     lines = [*(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
     for line in [*lines, f"picture: {picture}", f"page: {page}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -245,13 +245,17 @@ def caveats(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def summary_columns(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
-    """Return variant -> row -> mean over its seeds, as text. Rows that say nothing anywhere are left out."""
+def table_rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Return rows (name, value per column); "-" where a column has none."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+
+
+def summary_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return rows (name, mean over the seeds of each variant), as text, without those that say nothing anywhere."""
     variants = by_variant(runs)
-    columns = {name: summary_column(mine, variants.get(BASELINE)) for name, mine in variants.items()}
-    rows = dict.fromkeys(row for column in columns.values() for row in column)  # supervised steps have no reward
-    kept = [row for row in rows if any(column.get(row, "-") not in ("-", "0", "0 %") for column in columns.values())]
-    return {name: {row: column.get(row, "-") for row in kept} for name, column in columns.items()}
+    rows = table_rows([summary_column(mine, variants.get(BASELINE)) for mine in variants.values()])
+    return [row for row in rows if not {*row[1:]} <= {"-", "0", "0 %"}]
 
 
 def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str, str]:
@@ -290,14 +294,11 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     return found
 
 
-def make_table(columns: dict[str, dict[str, str]]) -> Table:
+def make_table(variants: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return one column per variant."""
-    table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(Text(name), justify="right")
-    for row in next(iter(columns.values())):
-        table.add_row(row, *(column[row] for column in columns.values()))
+    table = Table("", *(Column(Text(name), justify="right") for name in variants))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -339,13 +340,6 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     return figure
 
 
-def compare_rows(columns: Sequence[Mapping[str, str]]) -> tuple[list[tuple], list[tuple]]:
-    """Return rows (name, value per column): those whose values differ, those that agree."""
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1], [row for row in rows if len(set(row[1:])) == 1]
-
-
 def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return (step, answers) of up to SHOWN_STEPS steps, evenly spread, the last among them."""
     found = sorted(read_samples(run.folder).items())
@@ -353,25 +347,24 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
 
 
-def render_page(runs: Sequence[Run], columns: Mapping[str, Mapping[str, str]], picture: Path) -> str:
+def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: Path) -> str:
     """Return the page: verdict, curves, summary, sample answers, settings, versions."""
-    differing, same = compare_rows([settings_used(run.folder) for run in runs])
-    made = compare_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs])
+    variants, settings = list(by_variant(runs)), table_rows([settings_used(run.folder) for run in runs])
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"escape_controls": escape_controls, "judge": judge}
     text = environment.get_template("report.html.jinja").render(
-        title=", ".join(columns),
+        title=", ".join(variants),
         runs=runs,
-        variants=list(columns),
+        variants=variants,
         verdicts=verdicts(runs),
         caveats=caveats(runs),
         picture=base64.b64encode(picture.read_bytes()).decode(),
-        summary=[(row, [column[row] for column in columns.values()]) for row in next(iter(columns.values()))],
-        differing=differing,
-        same=same,
-        made=[*made[1], *made[0]],
+        summary=summary,
+        differing=[row for row in settings if len({*row[1:]}) > 1],
+        same=[row[:2] for row in settings if len({*row[1:]}) == 1],
+        made=table_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs]),
         steps=[(run, samples_of(run)) for run in runs],
     )
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from python_trainer.__main__ import main
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
-from python_trainer.report import find_runs, make_table, summary_columns
+from python_trainer.report import find_runs, make_table, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -202,11 +202,10 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, monkeypatch):
     assert code == 2 and "holds a run with other settings (max_steps: 2 -> 3)" in error
     with (tmp_path / "run" / "all" / "seed-1" / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 3, "rpo/given_tokens": 3000.0}\n')
-    columns = summary_columns(find_runs([tmp_path / "run"]))
-    given = {name: column["tokens given, not generated (rpo)"] for name, column in columns.items()}
-    assert given["baseline"] == "0" and given["all"] == "1,500", "sums over steps, means over seeds"
+    rows = summary_rows(find_runs([tmp_path / "run"]))
+    assert ("tokens given, not generated (rpo)", "0", "1,500") in rows, "sums over steps, means over seeds"
     console = Console(file=io.StringIO(), width=100)
-    console.print(make_table(columns))
+    console.print(make_table(["baseline", "all"], rows))
     text = console.file.getvalue()
     for words in ("baseline", "all", "accuracy before", "generated tokens", "share of training", "minus baseline"):
         assert words in text

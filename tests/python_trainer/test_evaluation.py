@@ -9,7 +9,7 @@ from conftest import QUIET
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
-from python_trainer.report import find_runs, summary_columns
+from python_trainer.report import find_runs, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
@@ -55,5 +55,5 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
         shares = read_evaluations(tmp_path / "run")[name]
         assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval/accuracy"])
-    table = summary_columns(find_runs([tmp_path]))["run"]
+    table = dict(summary_rows(find_runs([tmp_path])))
     assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]

@@ -20,12 +20,12 @@ from python_trainer.logger import Logger, choose_samples
 from python_trainer.report import (
     by_variant,
     caveats,
-    compare_rows,
     draw_curves,
     escape_controls,
     find_runs,
     judge,
     report,
+    table_rows,
     verdicts,
 )
 from python_trainer.run_directory import read_metrics, read_samples
@@ -239,7 +239,7 @@ def test_a_step_at_work_fits_into_80_columns(tmp_path):
 
 def test_small_parts():
     assert flatten({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
-    assert compare_rows([{"a": "1", "b": "2"}, {"a": "1"}]) == ([("b", "2", "-")], [("a", "1", "1")])
+    assert table_rows([{"a": "1", "b": "2"}, {"a": "1"}]) == [("a", "1", "1"), ("b", "2", "-")]
     assert escape_controls("a\tb\nc\x00\x9b\u202ed é") == "a\tb\nc\\x00\\x9b\\u202ed é"
 
 

@@ -21,7 +21,7 @@ from python_trainer.memory import parse_gpus, plan_memory
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.parts import make_engine
-from python_trainer.report import find_runs, summary_columns
+from python_trainer.report import find_runs, summary_rows
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
@@ -50,7 +50,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_steps"):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
-    told = summary_columns(find_runs([tmp_path / "run"]))["run"]
+    told = dict(summary_rows(find_runs([tmp_path / "run"])))
     assert told["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
     assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
 
