@@ -1,7 +1,6 @@
 """What the sections of a configuration share: plug-ins by name, one class for settings, and their description."""
 
 import difflib
-import importlib
 import os
 import sys
 import types
@@ -99,35 +98,26 @@ class Registry(Generic[T]):
         Raises:
             PluginError: there is no such plug-in, or it has the wrong type.
         """
-        if not isinstance(plugin, str):
-            if not self._fits(plugin):
-                raise PluginError(f"{self.kind} {plugin!r} is not {self._wanted()}")
-            return plugin
-        found = self._plugins.get(plugin, plugin)
-        if not isinstance(found, str):
-            return cast(T, found)
-        prefix, _, argument = found.partition(":")
-        if argument and prefix in self._makers:
-            return cast(T, resolve_name(self._makers[prefix])(argument))
-        return self._load(plugin, found)
+        found: Any = self._plugins.get(plugin, plugin) if isinstance(plugin, str) else plugin
+        if isinstance(found, str):
+            prefix, _, argument = found.partition(":")
+            maker = self._makers.get(prefix) if argument else None
+            found = self._load(found) if maker is None else resolve_name(maker)(argument)
+        if not self._fits(found):
+            raise PluginError(f"{self.kind} {plugin!r} is not {self._wanted()}")
+        return cast(T, found)
 
-    def _load(self, name: str, place: str) -> T:
-        module_name, _, attribute = place.partition(":")
+    def _load(self, name: str) -> Any:
+        module_name, _, attribute = name.partition(":")
         if module_name.endswith(".py") or not attribute.isidentifier():
             file = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self._names)
             raise PluginError(f"must be one of {', '.join(self.choices)}, got {name!r}{file}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
-            module = importlib.import_module(module_name)
+            return resolve_name(name)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise PluginError(f"{self.kind} {name!r}: importing {module_name} failed: {what}") from error
-        found = getattr(module, attribute, None)
-        if not self._fits(found):
-            where = f"{module_name} ({getattr(module, '__file__', None)})"
-            raise PluginError(f"{self.kind} {name!r}: module {where} has no {attribute} that is {self._wanted()}")
-        return cast(T, found)
+            raise PluginError(f"{self.kind} {name!r}: importing failed: {type(error).__name__}: {error}") from error
 
     def _type(self) -> Any:
         return resolve_name(self._of) if isinstance(self._of, str) else self._of

@@ -99,8 +99,8 @@ def test_bad_lines_are_named(folder, lines, message):
     ({"reward": "maths"}, "got 'maths'; did you mean math"),
     ({"reward": "own_rewards:"}, "must be one of .*, got 'own_rewards:'"),
     ({"reward": "inner/own.py:score"}, "got 'inner/own.py:score'; name a module without .py$"),
-    ({"reward": "broken:f"}, "importing broken failed: ZeroDivisionError"),
-    ({"reward": "math:pi"}, "no pi that is a function"),
+    ({"reward": "broken:f"}, "'broken:f': importing failed: ZeroDivisionError"),
+    ({"reward": "math:pi"}, "reward 'math:pi' is not a function"),
     ({"reward": ["math:fsum", "math:fsum"]}, "different names"),
 ])  # fmt: skip
 def test_bad_settings_are_named(folder, settings, message):
