@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, field_validat
 
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.settings import PluginError, Registry, Section
+from python_trainer.settings import Registry, Section
 from python_trainer.tasks.base import Task
 
 Size = Annotated[int, Field(ge=1)]
@@ -80,24 +80,13 @@ class TaskSettings(Section):
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
         """Returns the settings of the named task, or of the default one."""
-        if cls is not TaskSettings:
-            return cls
-        try:
-            return TASKS.resolve(values.get("name", DEFAULT))
-        except PluginError:
-            return NamedTask  # its name says what is wrong
+        return TASKS.resolve(values.get("name", DEFAULT)) if cls is TaskSettings else cls
 
     @model_validator(mode="wrap")
     @classmethod
     def _load_the_given(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
         """Turns a :class:`Task` into settings that load it, under the name ``object:NAME``."""
         return given_task(values) if isinstance(values, Task) else handler(values)
-
-
-class NamedTask(TaskSettings):
-    """Stands for a task that cannot be found, so that the error is about its name alone."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 def given_task(task: Task) -> TaskSettings:

@@ -55,7 +55,7 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
         ("algorithm.num_minibatches=99", "algorithm.num_minibatches must be <= rollout.prompts_per_step .32., got 99"),
         ("accelerators.enabled=[warp]", "accelerators.enabled: must be one of .*rpo.*, got 'warp'$"),
         ("accelerators.rpo.cut_share=2", "accelerators.rpo.cut_share: .*less than or equal to 1, got 2"),
-        ("task.name=chess", "task.name: must be one of .*, jsonl, .*, module:Class, got 'chess'"),
+        ("task.name=chess", "task: must be one of .*, jsonl, .*, module:Class, got 'chess'"),
         ("task.variant=medium", "task.variant: .*, got 'medium'"),
         ("task.train_size=0", "task.train_size: .*greater than or equal to 1, got 0"),
         ("task.gate_size=-1", "task.gate_size: .*greater than or equal to 0, got -1"),

@@ -136,7 +136,7 @@ def test_a_task_of_one_file(settings, tmp_path):
         load_config(values | {"task": values["task"] | {"leters": "A"}})
     with pytest.raises(UserError, match="task.train_path: unknown setting"):
         load_config(values | {"task": values["task"] | {"train_path": "x"}})
-    with pytest.raises(UserError, match="task.name: task .*even' is not a subclass of TaskSettings"):
+    with pytest.raises(UserError, match="task: task .*even' is not a subclass of TaskSettings"):
         load_config(values | {"task": {"name": f"{HERE}:even"}})
 
 
