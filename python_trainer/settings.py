@@ -181,25 +181,20 @@ def as_yaml(value: Any) -> str:
 
 
 def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
-    """Describes every setting of a section and of those within it, in order."""
-    for name, field in section.model_fields.items():
-        key, inner = f"{prefix}{name}", section_in(field.annotation)
-        if inner is None:
-            default = section.fitting({}).model_fields[name].get_default(call_default_factory=True)
-            yield key, type_name(field.annotation, field.metadata), as_yaml(default), field.description or ""
-        else:
+    """Describes every setting of a section and of those within it, in order; then those of one kind, with its name."""
+    for kind in [section, *section.kinds()]:
+        about = "" if kind is section else f"{kind.model_fields['name'].default}: "
+        for name, field in kind.model_fields.items():
+            if about and name in section.model_fields:
+                continue
+            key, inner, text = f"{prefix}{name}", section_in(field.annotation), f"{about}{field.description or ''}"
+            if inner is None:
+                default = kind.fitting({}).model_fields[name].get_default(call_default_factory=True)
+                yield key, type_name(field.annotation, field.metadata), as_yaml(default), text
+                continue
             if type(None) in get_args(field.annotation):
-                yield key, "null | section", "null", field.description or ""
+                yield key, "null | section", "null", text
             yield from describe_section(inner if inner.kinds() else inner.fitting({}), f"{key}.")
-            yield from describe_kinds(inner, f"{key}.")
-
-
-def describe_kinds(section: type[Section], prefix: str) -> Iterator[Row]:
-    """Describes the settings that only one kind of a section has, with the name of that kind."""
-    for kind in section.kinds():
-        for key, kind_name, default, text in describe_section(kind, prefix):
-            if key.removeprefix(prefix).partition(".")[0] not in section.model_fields:
-                yield key, kind_name, default, f"{kind.model_fields['name'].default}: {text}"
 
 
 def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
