@@ -39,35 +39,29 @@ def compare(
         raise UserError(f"--seeds must be at least 1, got {seeds}")
     if config.parallel != "none":
         raise UserError(f"compare runs in one process: parallel must be none, got {config.parallel}")
-    plans: list[tuple[str, Path, Config]] = []
+    plans: list[tuple[str, Path, Config]] = []  # of the runs that are not finished
     for seed in range(seeds):
         for variant in dict.fromkeys(variants):
             values = config.model_dump(mode="json")
             values["seed"] = config.seed + seed
             values["accelerators"] = config.accelerators.with_enabled(enabled_in(variant))
             folder = output_dir / variant / f"seed-{config.seed + seed}"
-            plans.append((variant, folder, load_config(values)))
-    for _, folder, wanted in plans:
-        path = folder / "config.yaml"
-        if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
-            changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
-            raise UserError(
-                f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
-            )
-    if asking := [one for _, folder, wanted in plans if not finished(folder) for one in wanted.accelerators.chosen()]:
+            wanted, path = load_config(values), folder / "config.yaml"
+            if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
+                changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
+                raise UserError(
+                    f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
+                )
+            if not (folder / "summary.json").exists():
+                plans.append((variant, folder, wanted))
+    if asking := [settings for _, _, wanted in plans for settings in wanted.accelerators.chosen()]:
         task = config.task.load()
         for settings in asking:
             settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
         del task  # with its reward models
     for number, (variant, folder, wanted) in enumerate(plans):
-        if not finished(folder):
-            from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
+        from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
 
-            label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
-            Trainer(wanted, folder, resume=True, label=label, console=console).run()
+        label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
+        Trainer(wanted, folder, resume=True, label=label, console=console).run()
     report([output_dir])
-
-
-def finished(folder: Path) -> bool:
-    """Tells whether a run came to its end."""
-    return (folder / "summary.json").exists()
