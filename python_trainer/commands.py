@@ -8,17 +8,14 @@ import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import changed_settings, describe_settings, dump_config, load_config
+from python_trainer.config import Config, changed_settings, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.hub import policy_folder
 from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_run_directory, write_text
-
-if TYPE_CHECKING:
-    from python_trainer.config import Config
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,7 +124,7 @@ def run_train(args: argparse.Namespace) -> None:
         report([args.output_dir])
 
 
-def print_plan(config: "Config", gpus: str | None) -> None:
+def print_plan(config: Config, gpus: str | None) -> None:
     """Prints the settings as resolved and the memory of each device."""
     from python_trainer import memory
     from python_trainer.parts import resolve_engine
@@ -197,7 +194,7 @@ def run_history(args: argparse.Namespace) -> None:
     print(f"{database.name}: {len(runs)} runs")
 
 
-def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> "Config":
+def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> Config:
     """Reads the settings of a run; finds mistakes in them before torch loads, which takes seconds.
 
     Args:
@@ -211,7 +208,7 @@ def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> "Co
     return config
 
 
-def note_resuming(args: argparse.Namespace, config: "Config") -> None:
+def note_resuming(args: argparse.Namespace, config: Config) -> None:
     """Notes what a mistyped folder or a forgotten setting would hide."""
     if not args.resume:
         return

@@ -180,7 +180,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
-        values = parse_yaml(file.read_text(encoding="utf-8"))
+        values = UniqueKeys(file.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise UserError(
@@ -204,18 +204,13 @@ class UniqueKeys(yaml.SafeLoader):
         return node
 
 
-def parse_yaml(text: str) -> Any:
-    """Returns what YAML holds."""
-    return UniqueKeys(text).get_single_data()
-
-
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Sets one nested key in place."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set takes key=value, for example optimizer.learning_rate=1e-5, got {override!r}")
     try:
-        value = parse_yaml(text)
+        value = UniqueKeys(text).get_single_data()
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30
         form = {"[": "[A, B]", "{": "{A: B}"}.get(text.lstrip()[:1])
         quoted = f"; a shell cuts it at spaces, so write it in quotes: '{key}={form}'" if form else ""

@@ -4,22 +4,20 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from python_trainer.accelerators import registered
+from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.model.loading import choose_device, policy_folder
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.workload import workload_of_run
 
-if TYPE_CHECKING:
-    from python_trainer.config import Config
 
-
-def settle_kernels(config: "Config", saved: object, ranks: RankGroup, note: Callable[[str], None]) -> dict[str, Any]:
+def settle_kernels(config: Config, saved: object, ranks: RankGroup, note: Callable[[str], None]) -> dict[str, Any]:
     """Chooses the kernels of a run on a GPU, and makes rlkernels take them.
 
     A run that goes on keeps the kernels that it began with, on the same kind of GPU: with these it computes the same.
@@ -47,7 +45,7 @@ def settle_kernels(config: "Config", saved: object, ranks: RankGroup, note: Call
     return {"device": here, "backends": table}
 
 
-def proved(config: "Config", note: Callable[[str], None]) -> dict[str, str]:
+def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
     """Proves the kernels of this run's shapes; returns the backend of every op, for other ops the known one."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend.use({})

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from python_trainer.errors import UserError
 from python_trainer.settings import Section
-
-if TYPE_CHECKING:
-    from python_trainer.tasks.base import Task
+from python_trainer.tasks.base import Task
 
 LONGEST_VLLM_DRAFT = 128  # its MAX_SPEC_LEN
 
@@ -49,7 +47,7 @@ class AcceleratorSettings(Section):
         """Names a setting of the whole configuration that it cannot go with, and its value; None: there is none."""
         return None
 
-    def splits(self, task: "Task") -> list[str]:
+    def splits(self, task: Task) -> list[str]:
         """Returns the splits of the task that it needs besides "train" and "test"; UserError: one holds too little."""
         return []
 
@@ -202,7 +200,7 @@ class AlphaSettings(AcceleratorSettings):
             f"{config.model.lora.model_dump()}"
         )
 
-    def splits(self, task: "Task") -> list[str]:
+    def splits(self, task: Task) -> list[str]:
         if self.preset == "paper":
             return []
         if not task.gate:
