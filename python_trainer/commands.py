@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 import textwrap
@@ -156,9 +157,8 @@ def run_sft(args: argparse.Namespace) -> None:
 
     note_resuming(args, config)
     summary = Sft(config, args.output_dir, resume=args.resume).run()
-    losses = [summary[name] for name in ("loss_final", "held_out_loss_start", "held_out_loss_final")]
-    last, *held_out = ("-" if x is None else f"{x:.3f}" for x in losses)
-    told = f"loss of the last step {last}, of held-out examples {' -> '.join(held_out)}"
+    held_out = [f"{summary['evaluation'][part].get('held_out_loss', math.nan):.3f}" for part in ("start", "final")]
+    told = f"loss of the last step {summary['loss_final']:.3f}, of held-out examples {' -> '.join(held_out)}"
     print(f"{told}; the model is in {args.output_dir / 'model'}")
 
 

@@ -123,7 +123,7 @@ class Sft:
             state.start_clock()
             with self.logger.recording(state.step or None):
                 if state.step == 0:
-                    state.results["start"] = {"held_out_loss": self.held_out_loss()}
+                    state.results["start"] = self.held_out_loss()
                 while state.step < last:
                     with self.checkpointer.keeping_last_step():
                         row = self.step()
@@ -132,17 +132,10 @@ class Sft:
                     self.checkpointer.after_step(stop.name, done=state.step == last)
             self.policy.sync_inference_model()
             self.checkpointer.save_models()
-            losses, held_out_loss = [row["sft/loss"] for row in read_metrics(self.folder)], self.held_out_loss()
-            summary = summarise(state, None) | {
-                "examples": len(self.rows),
-                "answer_tokens": sum(len(row.response_ids) for row in self.rows),
-                "loss_first": losses[0],
-                "loss_final": losses[-1],
-                "held_out": len(self.held_out),
-                "held_out_loss_start": state.results["start"]["held_out_loss"],
-                "held_out_loss_final": held_out_loss,
-                "device": device_name(self.policy.device),
-            }
+            state.results["final"] = self.held_out_loss()
+            losses = [row["sft/loss"] for row in read_metrics(self.folder)]
+            found = {"loss_first": losses[0], "loss_final": losses[-1], "device": device_name(self.policy.device)}
+            summary = summarise(state, None) | found
             self.logger.write_summary(summary)
             return summary
 
@@ -165,11 +158,11 @@ class Sft:
         }
 
     @torch.no_grad()
-    def held_out_loss(self) -> float | None:
-        """Returns the mean of -log p over all answer tokens of held-out examples; None without any."""
+    def held_out_loss(self) -> dict[str, float]:
+        """Returns the mean of -log p over all answer tokens of held-out examples as a metric; empty without any."""
         policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
         total, count = 0.0, sum(len(row.response_ids) for row in rows)
         with self.state.measure("eval"), policy.packed_attention():
             for part in micro_batches(rows, range(len(rows)), most):
                 total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
-        return total / count if count else None
+        return {"held_out_loss": total / count} if count else {}

@@ -136,7 +136,7 @@ def test_supervised_steps_and_a_probe(lessons, tmp_path):
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
         found = probe(config, seconds=1)
-    assert json.loads((tmp_path / "sft/summary.json").read_text())["held_out_loss_final"] > 0
+    assert json.loads((tmp_path / "sft/summary.json").read_text())["evaluation"]["final"]["held_out_loss"] > 0
     assert len(found["p"]) == 4
 
 

@@ -38,7 +38,8 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["loss_final"] < summary["loss_first"] / 10
     assert f"loss of the last step {summary['loss_final']:.3f}" in capsys.readouterr().out
-    assert summary["held_out_loss_final"] != summary["held_out_loss_start"] > 0
+    start, final = (summary["evaluation"][part]["held_out_loss"] for part in ("start", "final"))
+    assert final != start > 0
     config = config_of(lessons, model={"path": str(tmp_path / "run/model")})
     policy = load_policy(config.model)
     engine = make_engine(config, policy, tmp_path, RankGroup())
@@ -51,6 +52,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
     told = dict(summary_rows(find_runs([tmp_path / "run"])))
+    assert told["held_out_loss after"] == f"{final:.3f}"
     assert told["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
     assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
 
@@ -73,7 +75,7 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
     loss = -torch.cat([plain_score(policy, row)[0] for row in rows]).mean()
     assert sum(len(row.ids) for row in rows) == sum(len(e.columns["answer"]) + 1 for e in task.train)  # and the end
     loss.backward()
-    assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == run.held_out_loss()
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == run.held_out_loss()["held_out_loss"]
     for name, p in policy.model.named_parameters():
         assert torch.allclose(ours[name], p.grad, atol=1e-6), name
 
