@@ -22,7 +22,6 @@ from rich.table import Table
 
 from bench.gpu.build import Build
 from bench.gpu.journal import ROOT, call_facts, record_path
-from python_trainer.compare import finished
 from python_trainer.run_directory import read_metrics
 from rlkernels.backend import extension_error
 from rlkernels.proof.process import AFTER_KILL_S
@@ -75,7 +74,7 @@ def figures(folder: Path) -> dict[str, Any]:
     """Return what a run has come to: its summary, or the last row of its metrics, and rates."""
     rows = read_metrics(folder)
     steps = [row for row in rows if row["step"] > 0]
-    out: dict[str, Any] = {"finished": finished(folder), "steps": steps[-1]["step"] if steps else 0}
+    out: dict[str, Any] = {"finished": (folder / "summary.json").exists(), "steps": steps[-1]["step"] if steps else 0}
     if out["finished"]:
         out["summary"] = json.loads((folder / "summary.json").read_text())
     elif rows:
