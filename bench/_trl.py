@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from bench._runner import reset_resident_peak, resident_peak
 from bench._turns import Turns
 from python_trainer import Callback, Config, Trainer, load_config
 from python_trainer.hub import policy_folder
-from python_trainer.model.loading import choose_dtype, count_weights
+from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.policy import set_matmul_precision
 
 TRL_BATCH = 32  # most answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
@@ -44,8 +43,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, c
     answers = rollout.prompts_per_step * rollout.num_generations
     batch = min(batch, answers)
     task, path = config.task.load(), policy_folder(config.model.path)
-    weights = partial(count_weights, path, config.model)
-    dtype = str(choose_dtype(config.model.dtype, torch.device("cpu"), weights)).removeprefix("torch.")
+    dtype = dtype_name(find_dtype(config.model, torch.device("cpu")))
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
         per_device_train_batch_size=batch, gradient_accumulation_steps=answers // batch,

@@ -33,7 +33,7 @@ from bench._turns import Worker
 from bench._vllm_server import VLLMServer
 from python_trainer import Config, load_config
 from python_trainer.hub import SHIPPED
-from python_trainer.model.loading import count_weights
+from python_trainer.model.loading import described_model
 
 WARM_UP = 3  # steps; accelerators have seen every prompt by then
 STEPS = 10
@@ -94,7 +94,8 @@ def real_size(folder: Path) -> Workload:
     )  # fmt: skip
     settings = ["rollout.prompts_per_step=4", "rollout.max_completion_length=126", "model.dtype=bfloat16"]
     config = random_policy(folder, model, settings)
-    return Workload("135 M parameters, random answers", config, weights=count_weights(folder, config.model))
+    weights = sum(p.numel() for p in described_model(config.model).parameters())
+    return Workload("135 M parameters, random answers", config, weights=weights)
 
 
 def workloads(folder: Path, quick: bool) -> Iterator[Workload]:

@@ -14,7 +14,7 @@ import torch
 from python_trainer.config import Config
 from python_trainer.errors import UserError
 from python_trainer.model.fused import MAX_BYTES, MODEL_TYPES
-from python_trainer.model.loading import base_folder, choose_dtype, model_on_meta, policy_folder
+from python_trainer.model.loading import described_model, find_dtype
 from python_trainer.model.lora import adapted_layers, add_adapters
 from python_trainer.model.policy import LARGEST_LOGITS, choose_device
 from python_trainer.model.settings import ModelConfig
@@ -78,10 +78,7 @@ class Shape:
 
 def read_shape(config: ModelConfig, kind: str) -> Shape:
     """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
-    files = "*.json", "*.py"
-    folder = base_folder(policy_folder(config.path, files), files)
-    model = model_on_meta(folder, config)
-    model.to(choose_dtype(config.dtype, torch.device(kind), lambda: sum(p.numel() for p in model.parameters())))
+    model = described_model(config).to(find_dtype(config, torch.device(kind)))
     if config.lora is not None:
         add_adapters(model, config.lora)
     return Shape(model, kind)

@@ -47,7 +47,7 @@ class ShardedGroup(RankGroup):
         self.offload = offload
         with self.together():
             device, folder = choose_device(config.device), policy_folder(config.path)
-            dtype, base = find_dtype(config), base_folder(folder)
+            dtype, base = find_dtype(config, device), base_folder(folder)
             tokenizer, model = read_tokenizer(folder, config), model_without_weights(base, config, dtype)
             read = dict(named_weights(read_model(folder, config, dtype)[0])) if self.rank == 0 else {}
             if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}) if self.rank == 0 else []:

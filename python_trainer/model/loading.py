@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,16 @@ def model_on_meta(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.
             return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
+def described_model(config: ModelConfig) -> Any:
+    """Makes the policy, or the base of its adapter, on ``meta``; weights are neither read nor fetched.
+
+    Raises:
+        UserError: there is none, or it does not say what model it is.
+    """
+    files = "*.json", "*.py"
+    return model_on_meta(base_folder(policy_folder(config.path, files), files), config)
+
+
 def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Makes the model of a folder as ``from_pretrained`` does, but for the numbers in its weights.
 
@@ -184,34 +194,19 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device, count_weights: Callable[[], int]) -> torch.dtype:
+def find_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """Resolves the setting ``model.dtype`` on a device."""
-    if name != "auto":
-        return DTYPES[name]
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
     if device.type == "cuda":
         return torch.bfloat16
     # emulation is slower than float32; by torch 2.12 and later
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if not any(found.get(product) for product in PRODUCTS):
+        return torch.float32
     # in small models calls count as much as products; what matters in large ones is the rate of products
-    large = any(found.get(product) for product in PRODUCTS) and count_weights() * torch.float32.itemsize > MAX_BYTES
-    return torch.bfloat16 if large else torch.float32
-
-
-def find_dtype(config: ModelConfig) -> torch.dtype:
-    """Resolves ``model.dtype`` on this machine."""
-    # for a model of the Hub the folder takes requests: it is looked for only where the size decides
-    return choose_dtype(
-        config.dtype, choose_device(config.device), lambda: count_weights(policy_folder(config.path), config)
-    )
-
-
-def count_weights(folder: Path, config: ModelConfig) -> int:
-    """Counts the weights of the model in a folder, or of the base of the adapter in it; tied ones once.
-
-    Raises:
-        UserError: it does not say what model it is.
-    """
-    return sum(p.numel() for p in model_on_meta(base_folder(folder), config).parameters())
+    weights = sum(p.numel() for p in described_model(config).parameters())
+    return torch.bfloat16 if weights * torch.float32.itemsize > MAX_BYTES else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -222,4 +217,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def run_dtype(config: ModelConfig, saved: object) -> str:
     """Resolves ``model.dtype`` for a run: ``auto`` is the type of weights that its checkpoint names, if any."""
     found = saved.get("dtype") if isinstance(saved, dict) else None
-    return found if found in DTYPES and config.dtype == "auto" else dtype_name(find_dtype(config))
+    if found in DTYPES and config.dtype == "auto":
+        return found
+    return dtype_name(find_dtype(config, choose_device(config.device)))

@@ -48,7 +48,7 @@ def load_policy(config: ModelConfig) -> "Policy":
     """
     folder = policy_folder(config.path)
     device = choose_device(config.device)
-    model, tokenizer = read_model(folder, config, find_dtype(config))
+    model, tokenizer = read_model(folder, config, find_dtype(config, device))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
         policy.inference_model, policy.adapted = add_adapters(policy.model, config.lora), True

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.model.loading import choose_dtype, count_weights, run_dtype
+from python_trainer.model.loading import described_model, find_dtype, run_dtype
 from python_trainer.model.settings import ModelConfig
 from python_trainer.trainer import Trainer
 
@@ -21,29 +21,33 @@ def test_type_of_the_weights_suits_the_device():
         ("float32", torch.float32, torch.float32),
         ("bfloat16", torch.bfloat16, torch.bfloat16),
     ):
-        assert choose_dtype(setting, torch.device("cpu"), lambda: 1 << 20) == on_cpu, setting
-        assert choose_dtype(setting, torch.device("cuda"), lambda: 1 << 20) == on_gpu, setting
+        assert find_dtype(ModelConfig(dtype=setting), torch.device("cpu")) == on_cpu, setting
+        assert find_dtype(ModelConfig(dtype=setting), torch.device("cuda")) == on_gpu, setting
 
 
 @pytest.mark.parametrize("products", [{"amx_bf16": True}, {"avx512_bf16": True}, {"bf16": True}])
 def test_large_models_are_bfloat16_where_the_processor_has_its_products(monkeypatch, products):
-    cpu = torch.device("cpu")
+    def found(weights, setting="auto"):
+        model = torch.nn.Linear(1, weights, bias=False, device="meta")
+        monkeypatch.setattr("python_trainer.model.loading.described_model", lambda config: model)
+        return find_dtype(ModelConfig(dtype=setting), torch.device("cpu"))
+
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: products, raising=False)
-    assert choose_dtype("auto", cpu, lambda: 1 << 26) == torch.float32  # 256 MB, which is fused
-    assert choose_dtype("auto", cpu, lambda: (1 << 26) + 1) == torch.bfloat16
-    assert choose_dtype("float32", cpu, lambda: 1 << 30) == torch.float32
+    assert found(1 << 26) == torch.float32  # 256 MB, which is fused
+    assert found((1 << 26) + 1) == torch.bfloat16
+    assert found(1 << 30, "float32") == torch.float32
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
-    assert choose_dtype("auto", cpu, lambda: 1 << 30) == torch.float32
+    assert found(1 << 30) == torch.float32
 
 
-def test_weights_are_counted_without_being_read(tmp_path):
+def test_sizes_of_weights_are_known_without_weights(tmp_path):
     folder = save_tiny_policy(tmp_path / "policy")
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     config = ModelConfig(path=str(folder))
-    assert count_weights(folder, config) == sum(p.numel() for p in model.parameters())
+    assert [p.shape for p in described_model(config).parameters()] == [p.shape for p in model.parameters()]
     with pytest.raises(UserError, match="holds no causal language model"):
-        count_weights(tmp_path, config)
+        described_model(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float32"])
