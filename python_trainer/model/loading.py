@@ -57,22 +57,17 @@ def base_name(config: ModelConfig) -> tuple[str, str | None]:
     return hub or (str(policy_folder(config.path).resolve()), None)
 
 
-def source_options(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Returns the arguments of every ``from_pretrained`` for what lies in a folder."""
-    return {
-        "pretrained_model_name_or_path": folder,
-        "trust_remote_code": config.trust_remote_code,
-        "local_files_only": True,
-    }
-
-
 @contextmanager
-def loading_errors(folder: Path) -> Iterator[None]:
-    """Turns what Transformers raises for a folder that it cannot read into a UserError."""
+def model_source(folder: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
+    """Yields the arguments of every ``from_pretrained`` for what lies in a folder.
+
+    It turns what Transformers raises for a folder that it cannot read into a UserError.
+    """
     disable_progress_bar()
     set_verbosity_error()  # this module checks what matters
+    options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     try:
-        yield
+        yield {"pretrained_model_name_or_path": folder, **options}
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if (folder / "model" / "config.json").is_file():
@@ -88,8 +83,8 @@ def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
     """
     if not (folder / "tokenizer_config.json").is_file() and (base := adapter_base(folder)) != folder:
         return read_tokenizer(base, config)
-    with loading_errors(folder):
-        tokenizer = AutoTokenizer.from_pretrained(**source_options(folder, config))
+    with model_source(folder, config) as source:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"model.path: {folder} has no tokenizer: a file tokenizer.json or the like is missing")
     return tokenizer
@@ -127,10 +122,10 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         for p in merged.parameters():  # rounded once, and no buffers: those are float32 in any model
             p.data = p.data.to(dtype)
         return merged
-    with loading_errors(folder):
+    with model_source(folder, config) as source:
         # without this Transformers raises an error that does not name the weights
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source_options(folder, config))
+        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source)
     model, loaded = found
     if loaded["mismatched_keys"]:
         name, there, wanted = sorted(loaded["mismatched_keys"])[0]
@@ -150,8 +145,8 @@ def model_on_meta(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.
     Raises:
         UserError: it does not say what model it is.
     """
-    with loading_errors(folder):
-        settings = AutoConfig.from_pretrained(**source_options(folder, config))
+    with model_source(folder, config) as source:
+        settings = AutoConfig.from_pretrained(**source)
         with META:
             return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
@@ -177,7 +172,7 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
     """
     shapes = model_on_meta(folder, config, dtype)
     weights = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)}
-    with loading_errors(folder):
+    with model_source(folder, config):
         model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, dtype=dtype)
         model.config.name_or_path = str(folder)
         if (folder / "generation_config.json").is_file():
