@@ -80,9 +80,9 @@ class Learner:
             if minibatches and batch.old is None and algorithm.num_iterations * len(batch.split()) > 1:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
             for minibatch in minibatches * algorithm.num_iterations:
-                loss, passed = self._pass(minibatch, counted)
+                norm, passed = self._step(minibatch, lr, counted)
                 tokens += passed
-                norms.append(self._step(lr, float(self.ranks.sum(loss)), minibatch))
+                norms.append(norm)
         self.changed = True  # or will be, by an accelerator
         if norms:
             row = mean_metrics(counted, len(norms), device, self.ranks) | row | {"grad_norm": sum(norms) / len(norms)}
@@ -98,12 +98,12 @@ class Learner:
         assert batch.advantages is not None
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
-    def _pass(self, minibatch: Minibatch, counted: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Runs forward and backward passes over a minibatch -> this rank's share of its loss, and its tokens.
+    def _step(self, minibatch: Minibatch, lr: float, counted: list[torch.Tensor]) -> tuple[float, int]:
+        """Takes one optimizer step, if everything is finite -> norm of the policy's gradient, tokens of this rank.
 
         It appends the metrics of each micro-batch to ``counted``.
         """
-        total, tokens = torch.zeros((), device=self.policy.device), 0
+        total, tokens = torch.zeros((), device=self.policy.device), 0  # this rank's share of the loss
         for packed in self._packs(minibatch.batch, minibatch.samples):
             logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
             values = self.critic(packed, states) if self.critic else None
@@ -112,19 +112,15 @@ class Learner:
             total += loss.detach()
             counted.append(metrics)
             tokens += packed.input_ids.numel()
-        return total, tokens
-
-    def _step(self, lr: float, loss: float, minibatch: Minibatch) -> float:
-        """Takes one optimizer step, if everything is finite -> norm of the policy's gradient."""
-        if not math.isfinite(loss):
-            raise NotFinite(f"the loss is {loss}")
+        if not math.isfinite(whole := float(self.ranks.sum(total))):
+            raise NotFinite(f"the loss is {whole}")
         self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
         norm = self.optimizer.step(lr)
         self.changed = True
         if self.critic is not None and minibatch.batch.returns is not None:
             self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
             self.critic.step(lr)
-        return norm
+        return norm, tokens
 
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
         """Yields this rank's micro-batches of these samples."""

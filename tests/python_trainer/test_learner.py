@@ -198,18 +198,18 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, 
     """Each answer is a micro-batch; what each leaves by itself adds up to what all leave together."""
     config = make_config(model={"dtype": "bfloat16"}, optimizer={"micro_batch_tokens": 1})
     learner = Trainer(config, tmp_path, console=QUIET).learner
-    masters, plain, pieces = learner.optimizer.masters, learner._pass, []
+    masters, plain, pieces = learner.optimizer.masters, learner._step, []
     assert all(p.dtype == torch.bfloat16 for p in learner.policy.model.parameters())
 
-    def in_pieces(minibatch, metrics):
+    def in_pieces(minibatch, *args):
         for index in minibatch.samples:
-            plain(Minibatch(minibatch.batch, minibatch.indices, [index]), metrics)
+            plain(Minibatch(minibatch.batch, minibatch.indices, [index]), *args)
             pieces.append({name: master.grad for name, master in masters.items()})
             for master in masters.values():
                 master.grad = None
-        return plain(minibatch, metrics)
+        return plain(minibatch, *args)
 
-    monkeypatch.setattr(learner, "_pass", in_pieces)
+    monkeypatch.setattr(learner, "_step", in_pieces)
     monkeypatch.setattr(learner.optimizer, "step", lambda lr: 0.0)
     learner.update(graded(MIXED), 1)
     assert len(pieces) == 8 and all(p.grad is None for p in learner.policy.model.parameters())
