@@ -12,7 +12,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from python_trainer.distributed.group import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.loading import (
-    base_folder,
     choose_device,
     find_dtype,
     model_without_weights,
@@ -47,8 +46,8 @@ class ShardedGroup(RankGroup):
         self.offload = offload
         with self.together():
             device, folder = choose_device(config.device), policy_folder(config.path)
-            dtype, base = find_dtype(config, device), base_folder(folder)
-            tokenizer, model = read_tokenizer(folder, config), model_without_weights(base, config, dtype)
+            dtype = find_dtype(config, device)
+            tokenizer, model = read_tokenizer(folder, config), model_without_weights(config, dtype)
             read = dict(named_weights(read_model(folder, config, dtype)[0])) if self.rank == 0 else {}
             if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}) if self.rank == 0 else []:
                 raise UserError(

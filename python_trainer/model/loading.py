@@ -139,30 +139,22 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
     return model
 
 
-def model_on_meta(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Makes the model that the config.json of a folder describes, on ``meta``.
-
-    Raises:
-        UserError: it does not say what model it is.
-    """
-    with model_source(folder, config) as source:
-        settings = AutoConfig.from_pretrained(**source)
-        with META:
-            return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
-
-
-def described_model(config: ModelConfig) -> Any:
+def described_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Makes the policy, or the base of its adapter, on ``meta``; weights are neither read nor fetched.
 
     Raises:
         UserError: there is none, or it does not say what model it is.
     """
     files = "*.json", "*.py"
-    return model_on_meta(base_folder(policy_folder(config.path, files), files), config)
+    folder = base_folder(policy_folder(config.path, files), files)
+    with model_source(folder, config) as source:
+        settings = AutoConfig.from_pretrained(**source)
+        with META:
+            return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
-def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Makes the model of a folder as ``from_pretrained`` does, but for the numbers in its weights.
+def model_without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Makes :func:`described_model` as ``from_pretrained`` does, but for the numbers in its weights.
 
     Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
     of rotary embeddings, are as they should be; those that a file does hold are not.
@@ -170,7 +162,7 @@ def model_without_weights(folder: Path, config: ModelConfig, dtype: torch.dtype)
     Raises:
         UserError: it does not say what model it is.
     """
-    shapes = model_on_meta(folder, config, dtype)
+    folder, shapes = base_folder(policy_folder(config.path)), described_model(config, dtype)
     weights = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)}
     with model_source(folder, config):
         model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, dtype=dtype)
