@@ -86,14 +86,10 @@ class Rollout:
         """Returns how many tokens the policy has generated."""
         return len(self.logprobs) if self.response_mask is None else sum(self.response_mask[self.prefix_len :])
 
-    def become(self, copy: "Rollout") -> None:
-        """Takes over the tokens that another process generated in its copy."""
-        self.response_ids, self.logprobs, self.finish_reason = copy.response_ids, copy.logprobs, copy.finish_reason
-        self.response_mask, self.episode = copy.response_mask, copy.episode
-
-    def said(self, text: str) -> str | Messages:
-        """Returns the completion for reward functions: the messages of a chat with an environment, else ``text``."""
-        return self.episode.messages if self.episode and self.episode.messages else text
+    @property
+    def said(self) -> str | Messages:
+        """Returns the completion for reward functions: the messages of a chat with an environment, else the text."""
+        return self.episode.messages if self.episode and self.episode.messages else self.text
 
     def judged(self, example: Example) -> Example:
         """Returns the example, with the environment's reward as a further column."""

@@ -69,7 +69,7 @@ class Scorer:
             )
         owners = [group.example for group in groups for _ in range(group.num_samples)]
         examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
-        completions = [rollout.said(rollout.text) for rollout in rollouts]
+        completions = [rollout.said for rollout in rollouts]
         return self._judge(task, examples, completions, [rollout.response_ids for rollout in rollouts])
 
     def _judge(

@@ -64,6 +64,6 @@ class RankedEngine(WrappedEngine):
         results = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
         for rank, (part, (answers, counts)) in enumerate(zip(parts, results)):
             for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), answers, strict=True):
-                rollout.become(answer)
+                vars(rollout).update(vars(answer))  # another process generated it in a copy
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
