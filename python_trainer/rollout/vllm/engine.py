@@ -328,19 +328,15 @@ class InProcess(Backend):
         return self._asleep
 
     def load(self, model: PreTrainedModel) -> int:
-        if not self._asleep:
-            return self._send(model)
-        torch.cuda.empty_cache()  # vLLM takes memory without torch, which holds what the update has used
-        self._llm.wake_up(tags=["weights"])
-        sent = self._send(model)
-        self._llm.wake_up(tags=["kv_cache"])
-        self._asleep = False
-        return sent
-
-    def _send(self, model: PreTrainedModel) -> int:
         """Sends the weights straight from the memory of the policy -> their bytes."""
+        if self._asleep:
+            torch.cuda.empty_cache()  # vLLM takes memory without torch, which holds what the update has used
+            self._llm.wake_up(tags=["weights"])
         weights = checkpoint_weights(model) if self._gathered is None else self._gathered()
         self._llm.collective_rpc("load_policy", args=(weights,))
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         return sum(weight.nbytes for _, weight in named_weights(model))
 
     def draft_from(self, drafter: Drafter | None) -> None:
