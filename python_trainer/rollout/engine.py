@@ -1,7 +1,7 @@
 """The interface of everything that generates answers with the current policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ class Engine(ABC):
     on_first_rank = False
     on_progress: Callable[[int, int], None] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Iterable[str] = ()):
         self._ready: list[Rollout] = []  # finished, and not handed out yet
+        self._stats: dict[str, float] = dict.fromkeys(counters, 0)
 
     @property
-    @abstractmethod
     def stats(self) -> dict[str, float]:
         """Counts since the engine was made.
 
@@ -64,6 +64,7 @@ class Engine(ABC):
         for every sample that drew from it, ``draft_steps`` of those with a draft, ``draft_tokens`` offered and
         ``accepted_tokens`` of those.
         """
+        return dict(self._stats)
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:

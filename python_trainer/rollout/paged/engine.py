@@ -81,7 +81,7 @@ class PagedEngine(Engine):
         traits: ModelTraits | None = None,
         reserved_bytes: int = 0,
     ):
-        super().__init__()
+        super().__init__(STATS)
         assert min(block_size, max_sequences, max_batch_tokens) >= 1
         self.model, self.tokenizer = model.eval(), tokenizer
         self.device = next(model.parameters()).device
@@ -111,15 +111,10 @@ class PagedEngine(Engine):
         recordable = self.device.type == "cuda" and all(type(p) is torch.nn.Parameter for p in model.parameters())
         recordable &= rlkernels.backend.choose("paged_attention", self.device) == "triton"  # which waits for nothing
         self.graphs = DecodeGraphs(model, self.cache) if recordable else None
-        self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
         max_batch_tokens = max(max_batch_tokens, max_sequences + 1)  # a decode step must fit
         self._scheduler = Scheduler(self.cache, max_sequences, max_batch_tokens, self._stats)
         self._decoder: FusedDecoder | None = None  # of the weights as they are, while there is something to generate
         self._begin(SamplingParams())
-
-    @property
-    def stats(self) -> dict[str, float]:
-        return dict(self._stats)
 
     def policy_updated(self) -> None:
         assert not self._scheduler.busy, "answers are being generated with the old weights"

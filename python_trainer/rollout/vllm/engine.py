@@ -100,6 +100,10 @@ class VLLMEngine(Engine):
     request draws with a seed made of (``sampling.seed``, ``sample_id + j``): the same one for the same numbers, but
     not the one of :class:`PagedEngine`, and on a GPU only as reproducible as vLLM's batches are.
 
+    ``stats`` are by vLLM's own counters: a server's include what others ask it meanwhile. Further ones are
+    ``prompt_tokens`` of prompts and prefixes, once per sample, and ``weight_bytes`` written for servers or handed to
+    vLLM in this process.
+
     Args:
         model: the policy, trained elsewhere; the weights are read from it, and it is never run.
         backend: vLLM in this process (:class:`InProcess`) or on servers (``servers.Servers``).
@@ -115,7 +119,8 @@ class VLLMEngine(Engine):
         eos_token_ids: Sequence[int],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        super().__init__()
+        drafting = (*DRAFT_COUNTERS, "sample_steps") if backend.drafts else ()
+        super().__init__((*OWN_COUNTERS, *COUNTERS, *drafting))
         self.model, self.backend, self.tokenizer = model, backend, tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -125,17 +130,6 @@ class VLLMEngine(Engine):
         self._requests, self._rollouts, self._sampling = list[Request](), list[Rollout](), SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
         self._loaded: int | None = None  # version of the policy that vLLM has
-        drafting = (*DRAFT_COUNTERS, "sample_steps") if backend.drafts else ()
-        self._stats: dict[str, float] = dict.fromkeys((*OWN_COUNTERS, *COUNTERS, *drafting), 0)
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """Counts as :class:`Engine` does, by vLLM's own counters: a server's include what others ask it meanwhile.
-
-        Further ones are ``prompt_tokens`` of prompts and prefixes, once per sample, and ``weight_bytes`` written for
-        servers or handed to vLLM in this process.
-        """
-        return dict(self._stats)
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
         """Queues requests as :class:`Engine` does; :meth:`poll` asks vLLM for all that was submitted until then."""
