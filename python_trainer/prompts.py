@@ -69,7 +69,7 @@ class Prompts:
         for split in dict.fromkeys(["train", "test", *needed]):
             self.encode(split)
         if not self.ids["train"]:
-            raise self._no_prompts("train")
+            raise UserError(f"task {self.task.name} has no training prompts")
         self.sets: list[PromptSet] = []
         for name, task in zip(config.evaluation.sets, others):
             fitting = self._encode_fitting(f"evaluation.sets.{name}", task.test)
@@ -94,14 +94,8 @@ class Prompts:
         ]
 
     def split(self, name: str) -> PromptSet:
-        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each.
-
-        Raises:
-            UserError: the task has no such prompts.
-        """
+        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each."""
         ids = self.encode(name)
-        if not ids:
-            raise self._no_prompts(name)
         sampling = self.config.evaluation if name == "test" else EvaluationConfig()
         return PromptSet(name, self.task, getattr(self.task, name), ids, sampling)
 
@@ -149,9 +143,3 @@ class Prompts:
             return [example.prompt for example in examples]
         make = ENVIRONMENTS.resolve(self.config.task.environment)
         return [initial_prompt(make, example) for example in examples]
-
-    def _no_prompts(self, split: str) -> UserError:
-        size, path = (getattr(self.config.task, f"{split}_{kind}", None) for kind in ("size", "path"))
-        return UserError(
-            f"the task must have {split} prompts: task.{split}_size and task.{split}_path decide, got {size} and {path}"
-        )

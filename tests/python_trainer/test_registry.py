@@ -132,6 +132,8 @@ def test_a_task_of_one_file(settings, tmp_path):
     config = load_config(settings | {"task": {"name": LettersSettings, "letters": "ABCDE"}})
     assert config.task.name == f"{HERE}:LettersSettings" and len(config.task.load().train) == 5
     assert load_config(settings | {"task": LettersSettings(letters="ABC")}).task.letters == "ABC"
+    with pytest.raises(UserError, match="task letters has no training prompts"):
+        Trainer(load_config(settings | {"task": LettersSettings(letters="")}), tmp_path / "none", console=QUIET)
     with pytest.raises(UserError, match=r"task.leters: unknown setting; did you mean letters\?$"):
         load_config(values | {"task": values["task"] | {"leters": "A"}})
     with pytest.raises(UserError, match="task.train_path: unknown setting"):
