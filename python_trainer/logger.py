@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
-from python_trainer.run_directory import EVALUATIONS, append_row, read_rows, write_rows, write_text
+from python_trainer.run_directory import EVALUATIONS, append_row, read_rows, write_text
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
@@ -136,7 +136,8 @@ class Logger:
             after_step: last step of a run that is resumed; rows of later steps are dropped. None: a new run.
         """
         for path in (self._metrics_path, self._samples_path, self.folder / EVALUATIONS):
-            write_rows(path, [row for row in read_rows(path) if after_step is not None and row["step"] <= after_step])
+            kept = [row for row in read_rows(path) if after_step is not None and row["step"] <= after_step]
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         found = [row["eval/accuracy"] for row in read_rows(self._metrics_path) if "eval/accuracy" in row]
         self._accuracy = found[-1] if found else None
         self._step, self._last_line = after_step or 0, time.monotonic()

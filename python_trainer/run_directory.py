@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,11 +133,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error})") from error
     return rows
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces a JSON-lines file by one of these rows."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
