@@ -76,10 +76,8 @@ class Trackio(Tracker):
     module = "trackio"
 
 
-HOME = "python_trainer.callbacks"
-CALLBACKS: Registry[type[Callback]] = Registry(
-    "callback", {"wandb": f"{HOME}:WandB", "trackio": f"{HOME}:Trackio"}, classes=True, of=Callback
-)
+TRACKERS = {"wandb": WandB, "trackio": Trackio}
+CALLBACKS: Registry[type[Callback]] = Registry("callback", TRACKERS, classes=True, of=Callback)
 
 
 def make_callbacks(given: Iterable[Callback | type[Callback] | str]) -> list[Callback]:
