@@ -25,7 +25,6 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
-from python_trainer.model.policy import Policy
 from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested
@@ -77,14 +76,10 @@ class Checkpointer:
             self.saved: Any = found[1] if found else self.newest and load_checkpoint(self.newest)
 
     def restore(
-        self,
-        policy: Policy,
-        learner: Learner,
-        progress: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
+        self, learner: Learner, progress: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
     ) -> bool:
         """Takes the other parts of the run, and loads the checkpoint that it continues from -> whether there is one."""
-        self.policy, self.learner, self.progress = policy, learner, progress
+        self.policy, self.learner, self.progress = learner.policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
         if self.newest is None:
             return False
@@ -92,6 +87,11 @@ class Checkpointer:
             with self.ranks.together():
                 load(saved)
                 vars(self.state).update(asdict(RunState(**saved["state"])))
+                if self.state.step > learner.max_steps:
+                    raise UserError(
+                        f"{self.folder} has done {self.state.step} steps, and these settings make {learner.max_steps}: "
+                        "raise max_steps, or sft.epochs of sft, or choose another --output-dir"
+                    )
             self.saved_step = self.state.step
             self._load_learned(self.newest, saved)
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -71,12 +71,7 @@ class Sft:
         self.logger.max_steps = len(self.batches)
         self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
         progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
-        self.checkpointer.restore(self.policy, self.learner, lambda: progress, lambda saved: saved["sft_steps"])
-        if self.state.step > len(self.batches):
-            raise UserError(
-                f"{output_dir} has done {self.state.step} steps, and these settings make {len(self.batches)}: raise "
-                "sft.epochs, or choose another --output-dir"
-            )
+        self.checkpointer.restore(self.learner, lambda: progress, lambda saved: saved["sft_steps"])
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.callbacks import Callback, make_callbacks
-from python_trainer.checkpoint import step_of
 from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
@@ -94,12 +93,6 @@ class Trainer:
             config, output_dir, resume=resume, ranks=ranks, state=self.state, logger=self.logger, notify=self.notify
         )  # fmt: skip
         with ranks.together():
-            newest = self.checkpointer.newest
-            if newest is not None and step_of(newest) > config.max_steps:
-                raise UserError(
-                    f"max_steps must be at least {step_of(newest)}, the steps that {output_dir} has done, got "
-                    f"{config.max_steps}"
-                )
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
             tasks = load_tasks(config, choose_device(config.model.device))
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
@@ -122,7 +115,7 @@ class Trainer:
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
                 judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
             )  # fmt: skip
-            if self.checkpointer.restore(self.policy, self.learner, self.progress, self.load_progress):
+            if self.checkpointer.restore(self.learner, self.progress, self.load_progress):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()

@@ -103,7 +103,7 @@ OTHER_MODEL = "is of another model than the settings"
 
 @pytest.mark.parametrize(("begun", "resumed", "message"), [
     ({}, {"accelerators": {"enabled": ["rpo"]}}, r"run with the accelerators \[\], not \['rpo'\]"),
-    ({"max_steps": 2}, {}, "max_steps must be at least 2, the steps that .*run has done, got 1"),
+    ({"max_steps": 2}, {}, "run has done 2 steps, and these settings make 1: raise max_steps, or"),
     (CRITIC, {}, "was run with a critic: algorithm.advantage must be gae, got group"),
     ({}, CRITIC, "was run without a critic: algorithm.advantage must not be gae, got gae"),
     (CRITIC, CRITIC | {"critic": {"separate": True}}, "is of another model than"),
