@@ -36,9 +36,7 @@ class Scorer:
         """Fills in text, rewards and accuracy of every rollout; rollouts come in the order of their groups."""
         scores = self.raw(self.prompts.task, groups, rollouts)
         total = self.shape(scores.total, [rollout.response_ids for rollout in rollouts])
-        owners = [(number, group.prompt_key) for number, group in enumerate(groups) for _ in range(group.num_samples)]
-        for i, (rollout, (group, key)) in enumerate(zip(rollouts, owners, strict=True)):
-            rollout.group, rollout.prompt_key = group, key
+        for i, rollout in enumerate(rollouts):
             rollout.reward, rollout.accuracy = total[i], scores.accuracy[i]
             rollout.merit = None if scores.merit is None else scores.merit[i]
             rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
@@ -57,9 +55,11 @@ class Scorer:
         return [r + p for r, p in zip(rewards, penalties.tolist(), strict=True)]
 
     def raw(self, task: Task, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
-        """Returns the task's own scores of rollouts, and fills in their texts."""
-        for rollout in rollouts:
+        """Returns the task's own scores of rollouts, and fills in their texts, groups and prompts."""
+        owners = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_samples)]
+        for rollout, (number, group) in zip(rollouts, owners, strict=True):
             rollout.text = self.prompts.policy.decode(rollout.response_ids)
+            rollout.group, rollout.prompt_key = number, group.prompt_key
         failed = next((r.episode for r in rollouts if r.episode and r.episode.failure), None)
         if failed and not self._failure_noted:
             self._failure_noted = True
@@ -67,8 +67,7 @@ class Scorer:
                 f"the environment {self.config.task.environment} failed in turn {failed.turns} of an answer, which "
                 f"ends there: {failed.failure}; environment/failures counts such answers"
             )
-        owners = [group.example for group in groups for _ in range(group.num_samples)]
-        examples = [rollout.judged(example) for rollout, example in zip(rollouts, owners, strict=True)]
+        examples = [rollout.judged(group.example) for rollout, (_, group) in zip(rollouts, owners)]
         completions = [rollout.said for rollout in rollouts]
         return self._judge(task, examples, completions, [rollout.response_ids for rollout in rollouts])
 

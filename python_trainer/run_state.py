@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import rlkernels
 
@@ -88,7 +89,7 @@ def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
     return max(rows)[1] if rows else None
 
 
-def summarise(state: RunState, target: float | None) -> dict[str, Any]:
+def summarise(state: RunState, target: float | None, device: torch.device) -> dict[str, Any]:
     """Returns the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
@@ -112,14 +113,13 @@ def summarise(state: RunState, target: float | None) -> dict[str, Any]:
         "target_accuracy": target,
         "seconds_to_target": seconds_to_target,
         "tokens_to_target": tokens_to_target,
+        "device": device_name(device),
         "versions": versions(),
     }
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages that decide what a run computes."""
-    import transformers  # takes a second
-
     modules = {"rlkernels": rlkernels, "torch": torch, "transformers": transformers}
     return {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
 

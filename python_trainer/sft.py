@@ -24,7 +24,7 @@ from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy, set_matmul_precision
 from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
-from python_trainer.run_state import RunState, device_name, summarise
+from python_trainer.run_state import RunState, summarise
 from python_trainer.tasks.base import check_text
 
 HELD_OUT = 64  # test examples whose loss is measured before and after
@@ -129,8 +129,8 @@ class Sft:
             self.checkpointer.save_models()
             state.results["final"] = self.held_out_loss()
             losses = [row["sft/loss"] for row in read_metrics(self.folder)]
-            found = {"loss_first": losses[0], "loss_final": losses[-1], "device": device_name(self.policy.device)}
-            summary = summarise(state, None) | found
+            found = {"loss_first": losses[0], "loss_final": losses[-1]}
+            summary = summarise(state, None, self.policy.device) | found
             self.logger.write_summary(summary)
             return summary
 

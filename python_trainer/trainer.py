@@ -32,7 +32,7 @@ from python_trainer.model.policy import choose_device, set_matmul_precision
 from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run_state import RunState, device_name, summarise
+from python_trainer.run_state import RunState, summarise
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
@@ -136,7 +136,9 @@ class Trainer:
             state.start_clock()
             with closing(self.engine):
                 if state.step == 0:
-                    self.begin()
+                    for accelerator in self.accelerators:  # on the run's clock and token counts
+                        with self.timed(accelerator):
+                            accelerator.begin(self.run_context)
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
@@ -152,8 +154,7 @@ class Trainer:
                 if self.policy.streams_weights:
                     self.engine.sleep()  # for its memory
                 self.checkpointer.save_models()
-                summary = summarise(state, self.config.evaluation.target_accuracy) | {
-                    "device": device_name(self.policy.device),
+                summary = summarise(state, self.config.evaluation.target_accuracy, self.policy.device) | {
                     "dtype": dtype_name(self.policy.inference_model.dtype),
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
                 }
@@ -278,12 +279,6 @@ class Trainer:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
         rows = None if limit is None else range(limit)
         return fmean(self.evaluator.answer(self.prompts.split(split), rows).accuracy)
-
-    def begin(self) -> None:
-        """Lets the accelerators prepare before the first step, on the run's clock and token counts."""
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                accelerator.begin(self.run_context)
 
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
         """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
