@@ -161,18 +161,12 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     values = read_yaml(source) if isinstance(source, str | Path) else copy_nested(source or {})
     for override in overrides:
         apply_override(values, override)
-    removed = list(find_removed(values))
-    problems = [message for _, message in removed]
+    if removed := list(find_removed(values)):
+        raise UserError("; ".join(removed))
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
-        for problem in error.errors():
-            key = ".".join(map(str, problem["loc"]))
-            if not any(f"{name}.".startswith(f"{key}.") for name, _ in removed):
-                problems.append(describe_problem(key, problem, values))
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
+        raise UserError("; ".join(describe_problem(problem, values) for problem in error.errors())) from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -225,8 +219,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def describe_problem(key: str, problem: Any, values: Mapping[str, Any]) -> str:
+def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
     """Writes a pydantic error about these values as: key, what is wrong, value."""
+    key = ".".join(map(str, problem["loc"]))
     message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
     if problem["type"] == "extra_forbidden":
         section = section_of(problem["loc"][:-1], values)

@@ -80,15 +80,15 @@ REMOVED: dict[str, str] = {
 }
 
 
-def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (key, message) for each of these settings that was removed."""
+def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields a message for each of these settings that was removed."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         entries = value if isinstance(value, list) else [value]
         for each in (key, *(f"{key}={entry}" for entry in entries if isinstance(entry, str))):
             if each in REMOVED:
-                yield key, f"{each} was removed: {REMOVED[each]}"
+                yield f"{each} was removed: {REMOVED[each]}"
         if isinstance(value, Mapping) and f"{prefix}*" in REMOVED:
-            yield key, f"{prefix}* was removed: {REMOVED[f'{prefix}*']}"
+            yield f"{prefix}* was removed: {REMOVED[f'{prefix}*']}"
         elif isinstance(value, Mapping) and key not in REMOVED:
             yield from find_removed(value, f"{key}.")

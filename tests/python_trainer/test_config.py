@@ -123,11 +123,14 @@ def test_settings_that_go_together_or_do_not(overrides, message):
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
-    """Removed settings are among them."""
-    (tmp_path / "a.yaml").write_text("{max_steps: 0, algorithm: {metrics_of_all: true}}")
-    message = "^algorithm.metrics_of_all was removed: .*; max_steps: .*got 0; rollout.top_p: .*; optimizer.lr: unknown"
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / "a.yaml", ["rollout.top_p=2", "optimizer.lr=1"])
+    """Removed settings come before all others."""
+    (tmp_path / "a.yaml").write_text("{max_steps: 0, save: {save_best: true}}")
+    overrides = ["rollout.top_p=2", "optimizer.lr=1", "algorithm.metrics_of_all=true"]
+    with pytest.raises(UserError, match=r"^save.save_best was removed: .*; algorithm.metrics_of_all was [^;]*; [^;]*$"):
+        load_config(tmp_path / "a.yaml", overrides)
+    (tmp_path / "a.yaml").write_text("{max_steps: 0}")
+    with pytest.raises(UserError, match="^max_steps: .*got 0; rollout.top_p: .*; optimizer.lr: unknown"):
+        load_config(tmp_path / "a.yaml", overrides[:2])
 
 
 @pytest.mark.parametrize(
