@@ -39,32 +39,14 @@ class SettingsHelp(argparse.Action):
         parser.exit()
 
 
-DESCRIPTIONS = {
-    "train": """Trains one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
-    samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
-    trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last) and,
-    with model.lora, adapter/ (PEFT).""",
-    "compare": """Trains with and without accelerators: every variant on every seed, one after the other, into
-    OUTPUT_DIR/VARIANT/seed-N; then reports on all. It keeps finished runs and continues interrupted ones.""",
-    "sft": """Trains on reference answers, those of the task's training examples (settings: section sft), for models
-    that hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train.""",
-    "probe": """Measures how hard the prompts are and where time goes: answers some training prompts and makes one
-    update, in about a minute. It keeps nothing (docs/quickstart.md).""",
-    "report": """Reports on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
-    report.html, one page with curves, sample answers and the settings that differ: into DIR, or
-    beside the first of several. It needs no network.""",
-    "history": "Lists the runs that accelerators.rhyme.database has recorded in a retrospective database.",
-}
-
-
 def make_parser() -> Parser:
-    """Makes the parser of all commands; each sets ``call`` to the function that runs it."""
+    """Makes the parser of all commands; each sets ``call`` to the function that runs it, and shows its docstring."""
     about = "Trains language models on tasks with checkable answers (GRPO and relatives)."
     whole = Parser(prog="python -m python_trainer", description=about)
     commands = whole.add_subparsers(dest="command", required=True)
 
     def add(name: str, call: Any, *shared: Parser) -> Parser:
-        text = DESCRIPTIONS[name]
+        text = call.__doc__ or ""
         command = commands.add_parser(name, parents=shared, help=re.split(r"[.:,]\s", text)[0], description=text)
         command.set_defaults(call=call)
         return command
@@ -109,6 +91,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    """Trains one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
+    samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
+    trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last)
+    and, with model.lora, adapter/ (PEFT)."""
     if args.dry_run:
         return print_plan(load_checked(args), args.gpus)
     if args.output_dir is None:
@@ -145,6 +131,8 @@ def print_plan(config: Config, gpus: str | None) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
+    """Trains with and without accelerators: every variant on every seed, one after the other, into
+    OUTPUT_DIR/VARIANT/seed-N; then reports on all. It keeps finished runs and continues interrupted ones."""
     from python_trainer.compare import compare
 
     config = load_checked(args, resume=True)
@@ -152,6 +140,8 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_sft(args: argparse.Namespace) -> None:
+    """Trains on reference answers, those of the task's training examples (settings: section sft), for models that
+    hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train."""
     config = load_checked(args, resume=args.resume)
     from python_trainer.sft import Sft
 
@@ -163,6 +153,8 @@ def run_sft(args: argparse.Namespace) -> None:
 
 
 def run_probe(args: argparse.Namespace) -> None:
+    """Measures how hard the prompts are and where time goes: answers some training prompts and makes one update, in
+    about a minute. It keeps nothing (docs/quickstart.md)."""
     config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise UserError(f"--json must be a file in a folder that exists, got {args.json}")
@@ -175,12 +167,16 @@ def run_probe(args: argparse.Namespace) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
+    """Reports on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
+    report.html, one page with curves, sample answers and the settings that differ: into DIR, or beside the first of
+    several. It needs no network."""
     from python_trainer.report import report
 
     report(args.folders)
 
 
 def run_history(args: argparse.Namespace) -> None:
+    """Lists the runs that accelerators.rhyme.database has recorded in a retrospective database."""
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 
     database = RetrospectiveDatabase(args.url, create=False)
