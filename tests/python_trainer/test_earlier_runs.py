@@ -237,4 +237,4 @@ def test_batches_keep_a_prompt_together_and_see_all_as_often():
     for batch in batches:
         assert len({answer.group for answer in batch}) == len({(a.group, a.prompt_key) for a in batch})
     assert in_batches([], 4, 3, 7) == [] == in_batches(groups, 4, 0, 7)
-    assert in_batches(groups, 4, 3, 8) != batches
+    assert [answer.prompt_key for batch in in_batches(groups, 4, 3, 8) for answer in batch] != keys
