@@ -302,11 +302,6 @@ def make_table(variants: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def judge(accuracy: float | None) -> str:
-    """Return right or wrong; nothing for tasks without right and wrong."""
-    return "" if accuracy is None else "right" if accuracy > 0.5 else "wrong"
-
-
 def escape_controls(text: str) -> str:
     """Escape control characters, so that no answer can move a cursor or end a document."""
     return "".join(c if c in "\n\t" or c.isprintable() or c == " " else repr(c)[1:-1] for c in text)
@@ -353,7 +348,7 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"escape_controls": escape_controls, "judge": judge}
+    environment.filters["escape_controls"] = escape_controls
     text = environment.get_template("report.html.jinja").render(
         title=", ".join(variants),
         runs=runs,

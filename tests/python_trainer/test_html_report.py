@@ -23,7 +23,6 @@ from python_trainer.report import (
     draw_curves,
     escape_controls,
     find_runs,
-    judge,
     report,
     table_rows,
     verdicts,
@@ -69,7 +68,10 @@ def trained(tiny_policy, jsonl_files, tmp_path_factory):
         values = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 3} | changes)
         train(load_config(values), folder / name)
     path = folder / "a&b" / "samples.jsonl"
-    path.write_text(path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1))
+    text = path.read_text().replace('"prompt": "', '"prompt": ' + json.dumps(EVIL)[:-1], 1)
+    for accuracy in (1.0, 0.0):
+        text = text.replace('"accuracy": null', f'"accuracy": {accuracy}', 1)
+    path.write_text(text)
     return folder
 
 
@@ -95,6 +97,7 @@ def test_page_of_two_runs(runs, monkeypatch):
     ):  # fmt: skip
         assert words in page.texts, words
     assert page.tags.count("img") == 1
+    assert [text.count(f'<td class="{words[2:]}">{words}</td>') for words in ("✓ right", "✗ wrong")] == [1, 1]
     before_shared = text[text.index("<h2>Settings") : text.index("Settings that all runs share")]
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
     report([runs / "a&b"], QUIET)
@@ -198,7 +201,6 @@ def test_samples_of_a_task_without_right_and_wrong_are_neither():
     samples = chosen(rollouts)
     assert {"5", "8"} < {sample["answer"] for sample in samples}
     assert {sample["accuracy"] for sample in samples} == {None}
-    assert [judge(accuracy) for accuracy in (None, 1.0, 0.0)] == ["", "right", "wrong"]
 
 
 def test_samples_are_of_different_prompts():
