@@ -119,7 +119,7 @@ class Logger:
         self.console = console or Console(stderr=True)
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._accuracy: float | None = None  # of the newest evaluation
-        self.work = "answers"  # of which :meth:`log_generation` tells
+        self.work = "answers"  # what the engine generates now
         self._step, self._facts, self._last_line = 0, "", time.monotonic()
         texts = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
         name, steps, facts = map(TextColumn, texts)
@@ -176,15 +176,11 @@ class Logger:
         left = self._progress.tasks[self._bar].time_remaining  # None up to the second step
         self._print(facts if left is None else f"{facts}  {left:.0f} s left", at_once=step in (0, self.max_steps))
 
-    def log_work(self, what: str, done: int, total: int) -> None:
-        """Shows how far a part of a step, or an evaluation, has come: ``evaluation 12/100``."""
-        work = f"{what} {done}/{total}"
+    def log_work(self, done: int, total: int, what: str | None = None) -> None:
+        """Shows how far a part of a step has come, or what the engine generates: ``evaluation 12/100``."""
+        work = f"{what or self.work} {done}/{total}"
         self._progress.update(self._bar, facts=f"{self._facts}  {work}" if self._facts else work)
         self._print(work)
-
-    def log_generation(self, done: int, total: int) -> None:
-        """Shows how many rollouts the engine has generated."""
-        self.log_work(self.work, done, total)
 
     def _print(self, text: str, at_once: bool = False) -> None:
         """Prints a line now and then if the output is no terminal."""

@@ -74,7 +74,7 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
         try:
             with trainer.logger.recording():
                 groups, parts, speed = sample_groups(trainer, SHARE * seconds)
-                trainer.logger.log_work("update", 0, 1)
+                trainer.logger.log_work(0, 1, "update")
                 parts["update"] = time_update(trainer, groups)
         finally:
             trainer.engine.close()

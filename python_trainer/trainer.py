@@ -103,7 +103,7 @@ class Trainer:
         set_matmul_precision(chosen.model.matmul_precision)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)
-            self.engine.on_progress = self.logger.log_generation  # of several processes the first tells of its part
+            self.engine.on_progress = self.logger.log_work  # of several processes the first tells of its part
             with ranks.together():
                 self.prompts = Prompts(config, tasks, self.policy, self.state, note)
                 self.learner = Learner(self.policy, chosen, ranks)
@@ -250,7 +250,7 @@ class Trainer:
             with self.state.measure("train"):
                 learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
             self.state.count("trained_tokens", learned["tokens/trained"])
-            self.logger.log_work("stored answers in batches", number, len(batches))
+            self.logger.log_work(number, len(batches), "stored answers in batches")
         self.engine.policy_updated()
 
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:

@@ -234,7 +234,7 @@ def test_a_step_at_work_fits_into_80_columns(tmp_path):
         for step in (997, 998, 999):
             seconds[0] += 100
             logger.log(step, {"eval/accuracy": 0.5, "reward": 0.25, "tokens_per_second": 12345.0, "grad_norm": 0.5})
-        logger.log_work("evaluation", 512, 512)
+        logger.log_work(512, 512, "evaluation")
     console.print(logger._progress.get_renderable())
     assert console.file.getvalue().endswith(" 999/1000 accuracy 0.500 reward 0.250  evaluation 512/512 0:01:40\n")
 

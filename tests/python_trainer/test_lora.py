@@ -13,6 +13,7 @@ from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.distributed import start
 from python_trainer.errors import UserError
+from python_trainer.logger import Logger
 from python_trainer.model.lora import adapted_layers, adapted_weight, is_adapter, without_adapters
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy, recomputes
@@ -86,7 +87,7 @@ def test_activations_are_recomputed_beside_a_reference_and_a_critic(make_config,
 
 
 @pytest.mark.parametrize("parallel", ["none", "ddp"])
-def test_updates_are_counted_and_progress_is_told(make_config, tmp_path, parallel):
+def test_updates_are_counted_and_progress_is_told(make_config, tmp_path, monkeypatch, parallel):
     """Once each, by whichever of the engines; also of a run that goes on."""
     versions, told = [], []
 
@@ -94,11 +95,11 @@ def test_updates_are_counted_and_progress_is_told(make_config, tmp_path, paralle
         def on_rollouts(self, trainer, step, rollouts):
             versions.append(trainer.engine.policy_version)
 
+    monkeypatch.setattr(Logger, "log_work", lambda logger, *done: told.append((logger.work, *done)))
     with start(parallel) as ranks:
         for steps, resume in ((2, False), (3, True)):
             config = make_config(max_steps=steps, model={"lora": LORA}, parallel=parallel)
             trainer = Trainer(config, tmp_path, console=QUIET, callbacks=[Seen], resume=resume, ranks=ranks)
-            trainer.logger.log_work = lambda *work: told.append(work)
             trainer.run()
     assert versions == [0, 1, 2] and trainer.engine.policy_version == 3
     assert [told.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]
