@@ -30,7 +30,7 @@ import torch
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.settings import AlphaSettings
-from python_trainer.data import Group, Rollout, fresh_ones, merits
+from python_trainer.data import Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate, Limits
@@ -59,11 +59,6 @@ class Alpha(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self.restart(run, 0)
-
-    def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        # a resumed run was loaded on the CPU
-        self.trajectory.to(next(iter(context.run.optimizer.masters.values())).device)
-        return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         fresh = merits(fresh_ones(rollouts))  # not those that were stored, or had a right beginning
@@ -95,10 +90,12 @@ class Alpha(Accelerator):
 
     def track(self, context: StepContext) -> None:
         """Adds the weights as they are to the trajectory, with the smoothed training accuracy."""
+        weights = self.weights(context)
+        self.trajectory.to(next(iter(weights.values())).device)  # a resumed run was loaded on the CPU
         window = [right / answers for _, right, answers in self.answered[-SMOOTHING:]]
         if window:  # else nobody knows how good they are
             accuracy = sum(window) / len(window)
-            self.trajectory.track(self.weights(context), step=context.step - self.anchor, accuracy=accuracy)
+            self.trajectory.track(weights, step=context.step - self.anchor, accuracy=accuracy)
 
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Returns the tracked weights, as precise as they are trained."""
