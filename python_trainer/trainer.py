@@ -314,7 +314,7 @@ class Trainer:
         return {
             "accelerators": {a.name: a.state_dict() for a in self.accelerators},
             "enabled": [a.name for a in self.accelerators if a.enabled],
-            "lengths": self.engine.lengths.state_dict() if self.engine.lengths else None,
+            "lengths": vars(self.engine.lengths) if self.engine.lengths else None,
             "prompts": self.task.fingerprint,
             "kernels": self.kernels,
         }
@@ -341,7 +341,7 @@ class Trainer:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
         if self.engine.lengths and saved["lengths"]:
-            self.engine.lengths.load_state_dict(saved["lengths"])
+            vars(self.engine.lengths).update(saved["lengths"])
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Calls a method of all callbacks, on the first rank; an error ends all ranks.

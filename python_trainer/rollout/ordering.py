@@ -7,7 +7,6 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from python_trainer.data import Request, Rollout
 
@@ -15,7 +14,7 @@ NEWEST = 0.5  # weight of a prompt's newest visit in its mean
 
 
 class LengthHistory:
-    """Mean length of the answers to each prompt, over its visits; newer visits weigh more."""
+    """Mean length of the answers to each prompt, over its visits; newer visits weigh more. Checkpoints hold it."""
 
     def __init__(self) -> None:
         self.means: dict[str, float] = {}
@@ -48,12 +47,6 @@ class LengthHistory:
             min(max((mean if length is None else length) - len(request.prefix_ids), 1.0), float(request.max_new_tokens))
             for request, length in zip(requests, known)
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"means": dict(self.means)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.means = dict(state["means"])
 
 
 def _key(request: Request) -> str:

@@ -72,7 +72,7 @@ def train_and_tell(settings, folder, parallel=None, *, sleeps=None):
     engine = trainer.engine
     told = {"given": given, "held": held, "version": engine.policy_version, "positions": engine.max_positions}
     told["stats"] = {name: n for name, n in engine.stats.items() if sleeps is None or name != "weight_bytes"}
-    told["lengths"] = engine.lengths and engine.lengths.state_dict()
+    told["lengths"] = engine.lengths and vars(engine.lengths)
     if sleeps is not None:
         llm, saved = FakeLLM.last, dict(checkpoint_weights(trainer.policy.inference_model))
         loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered

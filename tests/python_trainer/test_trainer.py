@@ -224,8 +224,11 @@ def test_answers_may_fill_a_sliding_window(make_config, tmp_path):
 
 def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_path):
     fifo = train(make_config(max_steps=5), tmp_path / "fifo")
-    again = train(make_config(max_steps=5, rollout={"schedule": "history"}), tmp_path / "history")
+    config = make_config(max_steps=5, rollout={"schedule": "history"})
+    again = train(config, tmp_path / "history")
     assert len(again.engine.lengths.means) == 18  # of training and of test prompts
+    resumed = Trainer(config, tmp_path / "history", resume=True, console=QUIET)
+    assert resumed.engine.lengths.means == again.engine.lengths.means
     torch.testing.assert_close(weights(again.policy), weights(fifo.policy), rtol=1e-5, atol=1e-6)
 
 

@@ -26,10 +26,6 @@ def test_newer_visits_weigh_more_and_unknown_prompts_get_the_mean_of_the_batch()
     observe(history, [4], [])  # no answer, no news
     assert predict(history, [1], [4], [2, 3], [9]) == [27.5, 16.25, 5, 16.25]
     assert predict(history, [9]) == [100] and predict(history) == []
-    copy = LengthHistory()
-    copy.load_state_dict(history.state_dict())
-    observe(history, [1], [100])  # the copy is one of its own
-    assert predict(copy, [1]) == [27.5]
 
 
 def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
