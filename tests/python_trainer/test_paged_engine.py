@@ -12,7 +12,7 @@ from tiny import own_greedy
 
 from python_trainer.data import Request
 from python_trainer.errors import UserError
-from python_trainer.model import attention
+from python_trainer.model import forward as forward_module
 from python_trainer.model.forward import attend_by
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
@@ -215,8 +215,8 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     """The same tokens as without; in chunks, when preempted, and with short neighbours in between."""
     options = {"blocks": 512} | options
     calls = []
-    plain = attention.shared_prefix_attention
-    monkeypatch.setattr(attention, "shared_prefix_attention", lambda *a, **k: calls.append(a[4]) or plain(*a, **k))
+    plain = forward_module.shared_prefix_attention
+    monkeypatch.setattr(forward_module, "shared_prefix_attention", lambda *a, **k: calls.append(a[4]) or plain(*a, **k))
     model = make()
     monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 128)
     a, b, c = prompts([132, 9, 128])

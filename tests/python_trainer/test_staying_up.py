@@ -168,7 +168,7 @@ def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_pat
     assert "SIGTERM: finishing" in capsys.readouterr().err and (tmp_path / "run" / "model").is_dir()
 
 
-@pytest.mark.parametrize("part", ["Prompts", "Learner", "RunContext", "Trainer.begin"])
+@pytest.mark.parametrize("part", ["Prompts", "Learner", "RunContext", "Trainer.finished"])
 def test_a_set_up_that_fails_closes_its_engine(make_config, tmp_path, monkeypatch, part):
     """Servers and memory of the engine would otherwise live as long as the process."""
     closed = []
