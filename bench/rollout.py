@@ -13,11 +13,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench import Case
-from python_trainer.accelerators.drafts import MEASURED_PASSES
+from python_trainer.accelerators.drafts import measure_overhead
 from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.model.policy import load_policy
-from python_trainer.rollout.drafting import Drafter, pass_overhead
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import RolloutHistory
@@ -116,8 +116,8 @@ def drafts_case(quick: bool) -> Case:
     history = RolloutHistory()
     for i, completion in enumerate(engine.generate(requests, SamplingParams(seed=1))):
         history.add(prompts[i // SAMPLES], completion.ids)
-    passes = {n * t: engine.pass_seconds(n, t, repeats=9) for n, t in MEASURED_PASSES}
-    overhead = pass_overhead({tokens: taken for tokens, taken in passes.items() if taken is not None})
+    overhead = measure_overhead(engine)
+    assert overhead is not None, "the cache has room for the measured passes"
     plain = drafted(engine, None, requests)
     return Case(
         op="rollout",

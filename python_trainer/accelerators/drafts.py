@@ -15,7 +15,7 @@ from python_trainer.rollout.drafting import Drafter, pass_overhead
 from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
 
-MEASURED_PASSES = ((8, 1), (8, 8), (32, 8))  # sequences, tokens of each
+MEASURED_PASSES = ((32, 8), (8, 8), (8, 1))  # sequences, tokens of each; the largest first
 HISTORY_TOKENS = 10_000_000  # of answers that are kept; the oldest and least rewarded go first
 
 
@@ -36,18 +36,12 @@ class Drafts(Accelerator):
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.run.engine
         if self.pass_overhead is None:
-            self.pass_overhead = self._measured(engine)
+            self.pass_overhead = measure_overhead(engine)
         if context.step != self.counted_step:  # not a further round of dynamic sampling
             self.counted_step, self.before = context.step, engine.stats
         longest = self.settings.max_draft_tokens
         engine.drafter = Drafter(self.history, max_tokens=longest, pass_overhead=self.pass_overhead)
         return groups
-
-    def _measured(self, engine: Engine) -> float | None:
-        """Returns the overhead of a pass; None if the engine cannot measure it."""
-        seconds = {n * t: engine.pass_seconds(n, t) for n, t in MEASURED_PASSES}
-        found = {tokens: taken for tokens, taken in seconds.items() if taken is not None}
-        return pass_overhead(found) if len(found) == len(seconds) else None
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         context.run.engine.drafter = None  # evaluations have prompts of their own
@@ -79,3 +73,14 @@ class Drafts(Accelerator):
             raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
         self.history.resize(HISTORY_TOKENS)
         self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]
+
+
+def measure_overhead(engine: Engine) -> float | None:
+    """Measures what a forward pass costs on top of its tokens, in tokens; None: the engine cannot tell."""
+    seconds: dict[int, float] = {}
+    for sequences, tokens in MEASURED_PASSES:
+        taken = engine.pass_seconds(sequences, tokens)
+        if taken is None:  # told of the first, so that nothing is timed in vain
+            return None
+        seconds[sequences * tokens] = taken
+    return pass_overhead(seconds)

@@ -71,7 +71,7 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     """With suffix rollouts and drafts, whose bounded history and cost, measured once, come back too."""
     monkeypatch.setattr(drafts, "HISTORY_TOKENS", 500)
     costs = iter([200.0, 200.0, 1.0])
-    monkeypatch.setattr(drafts.Drafts, "_measured", lambda self, engine: next(costs))
+    monkeypatch.setattr(drafts, "measure_overhead", lambda engine: next(costs))
     options = {
         "accelerators": {"enabled": ["rpo", "drafts"], "rpo": {"preset": preset}}, "evaluation": {"eval_steps": 3},
         "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},

@@ -10,7 +10,6 @@ from conftest import QUIET, train
 from bench.faults.training import differences
 from python_trainer import commands
 from python_trainer.__main__ import main
-from python_trainer.accelerators.drafts import Drafts
 from python_trainer.checkpoint import list_checkpoints
 from python_trainer.errors import SIGNALS, NotFinite, StopSignal, UserError
 from python_trainer.model.optimizer import PolicyOptimizer
@@ -112,7 +111,7 @@ def broken(prompts, completions, completion_ids, **columns):
     (8, ValueError("no verdict"), []),  # in the one at the end
 ])  # fmt: skip
 def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, monkeypatch, at, error, accelerators):
-    monkeypatch.setattr(Drafts, "_measured", lambda self, engine: 20.0)
+    monkeypatch.setattr("python_trainer.accelerators.drafts.measure_overhead", lambda engine: 20.0)
     broken.calls, broken.at, broken.error = 0, -1, error
     config = make_config(
         max_steps=5, task={"reward": "test_staying_up:broken"}, accelerators={"enabled": accelerators},
