@@ -129,8 +129,7 @@ class Sft:
             self.checkpointer.save_models()
             state.results["final"] = self.held_out_loss()
             losses = [row["sft/loss"] for row in read_metrics(self.folder)]
-            found = {"loss_first": losses[0], "loss_final": losses[-1]}
-            summary = summarise(state, None, self.policy.device) | found
+            summary = summarise(state, None, self.policy.device) | {"loss_first": losses[0], "loss_final": losses[-1]}
             self.logger.write_summary(summary)
             return summary
 
