@@ -57,7 +57,7 @@ def compare(
     if asking := [settings for _, _, wanted in plans for settings in wanted.accelerators.chosen()]:
         task = config.task.load()
         for settings in asking:
-            settings.splits(task)  # raises if the task has too few prompts for it, before any variant trains
+            settings.check_task(task)  # before any variant trains
         del task  # with its reward models
     for number, (variant, folder, wanted) in enumerate(plans):
         from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost

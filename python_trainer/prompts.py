@@ -27,7 +27,7 @@ def load_tasks(config: Config, device: torch.device) -> list[Task]:
     tasks = [main]
     tasks += [config.task.model_copy(update={"test_path": path}).load() for path in config.evaluation.sets.values()]
     for settings in config.accelerators.chosen():
-        settings.splits(main)  # raises if the task has too few prompts for it
+        settings.check_task(main)
     for task in tasks:
         for function in task.reward_functions.values():
             if hasattr(function, "to"):  # a model
@@ -51,7 +51,7 @@ class Prompts:
 
     Attributes:
         task: the run's task, without the examples that ``task.overlong`` dropped.
-        ids: token ids of the prompts by split: train, test, and those that accelerators need.
+        ids: token ids of the prompts by split: train, test and gate.
         sets: the test sets of ``evaluation.sets``.
 
     Raises:
@@ -65,9 +65,12 @@ class Prompts:
         self.task, *others = tasks
         policy.chat_template_kwargs = config.task.chat_template_kwargs
         self.ids: dict[str, list[list[int]]] = {}
-        needed = [split for settings in config.accelerators.chosen() for split in settings.splits(self.task)]
-        for split in dict.fromkeys(["train", "test", *needed]):
-            self.encode(split)
+        for split in ("train", "test", "gate"):
+            examples = getattr(self.task, split)
+            kept, self.ids[split] = self._encode_fitting(split, examples)
+            if len(kept) < len(examples):
+                fewer: dict[str, Any] = {split: kept}
+                self.task = replace(self.task, **fewer)
         if not self.ids["train"]:
             raise UserError(f"task {self.task.name} has no training prompts")
         self.sets: list[PromptSet] = []
@@ -95,24 +98,13 @@ class Prompts:
 
     def split(self, name: str) -> PromptSet:
         """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each."""
-        ids = self.encode(name)
         sampling = self.config.evaluation if name == "test" else EvaluationConfig()
-        return PromptSet(name, self.task, getattr(self.task, name), ids, sampling)
+        return PromptSet(name, self.task, getattr(self.task, name), self.ids[name], sampling)
 
     def text(self, rollout: Rollout) -> str:
         """Returns the training prompt of a rollout as written; of messages their contents, without a template."""
         (prompt,) = self._opened([self.task.train[rollout.prompt_key]])
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-
-    def encode(self, split: str) -> list[list[int]]:
-        """Returns the token ids of a split's prompts; overlong prompts end the run, or leave ``task``."""
-        if split not in self.ids:
-            examples = getattr(self.task, split)
-            kept, self.ids[split] = self._encode_fitting(split, examples)
-            if len(kept) < len(examples):
-                fewer: dict[str, Any] = {split: kept}
-                self.task = replace(self.task, **fewer)
-        return self.ids[split]
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
         """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""

@@ -47,9 +47,8 @@ class AcceleratorSettings(Section):
         """Names a setting of the whole configuration that it cannot go with, and its value; None: there is none."""
         return None
 
-    def splits(self, task: Task) -> list[str]:
-        """Returns the splits of the task that it needs besides "train" and "test"; UserError: one holds too little."""
-        return []
+    def check_task(self, task: Task) -> None:
+        """Raises UserError where the task has too few prompts for it."""
 
     def longest_draft(self) -> int:
         """Returns the most tokens of a draft that the engine verifies at once; 0: there are no drafts."""
@@ -200,12 +199,9 @@ class AlphaSettings(AcceleratorSettings):
             f"{config.model.lora.model_dump()}"
         )
 
-    def splits(self, task: Task) -> list[str]:
-        if self.preset == "paper":
-            return []
-        if not task.gate:
+    def check_task(self, task: Task) -> None:
+        if self.preset != "paper" and not task.gate:
             raise UserError(
                 "the accelerator alpha needs prompts that training has not seen, and the task has 0: set some aside by "
                 "task.gate_size, such as 512"
             )
-        return ["gate"]
