@@ -120,7 +120,7 @@ def print_plan(config: Config, gpus: str | None) -> None:
     device = memory.device_here(config.model.device) if gpus is None else memory.parse_gpus(gpus)
     notes = [reason] if reason else []
     if memory.needs_recomputing(config, device):
-        config, notes = memory.recomputing(config), [*notes, memory.RECOMPUTES]
+        config, notes = config.with_changes("model", gradient_checkpointing=True), [*notes, memory.RECOMPUTES]
     plan = memory.plan_memory(config, device)
     print("\n".join([dump_config(config), *notes, *memory.memory_lines(plan)]))
     if plan.trouble:

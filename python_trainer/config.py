@@ -105,6 +105,10 @@ class Config(Section):
             raise ValueError(conflict)
         return self
 
+    def with_changes(self, section: str, **values: Any) -> "Config":
+        """Returns these settings with others in a section; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def conflicts(self) -> Iterator[str]:
         """Yields what sections ask of each other and do not get."""
         rollout, algorithm = self.rollout, self.algorithm

@@ -225,11 +225,6 @@ def needs_recomputing(config: Config, device: Device) -> bool:
     return plan_memory(config, device).trouble is not None
 
 
-def recomputing(config: Config) -> Config:
-    """Replaces ``model.gradient_checkpointing`` by true in the settings."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
-
-
 def memory_lines(memory: Memory) -> list[str]:
     """Writes a plan in lines, in gigabytes of 10^9 bytes."""
     device = memory.device

@@ -14,7 +14,7 @@ from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory, recomputing
+from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
 from python_trainer.model.loading import base_folder, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy
@@ -39,22 +39,18 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     """
     if config.rollout.engine != "auto":
         return config, None
-
-    def with_engine(engine: str) -> Config:
-        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
-
     if gpu is None:
         gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    vllm = with_engine("vllm")
+    vllm, paged = (config.with_changes("rollout", engine=engine) for engine in ("vllm", "paged"))
     conflict = next(vllm.conflicts(), None)
     if config.rollout.vllm_server:
         if conflict is not None:  # what a plug-in asks
             raise UserError(conflict)
         return vllm, None
     if not (gpu and has_vllm()):
-        return with_engine("paged"), None
+        return paged, None
     if conflict is not None:
-        return with_engine("paged"), f"rollout.engine: auto generates without vLLM, since {conflict}"
+        return paged, f"rollout.engine: auto generates without vLLM, since {conflict}"
     return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
 
 
@@ -73,11 +69,10 @@ def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note
         if reason is not None:
             note(reason)
     # that of rank 0, since the processors of others may suit another
-    model = chosen.model.model_copy(update={"dtype": ranks.once(lambda: run_dtype(chosen.model, saved))})
-    chosen = chosen.model_copy(update={"model": model})
+    chosen = chosen.with_changes("model", dtype=ranks.once(lambda: run_dtype(chosen.model, saved)))
     if ranks.once(lambda: needs_recomputing(chosen, device_here(chosen.model.device, ranks.size))):
         note(RECOMPUTES)
-        return recomputing(chosen)
+        return chosen.with_changes("model", gradient_checkpointing=True)
     return chosen
 
 

@@ -56,9 +56,8 @@ class Sft:
         task = config.task.load()
         algorithm = AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none")
         # as if a server generated: there is no KV cache
-        answers = {"engine": "vllm", "vllm_server": ["none"], "temperature": 1.0}
-        rollout = config.rollout.model_copy(update=answers)
-        chosen = config.model_copy(update={"algorithm": algorithm, "rollout": rollout})
+        chosen = config.with_changes("rollout", engine="vllm", vllm_server=["none"], temperature=1.0)
+        chosen = chosen.model_copy(update={"algorithm": algorithm})
         chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note)
         self.policy = load_policy(chosen.model)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs

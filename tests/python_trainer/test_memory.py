@@ -14,7 +14,7 @@ from bench import memory as bench
 from python_trainer.__main__ import main
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
-from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory, recomputing
+from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
 from python_trainer.model.policy import recomputes
 from python_trainer.trainer import Trainer
 
@@ -196,4 +196,5 @@ def test_checkpointing_for_the_cache(make_config):
     tight = Device("cuda", plan.reserved + plan.parts["weights"] + 1000)
     assert plan_memory(config, tight).phases["the update"] <= tight.memory
     assert "the KV cache has room for" in plan_memory(config, tight).trouble
-    assert needs_recomputing(config, tight) and plan_memory(recomputing(config), tight).trouble is None
+    recomputing = config.with_changes("model", gradient_checkpointing=True)
+    assert needs_recomputing(config, tight) and plan_memory(recomputing, tight).trouble is None
