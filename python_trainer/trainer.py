@@ -5,8 +5,8 @@ list. Everything else is a part of the trainer, with a file of its own.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -136,9 +136,8 @@ class Trainer:
             state.start_clock()
             with closing(self.engine):
                 if state.step == 0:
-                    for accelerator in self.accelerators:  # on the run's clock and token counts
-                        with self.timed(accelerator):
-                            accelerator.begin(self.run_context)
+                    for accelerator in self.timed(self.accelerators):  # on the run's clock and token counts
+                        accelerator.begin(self.run_context)
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
@@ -212,9 +211,8 @@ class Trainer:
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         """Lets accelerators change the requests."""
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                groups = accelerator.plan(context, groups)
+        for accelerator in self.timed(self.accelerators):
+            groups = accelerator.plan(context, groups)
         return groups
 
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
@@ -230,17 +228,15 @@ class Trainer:
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         """Returns the scored rollouts as accelerators want them trained on, with stored answers."""
-        for accelerator in reversed(self.accelerators):
-            with self.timed(accelerator):
-                rollouts = accelerator.collect(context, rollouts)
+        for accelerator in self.timed(reversed(self.accelerators)):
+            rollouts = accelerator.collect(context, rollouts)
         return rollouts
 
     def train_on_stored(self, context: StepContext) -> None:
         """Updates on stored answers alone, before the step generates; the learning rate rises with each update."""
         batches: list[list[Rollout]] = []
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                batches += accelerator.before_step(context)
+        for accelerator in self.timed(self.accelerators):
+            batches += accelerator.before_step(context)
         self.rehearsed = bool(batches)
         if not batches:
             return
@@ -262,9 +258,8 @@ class Trainer:
         self.state.count("trained_tokens", learned["tokens/trained"])
         context.telemetry |= learned
         self.engine.policy_updated()
-        for accelerator in self.accelerators:
-            with self.timed(accelerator):
-                accelerator.after_update(context)
+        for accelerator in self.timed(self.accelerators):
+            accelerator.after_update(context)
 
     def evaluate_if_due(self) -> dict[str, float]:
         """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
@@ -359,6 +354,8 @@ class Trainer:
                     name = f"{type(callback).__name__}.{method}"
                     raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
 
-    def timed(self, accelerator: Accelerator) -> AbstractContextManager[None]:
-        """Counts the time of the block as the accelerator's."""
-        return self.state.measure(f"accelerator/{accelerator.name}")
+    def timed(self, accelerators: Iterable[Accelerator]) -> Iterator[Accelerator]:
+        """Yields accelerators one by one; the time until the next one counts as theirs."""
+        for accelerator in accelerators:
+            with self.state.measure(f"accelerator/{accelerator.name}"):
+                yield accelerator
