@@ -41,7 +41,10 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     console = console or Console()
     runs = find_runs(folders)
     rows = summary_rows(runs)
-    console.print(make_table(list(by_variant(runs)), rows))
+    table = Table("", *(Column(Text(name), justify="right") for name in by_variant(runs)))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
     home = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     picture, page = home / "accuracy.png", home / "report.html"
     draw_curves(runs).savefig(picture, dpi=130)
@@ -292,14 +295,6 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     for words in dict.fromkeys(words for run in runs for words in run.counters):
         found[words] = show(fmean(run.counters.get(words, 0.0) for run in runs), "{:,.0f}")
     return found
-
-
-def make_table(variants: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return one column per variant."""
-    table = Table("", *(Column(Text(name), justify="right") for name in variants))
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def escape_controls(text: str) -> str:

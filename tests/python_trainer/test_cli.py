@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from python_trainer.__main__ import main
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
-from python_trainer.report import find_runs, make_table, summary_rows
+from python_trainer.report import find_runs, report, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -205,7 +205,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, monkeypatch):
     rows = summary_rows(find_runs([tmp_path / "run"]))
     assert ("tokens given, not generated (rpo)", "0", "1,500") in rows, "sums over steps, means over seeds"
     console = Console(file=io.StringIO(), width=100)
-    console.print(make_table(["baseline", "all"], rows))
+    report([tmp_path / "run"], console)
     text = console.file.getvalue()
     for words in ("baseline", "all", "accuracy before", "generated tokens", "share of training", "minus baseline"):
         assert words in text
