@@ -136,7 +136,7 @@ class Evaluator:
         settings, state = self.config.evaluation, self.prompts.state
         if not self.prompts.ids["test"]:
             return {}
-        rows = None if name is not None or settings.eval_limit_during is None else range(settings.eval_limit_during)
+        rows = slice(settings.eval_limit_during if name is None else None)
         cost = [state.training_seconds, state.counts.get("generated_tokens", 0)]
         with state.measure("eval"):
             self.logger.work = "evaluation"
@@ -155,23 +155,22 @@ class Evaluator:
         self.notify("on_evaluate", state.step, row)
         return row
 
-    def evaluate_each(self, split: str, rows: range | None = None) -> list[float]:
+    def evaluate_each(self, split: str, rows: range) -> list[float]:
         """Returns for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.
 
         Where no answer is simply right or wrong, the raw reward takes the place of 1 and 0.
         """
         asked = self.prompts.split(split)
-        scores = self.answer(asked, rows)
+        scores = self.answer(asked, slice(rows.start, rows.stop))
         return by_prompt(scores.accuracy if scores.merit is None else scores.merit, asked.sampling.samples)
 
-    def answer(self, asked: PromptSet, rows: range | None = None) -> Scores:
-        """Returns the scores of answers to prompts; all answers to one prompt are side by side."""
+    def answer(self, asked: PromptSet, rows: slice) -> Scores:
+        """Returns the scores of answers to these rows of the prompts; all answers to one prompt are side by side."""
         wanted, count = asked.sampling, asked.sampling.samples
-        whole = range(len(asked.ids))
-        rows = whole if rows is None else whole[rows.start : rows.stop]
         longest, seed = self.config.rollout.max_completion_length, keyed_seed(self.config.seed, "evaluate", asked.name)
         groups = [
-            Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i) for i in rows
+            Group(asked.ids[i], [], count, longest, i * count, example=asked.examples[i], prompt_key=i)
+            for i in range(len(asked.ids))[rows]
         ]
         sampling = SamplingParams(wanted.temperature, seed=seed, stop=tuple(self.config.rollout.stop))
         rollouts = self.engine.generate(groups, sampling)

@@ -272,8 +272,7 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
-        rows = None if limit is None else range(limit)
-        return fmean(self.evaluator.answer(self.prompts.split(split), rows).accuracy)
+        return fmean(self.evaluator.answer(self.prompts.split(split), slice(limit)).accuracy)
 
     def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
         """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""

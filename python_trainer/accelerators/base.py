@@ -38,7 +38,7 @@ class RunContext:
     engine: "Engine"
     answer: Callable[[Sequence[int], int], list[Rollout]]
     judge: Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]
-    evaluate_each: Callable[[str, range | None], list[float]]
+    evaluate_each: Callable[[str, range], list[float]]
     once: Callable[[Callable[[], Any]], Any]
     note: Callable[[str], None]
 

@@ -32,7 +32,7 @@ def test_metrics_known_values():
 
 
 def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
-    evaluation = {"samples": 3, "sets": {"train": str(jsonl_files[0])}}
+    evaluation = {"samples": 3, "eval_limit_during": 3, "sets": {"train": str(jsonl_files[0])}}
     config = make_config(max_steps=1, evaluation=evaluation, task={"test_size": 4})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     asked, generate = [], trainer.engine.generate
@@ -42,6 +42,9 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         return generate(requests, sampling)
 
     trainer.engine.generate = spy
+    trainer.evaluator.evaluate()
+    assert [len(requests) for requests, _ in asked] == [3, 3], "as during the run"
+    asked.clear()
     trainer.run()
     own, other = asked[:2]
     assert [r.num_samples for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
