@@ -17,7 +17,7 @@ from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import EVALUATIONS, append_row
 from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores
+from python_trainer.tasks.rewards import Scores, score
 
 
 class Scorer:
@@ -78,18 +78,37 @@ class Scorer:
         completions: Sequence[str | Messages],
         ids: Sequence[Sequence[int]],
     ) -> Scores:
-        """Returns scores; ``merit`` is set, and a note told, once a batch shows answers not to be right or wrong."""
-        scores, state = self.ranks.score(task, examples, completions, ids), self.prompts.state
-        if task is not self.prompts.task:
-            return scores
-        if state.judged and scores.merit is not None:
-            state.judged = False
-            self.prompts.note(
-                "an answer got a reward that is neither 0 nor 1: no answer is right or wrong, dynamic sampling and "
-                "accelerators compare rewards, and eval/accuracy is the share above 0.5; a reward function that gives "
-                "0 or 1 may come first in task.reward (weight 0 leaves the reward as it is)"
-            )
-        return replace(scores, merit=None if state.judged else scores.total)
+        """Returns scores; each rank judges a part of the answers.
+
+        ``merit`` is set, and a note told, once a batch shows answers not to be right or wrong.
+        """
+        ranks, state, own = self.ranks, self.prompts.state, list[Scores]()
+        bounds = [_group_start(examples, rank * len(examples) // ranks.size) for rank in range(ranks.size + 1)]
+        part = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        with ranks.together():
+            if examples[part]:
+                own.append(score(task, examples[part], completions[part], ids[part]))
+        found = [scores for judged in ranks.gather(own) for scores in judged]
+        judged = all(scores.merit is None for scores in found)
+        if task is self.prompts.task:
+            if state.judged and not judged:
+                state.judged = False
+                self.prompts.note(
+                    "an answer got a reward that is neither 0 nor 1: no answer is right or wrong, dynamic sampling and "
+                    "accelerators compare rewards, and eval/accuracy is the share above 0.5; a reward function that "
+                    "gives 0 or 1 may come first in task.reward (weight 0 leaves the reward as it is)"
+                )
+            judged = state.judged
+        rewards = {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions}
+        total = [x for scores in found for x in scores.total]
+        return Scores(rewards, total, [x for scores in found for x in scores.accuracy], None if judged else total)
+
+
+def _group_start(examples: Sequence[Example], index: int) -> int:
+    """Returns the first answer from ``index`` on to another example: one rank judges all answers to an example."""
+    while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
+        index += 1
+    return index
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from python_trainer.data import Example, Messages, Rollout
+from python_trainer.data import Rollout
 from python_trainer.errors import UserError, kind_of, mark_shared
 from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.tasks import Task
-from python_trainer.tasks.rewards import Scores, score
 
 T = TypeVar("T")
 
@@ -107,27 +105,6 @@ class RankGroup:
         self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
         return Path(self._aside.name)
 
-    def score(
-        self, task: Task, examples: Sequence[Example], texts: Sequence[str | Messages], ids: Sequence[Sequence[int]]
-    ) -> Scores:
-        """Calls :func:`python_trainer.tasks.rewards.score`; each rank judges a part of the answers."""
-        if self.size == 1:
-            return score(task, examples, texts, ids)
-        bounds = [_group_start(examples, rank * len(texts) // self.size) for rank in range(self.size + 1)]
-        part = slice(bounds[self.rank], bounds[self.rank + 1])
-        scores = None
-        with self.together():
-            if texts[part]:
-                scores = score(task, examples[part], texts[part], ids[part])
-        found = [scores for scores in self.gather(scores) if scores is not None]
-        total = [x for scores in found for x in scores.total]
-        return Scores(
-            {name: [x for scores in found for x in scores.rewards[name]] for name in task.reward_functions},
-            total,
-            [x for scores in found for x in scores.accuracy],
-            None if all(scores.merit is None for scores in found) else total,
-        )
-
     def micro_batches(
         self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int
     ) -> Iterator[tuple[list[int], bool]]:
@@ -180,10 +157,3 @@ class RankGroup:
 
     def shard(self, module: torch.nn.Module) -> None:
         """Cuts a module that is whole so far, before an optimizer is made of its parameters."""
-
-
-def _group_start(examples: Sequence[Example], index: int) -> int:
-    """Returns the first answer from ``index`` on to another example: one rank judges all answers to an example."""
-    while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
-        index += 1
-    return index
