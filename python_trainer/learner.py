@@ -16,7 +16,7 @@ from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.model.packing import Packed
+from python_trainer.model.packing import Packed, micro_batches, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import load_weights
 
@@ -123,11 +123,17 @@ class Learner:
         return norm, tokens
 
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
-        """Yields this rank's micro-batches of these samples."""
-        longest = self.settings.micro_batch_tokens
-        for part, counts in self.ranks.micro_batches(batch.rollouts, samples, longest):
-            packed = batch.pack(part)
-            yield (packed if counts else replace(packed, mask=torch.zeros_like(packed.mask))).to(self.policy.device)
+        """Yields this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
+        ranks, rollouts, device = self.ranks, batch.rollouts, self.policy.device
+        stretches = split_evenly(rollouts, samples, ranks.size)
+        parts = [list(micro_batches(rollouts, part, self.settings.micro_batch_tokens)) for part in stretches]
+        for part in parts[ranks.rank]:
+            yield batch.pack(part).to(device)
+        missing = max(map(len, parts)) - len(parts[ranks.rank])
+        if ranks.sharded and missing:
+            shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
+            packed = batch.pack([shortest])
+            yield from [replace(packed, mask=torch.zeros_like(packed.mask)).to(device)] * missing
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from python_trainer.data import Rollout
 from python_trainer.errors import UserError, kind_of, mark_shared
-from python_trainer.model.packing import micro_batches, split_evenly
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 
@@ -33,11 +31,10 @@ class RankGroup:
 
     Attributes:
         rank, size: this process is number ``rank`` out of ``size``.
-        sharded: each rank has a part of the weights and moments only.
-        lockstep: all ranks must compute as many micro-batches.
+        sharded: each rank has a part of the weights and moments only; all must compute as many micro-batches.
     """
 
-    sharded = lockstep = False
+    sharded = False
 
     def __init__(self, name: str = "none"):
         self.name = name
@@ -104,18 +101,6 @@ class RankGroup:
             return output_dir
         self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
         return Path(self._aside.name)
-
-    def micro_batches(
-        self, rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int
-    ) -> Iterator[tuple[list[int], bool]]:
-        """Yields the micro-batches of this rank, and whether each counts: some only keep step with other ranks."""
-        stretches = split_evenly(rollouts, samples, self.size)
-        parts = [list(micro_batches(rollouts, stretch, max_tokens)) for stretch in stretches]
-        yield from ((part, True) for part in parts[self.rank])
-        missing = max(map(len, parts)) - len(parts[self.rank])
-        if self.lockstep and missing:
-            shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
-            yield from [([shortest], False)] * missing
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks."""

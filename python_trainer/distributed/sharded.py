@@ -31,7 +31,7 @@ class ShardedGroup(RankGroup):
     Generation has all weights, on every rank: ``policy.inference_model`` is a copy in the model's type.
     """
 
-    lockstep = sharded = True
+    sharded = True
     mesh: DeviceMesh  # of all ranks, from load() on
 
     def __init__(self) -> None:
