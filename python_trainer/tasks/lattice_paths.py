@@ -47,17 +47,11 @@ def chances(grids: NDArray[np.bool_]) -> NDArray[np.float64]:
     return found[:, 1:-1].transpose(2, 0, 1)
 
 
-def draw(grid: NDArray[np.bool_], columns: Sequence[int]) -> list[str]:
-    """Writes the rows as text, with ``o`` in these columns of the first rows."""
-    rows = [["#."[cell] for cell in row] for row in grid.tolist()]
-    for row, column in zip(rows, columns):
-        row[column] = "o"
-    return ["".join(row) for row in rows]
-
-
 def prompt_of(grid: NDArray[np.bool_]) -> str:
-    """Writes the rows, a line each, with the start marked."""
-    return "\n".join(draw(grid, [int(grid[0].argmax())])) + "\n"
+    """Writes the rows, a line each; in the first one the start is the only open cell."""
+    first, *rows = grid.tolist()
+    lines = ["".join("#o"[cell] for cell in first), *("".join("#."[cell] for cell in row) for row in rows)]
+    return "\n".join(lines) + "\n"
 
 
 def correct(prompt: str, text: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from python_trainer.tasks.lattice_paths import ROWS, WIDTH, LatticePathsSettings, chances, draw, draw_grids, prompt_of
+from python_trainer.tasks.lattice_paths import ROWS, WIDTH, LatticePathsSettings, chances, draw_grids, prompt_of
 from tools.policies.training import EOS_ID, Corpus, Stretch, new_policy, save, train
 
 KNOWING = 0.15  # share of the steps
@@ -63,7 +63,8 @@ class Walks(Corpus):
                 self.grids = [pair for pair in zip(grids, found) if 0 < pair[1][0].max() <= HARD]
             grid, found = self.grids.pop()
             prompt = prompt_of(grid)
-        answer = "\n".join(draw(grid, walk(grid, found, self.knowing, self.rng))[1:])
+        cells = list(zip(prompt.splitlines(), walk(grid, found, self.knowing, self.rng)))
+        answer = "\n".join(row[:column] + "o" + row[column + 1 :] for row, column in cells[1:])
         return [*(prompt + answer).encode(), EOS_ID], len(prompt)
 
 
