@@ -1,6 +1,5 @@
 """The groups of one step: of one round, or with DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) of several."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from python_trainer.data import Rollout, by_group, merits
@@ -19,8 +18,7 @@ class StepSampler:
     def __init__(self, settings: RolloutConfig):
         self.settings = settings
         self.rounds = 0
-        self.only: list[Rollout] = []  # without dynamic sampling: all rollouts
-        self.kept: list[list[Rollout]] = []  # groups with a spread
+        self.kept: list[list[Rollout]] = []  # groups with a spread; without dynamic sampling all
         self.dropped: list[list[Rollout]] = []
         self.ungrouped: list[list[Rollout]] = []  # stored answers, which are judged against a chance
 
@@ -35,25 +33,22 @@ class StepSampler:
     def add(self, rollouts: list[Rollout]) -> None:
         """Takes the rollouts of one round."""
         self.rounds += 1
-        if not self.settings.dynamic_sampling:
-            self.only = rollouts
-            return
         for members in by_group(rollouts).values():
             if members[0].expected is not None:
                 self.ungrouped.append(members)
+            elif len(set(merits(members))) > 1 or not self.settings.dynamic_sampling:
+                self.kept.append(members)
             else:
-                (self.kept if len(set(merits(members))) > 1 else self.dropped).append(members)
+                self.dropped.append(members)
 
     def rollouts(self) -> list[Rollout]:
         """Returns the rollouts to train on.
 
-        With dynamic sampling these are ``prompts_per_step`` groups, numbered from 0: groups with a spread first, then
-        dropped ones if there are too few. Stored answers come on top.
+        These are ``prompts_per_step`` groups, numbered from 0: groups with a spread first, then dropped ones if there
+        are too few. Stored answers come on top.
         """
-        if not self.settings.dynamic_sampling:
-            return self.only
-        groups: Sequence[list[Rollout]] = [*self.kept, *self.dropped][: self.settings.prompts_per_step]
-        numbered = enumerate([*groups, *self.ungrouped])
+        lacking = max(self.settings.prompts_per_step - len(self.kept), 0)
+        numbered = enumerate([*self.kept, *self.dropped[:lacking], *self.ungrouped])
         return [replace(rollout, group=number) for number, group in numbered for rollout in group]
 
     def metrics(self) -> dict[str, float]:
