@@ -7,6 +7,7 @@ One of somebody else's is a module with a subclass of ``AcceleratorSettings`` an
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 from pydantic import Field, create_model, field_validator
@@ -65,12 +66,13 @@ class AcceleratorsConfig(Section):
     def recording(self) -> list[AcceleratorSettings]:
         """Returns the settings of those that are not enabled, and take part to record the run."""
         others = (getattr(self, kind.name) for kind in registered())
-        return [settings for settings in others if settings.records and settings not in self.chosen()]
+        return [settings for settings in others if settings.recorder and settings not in self.chosen()]
 
     def make(self) -> list[Any]:
         """Makes the enabled accelerators, and after them those that record the run."""
-        recorders = [settings.make(enabled=False) for settings in self.recording()]
-        return [settings.make() for settings in self.chosen()] + recorders
+        made = [(settings.accelerator, settings) for settings in self.chosen()]
+        made += [(settings.recorder, settings) for settings in self.recording()]
+        return [(resolve_name(kind) if isinstance(kind, str) else kind)(settings) for kind, settings in made]
 
 
 def registered() -> list[type[AcceleratorSettings]]:

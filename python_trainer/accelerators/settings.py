@@ -1,7 +1,6 @@
 """What an accelerator says about itself before anything heavy is loaded: its settings and what belongs to them."""
 
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -34,9 +33,9 @@ class AcceleratorSettings(Section):
     """Metrics whose sum over a run shows what was done in it -> the words of their row in tables."""
 
     @property
-    def records(self) -> bool:
-        """Returns whether it takes part without being enabled, to record something for later runs."""
-        return False
+    def recorder(self) -> Any:
+        """Names what takes part to record the run where this is not enabled, as ``accelerator``; None: nothing."""
+        return None
 
     @property
     def prefix_in_loss(self) -> bool:
@@ -53,12 +52,6 @@ class AcceleratorSettings(Section):
     def longest_draft(self) -> int:
         """Returns the most tokens of a draft that the engine verifies at once; 0: there are no drafts."""
         return 0
-
-    def make(self, *, enabled: bool = True) -> Any:
-        """Makes the accelerator; one that is not enabled only if it ``records``."""
-        accelerator = (resolve_name(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator)(self)
-        accelerator.enabled = enabled
-        return accelerator
 
 
 class RPOSettings(AcceleratorSettings):
@@ -121,11 +114,11 @@ class RhymeSettings(AcceleratorSettings):
     """Rule by which stage 2 ranks stored answers. retrodiction trains a small network after each step."""
 
     @property
-    def records(self) -> bool:
-        return self.database is not None
+    def recorder(self) -> str | None:
+        return None if self.database is None else "python_trainer.accelerators.rhyme.recording:RunRecorder"
 
     def conflicts(self, config: Any) -> str | None:
-        if self.records and config.task.environment is not None:
+        if self.recorder and config.task.environment is not None:
             return f"accelerators.rhyme.database needs task.environment null, got {config.task.environment}"
         return None
 

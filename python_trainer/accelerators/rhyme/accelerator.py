@@ -60,7 +60,7 @@ class Rhyme(Accelerator):
 
     def __init__(self, settings: RhymeSettings):
         super().__init__(settings)
-        self.recorder = RunRecorder(settings.database)
+        self.recorder = RunRecorder(settings)
         self.earlier: list[Curve] = []  # runs in the database when this one began
         self.earlier_answers: list[StoredAnswer] = []  # their right ones, while they are of use
         self.bank, self.retrodictor, self.rates = sampling.AnswerBank(), Retrodictor(), replay.SuccessRates(0)
@@ -72,20 +72,14 @@ class Rhyme(Accelerator):
         self.judged = True  # whether answers are right or wrong
         self.rules: dict[str, Any] = {}  # by which the answers in the bank were judged
 
-    @property
-    def name(self) -> str:
-        return "rhyme" if self.enabled else "recorder"
-
     def begin(self, run: RunContext) -> None:
         self.recorder.begin(run)
         self.rates, self.rules = replay.SuccessRates(len(run.prompts)), reward_rules(run.config)
-        if self.enabled and self.settings.records:
+        if self.settings.database is not None:
             keys, own = [prompt_key(example.prompt) for example in run.task.train], self.recorder.run_id
             self.earlier, self.earlier_answers = run.once(lambda: read_runs(self.recorder.database, keys, own))
 
     def before_step(self, context: StepContext) -> list[list[Rollout]]:
-        if not self.enabled:
-            return []
         if self.rules != (rules := reward_rules(context.run.config)):  # resumed with other rewards
             self.rules = rules
             self.bank.fill([])
@@ -157,9 +151,7 @@ class Rhyme(Accelerator):
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        self.recorder.collect(rollouts)
-        if not self.enabled:
-            return rollouts
+        self.recorder.collect(context, rollouts)
         whole = list(by_group(fresh_ones(rollouts)).values())
         judged = self.judged and all(answer.merit is None for answer in rollouts)
         if self.judged and not judged and not self.active:
@@ -210,11 +202,9 @@ class Rhyme(Accelerator):
         return taken
 
     def after_update(self, context: StepContext) -> None:
-        kept = self.recorder.finish_step(context)
-        if not self.enabled:
-            return
+        self.recorder.after_update(context)
         if self.active or self.rates.rare(self.settings.rare_share) is None:
-            self.bank.add(kept, context.step)
+            self.bank.add(self.recorder.kept, context.step)
         if self.settings.selection == "retrodiction":
             self.groups.look_back(context)
 

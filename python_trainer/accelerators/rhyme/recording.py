@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators.base import RunContext, StepContext
+from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.rhyme.database import (
     RetrospectiveDatabase,
     StepRecord,
@@ -20,6 +20,7 @@ from python_trainer.accelerators.rhyme.database import (
     prompt_key,
 )
 from python_trainer.accelerators.rhyme.matching import WINDOW, sketch_of
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Rollout, by_group, fresh_ones, good_ones
 from python_trainer.errors import tell
 from python_trainer.keyed import keyed_seed
@@ -93,43 +94,48 @@ def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokeniz
     return kept
 
 
-class RunRecorder:
+class RunRecorder(Accelerator):
     """Gathers the fresh answers of a step, and writes them into the database, if there is one, on rank 0."""
 
-    def __init__(self, url: str | None):
-        self.url, self.fingerprint = url, ""  # of the tokenizer
+    enabled, name = False, "recorder"
+    settings: RhymeSettings
+
+    def __init__(self, settings: RhymeSettings):
+        super().__init__(settings)
+        self.fingerprint = ""  # of the tokenizer
         self.run_id, self.created, self.lost = OWN, 0.0, False  # in the database
         self.groups: list[list[Rollout]] = []  # of the present step
+        self.kept: list[Pair] = []  # the right answers that are stored of the newest step
         self.steps: list[StepRecord] = []  # the last ones of this run, if it has a database
 
     @cached_property
     def database(self) -> RetrospectiveDatabase:
-        assert self.url is not None
-        return RetrospectiveDatabase(self.url)
+        assert self.settings.database is not None
+        return RetrospectiveDatabase(self.settings.database)
 
     def begin(self, run: RunContext) -> None:
         """Adds a new run to the database. Settings of accelerators stay out: they may hold its password."""
         self.fingerprint, self.created = tokenizer_fingerprint(run.policy.tokenizer), time.time()
-        if self.url is not None:
+        if self.settings.database is not None:
             settings = run.config.model_dump(mode="json") | {"accelerators": run.config.accelerators.enabled}
             settings["output_dir"] = str(run.folder.resolve())
             described = StoredRun(self.fingerprint, run.task.name, settings, self.created)
             self.run_id = run.once(lambda: begin_run(self.database, described, run.folder))
 
-    def collect(self, rollouts: Sequence[Rollout]) -> None:
+    def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         """Adds the fresh answers of a round of the step, with the rewards that they have before others shape them."""
         self.groups += by_group(replace(rollout) for rollout in rollouts if rollout.importance_cap is None).values()
+        return rollouts
 
-    def finish_step(self, context: StepContext) -> list[Pair]:
-        """Writes the step -> the right answers that are stored of it."""
+    def after_update(self, context: StepContext) -> None:
+        """Writes the step."""
         groups, self.groups = self.groups, []
         self.fingerprint = self.fingerprint or tokenizer_fingerprint(context.run.policy.tokenizer)
-        kept = right_answers(context, groups, self.fingerprint)
-        if groups and self.url is not None:
+        self.kept = right_answers(context, groups, self.fingerprint)
+        if groups and self.settings.database is not None:
             self.steps = [*self.steps, step_record(context.run, context.step, groups, self.steps)][-WINDOW:]
-            stored = [answer for _, answer in kept]
+            stored = [answer for _, answer in self.kept]
             self.lost = self.lost or not context.run.once(lambda: self._store(stored, context.run.folder))
-        return kept
 
     def _store(self, answers: list[StoredAnswer], folder: Path) -> bool:
         """Writes the newest step -> whether this run is in the database. A copy of a folder that is there is not."""
