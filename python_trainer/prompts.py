@@ -28,10 +28,12 @@ def load_tasks(config: Config, device: torch.device) -> list[Task]:
     tasks += [config.task.model_copy(update={"test_path": path}).load() for path in config.evaluation.sets.values()]
     for settings in config.accelerators.chosen():
         settings.check_task(main)
+    models: dict[str, Any] = {}
     for task in tasks:
-        for function in task.reward_functions.values():
-            if hasattr(function, "to"):  # a model
-                function.to(device)
+        for name, function in task.reward_functions.items():
+            if hasattr(function, "to"):  # a model, of which all tasks share one
+                task.reward_functions[name] = models.setdefault(name, function)
+                models[name].to(device)
     return tasks
 
 

@@ -160,8 +160,11 @@ def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
     assert parts == [[1, 2], [0, 4], [3]]
 
 
-def test_training_by_a_reward_model(make_config, judge, tmp_path):
-    trainer = train(make_config(task={"reward": f"reward_model:{judge}"}), tmp_path / "run")
+def test_training_by_a_reward_model(make_config, jsonl_files, judge, tmp_path):
+    sets = {"evaluation": {"sets": {"more": str(jsonl_files[0])}}}
+    trainer = train(make_config(task={"reward": f"reward_model:{judge}"}, **sets), tmp_path / "run")
+    (more,) = trainer.prompts.sets
+    assert more.task.reward_functions["verdicts"] is trainer.task.reward_functions["verdicts"], "one on the device"
     row = read_metrics(tmp_path / "run")[1]
     assert row["rewards/verdicts/mean"] == row["reward"] and row["grad_norm"] > 0 and not trainer.state.judged
 
