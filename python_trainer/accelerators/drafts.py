@@ -10,7 +10,6 @@ from typing import Any
 from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Group, Rollout
-from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter, pass_overhead
 from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
@@ -67,10 +66,7 @@ class Drafts(Accelerator):
         return {"history": self.history.to_bytes(), "visits": self.visits, "pass_overhead": self.pass_overhead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        try:
-            self.history = RolloutHistory.from_bytes(state["history"])
-        except ValueError as error:
-            raise UserError(f"the drafts of the checkpoint cannot be read: {error}") from error
+        self.history = RolloutHistory.from_bytes(state["history"])
         self.history.resize(HISTORY_TOKENS)
         self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]
 
