@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.hub import snapshot
-from python_trainer.tasks.base import RewardFunction, Task
+from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, check_columns
 from python_trainer.tasks.settings import TaskSettings
 
@@ -67,13 +67,6 @@ class JSONLSettings(TaskSettings):
             if not Path(place).exists() and not is_hub(place):
                 raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
 
-    def judges(self) -> tuple[dict[str, RewardFunction], dict[str, float]]:
-        """Returns the reward functions, and their weights, by name."""
-        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
-        if len(functions) < len(self.rewards):
-            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
-        return functions, dict(zip(functions, self.reward_weights or [1.0] * len(functions), strict=True))
-
     def load(self) -> Task:
         train, test = self._read("train"), self._read("test")
         size = self.gate_size or 0
@@ -83,7 +76,10 @@ class JSONLSettings(TaskSettings):
         gate = [train[index] for index in held_out]  # in this order, which is random
         for index in sorted(held_out, reverse=True):
             del train[index]
-        functions, weights = self.judges()
+        functions = {Path(spec.rpartition(":")[2]).name: REWARDS.resolve(spec) for spec in self.rewards}
+        if len(functions) < len(self.rewards):
+            raise UserError(f"reward functions need different names, got {', '.join(self.rewards)}")
+        weights = dict(zip(functions, self.reward_weights or []))
         task = Task(self.name, self._first(train, "train"), self._first(test, "test"), functions, gate, weights)
         for name, function in functions.items():
             check_columns(name, function, task)
