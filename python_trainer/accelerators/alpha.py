@@ -158,12 +158,10 @@ class Alpha(Accelerator):
     @contextmanager
     def _clock(self, context: StepContext, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[name] += spent
-            context.telemetry[f"alpha/{name}_s"] = spent
+        yield
+        spent = time.perf_counter() - start
+        self.seconds[name] += spent
+        context.telemetry[f"alpha/{name}_s"] = spent
 
     def summary(self) -> dict[str, Any]:
         """Returns the seconds spent on tracking and at the gate, and all attempts."""
