@@ -1,6 +1,5 @@
 """The kernels of a run on a GPU: proved before the model is loaded, kept with the run, the same on all ranks."""
 
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import torch
 from python_trainer.accelerators import registered
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
-from python_trainer.model.loading import choose_device, policy_folder
+from python_trainer.model.loading import choose_device, described_model
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.workload import workload_of_run
@@ -54,15 +53,11 @@ def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
         table = {op: backend.choose(op, device) for op in PROVABLE}
     if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
         return table
-    try:
-        shape = json.loads((policy_folder(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return table  # loading the model says what is wrong with it
     special = {op for kind in registered() for op in kind.ops}
     needed = [op for op in PROVABLE if op not in special]
     needed += [op for settings in config.accelerators.chosen() for op in settings.ops]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")
-    workload = workload_of_run(config.model_dump(mode="json"), shape)
+    workload = workload_of_run(config.model_dump(mode="json"), described_model(config.model).config.get_text_config())
     result = prove(needed, device=device, workload=workload, say=lambda line: None)
     for op, reason in result["left_out"].items():
         note(f"{op}: {reason}; the run takes {table[op]}")

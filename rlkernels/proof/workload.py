@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -47,28 +47,24 @@ class Workload:
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:12]
 
 
-def workload_of_run(settings: Mapping[str, Any], model: Mapping[str, Any]) -> Workload:
+def workload_of_run(settings: Mapping[str, Any], model: Any) -> Workload:
     """Return the workload of a run.
 
     Args:
-        settings: of python_trainer, nested; what is missing counts as in the default workload.
-        model: the configuration of a Transformers model.
+        settings: of python_trainer, nested.
+        model: the configuration of a decoder of Transformers.
     """
-    rollout = settings.get("rollout") or {}
-    longest = rollout.get("max_completion_length")
-    found = {
-        "dtype": (settings.get("model") or {}).get("dtype"),
-        "heads": model.get("num_attention_heads"),
-        "kv_heads": model.get("num_key_value_heads") or model.get("num_attention_heads"),
-        "head_dim": model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"],
-        "hidden": model.get("hidden_size"),
-        "vocab": model.get("vocab_size"),
-        "prompts": rollout.get("prompts_per_step"),
-        "samples": rollout.get("num_generations"),
-        "completion_tokens": max(16, longest // 2) if longest else None,  # few answers are as long as they may be
-        **{name: rollout.get(name) for name in ("temperature", "top_p", "top_k")},
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    if given.get("dtype") not in ("float32", "bfloat16", "float16"):
-        given.pop("dtype", None)
-    return replace(Workload(), **given)
+    rollout, dtype = settings["rollout"], settings["model"]["dtype"]
+    heads = getattr(model, "num_attention_heads", Workload.heads)
+    return Workload(
+        dtype=Workload.dtype if dtype == "auto" else dtype,
+        heads=heads,
+        kv_heads=getattr(model, "num_key_value_heads", None) or heads,
+        head_dim=getattr(model, "head_dim", None) or model.hidden_size // heads,
+        hidden=model.hidden_size,
+        vocab=model.vocab_size,
+        prompts=rollout["prompts_per_step"],
+        samples=rollout["num_generations"],
+        completion_tokens=max(16, rollout["max_completion_length"] // 2),  # few answers are as long as they may be
+        **{name: rollout[name] for name in ("temperature", "top_p", "top_k")},
+    )

@@ -1,17 +1,17 @@
 """The kernels of a run on a GPU: proved for its shapes before the model is loaded, and kept with it."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from python_trainer import kernels
 from python_trainer.checkpoint import load_checkpoint, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import RankGroup
 from rlkernels import backend, verdicts
-from rlkernels.proof import PROVABLE
+from rlkernels.proof import PROVABLE, Workload
 
 GPU = {"gpu": "NVIDIA X", "capability": "9.0", "driver": "580", "torch": "2", "triton": "3"}
 CUDA = torch.device("cuda", 0)
@@ -53,13 +53,17 @@ def test_a_run_proves_what_it_needs_for_its_shapes(gpu):
     found, notes = settle()
     ((ops, workload),) = gpu.asked
     assert "verify_drafts" in ops and "token_logprobs" in ops and not {"dtw", "top1_deltas"} & {*ops}
-    shape = json.loads((kernels.policy_folder("small") / "config.json").read_text())
-    assert (workload.hidden, workload.vocab) == (shape["hidden_size"], shape["vocab_size"])
-    assert (workload.prompts, workload.samples, workload.dtype) == (8, 4, "bfloat16")
+    assert workload == Workload("bfloat16", 3, 1, 32, 96, 259, 8, 4, 256, 32)
     assert backend.choose("paged_attention", CUDA) == "triton" and backend.choose("write_kv", CUDA) == "torch"
     assert backend.choose("dtw", CUDA) == backend.choose("sample_tokens", CUDA) == "torch"
     assert found["backends"].keys() == {*PROVABLE} and found["device"] == GPU
     assert "NVIDIA X" in notes[0] and "sample_tokens: no time left of 60 s; the run takes torch" in notes
+
+
+def test_shapes_may_have_other_names(gpu, tmp_path):
+    GPT2Config(n_embd=96, n_head=6, vocab_size=99).save_pretrained(tmp_path)
+    settle(f"model.path={tmp_path}", "model.dtype=float32")
+    assert gpu.asked[0][1] == Workload("float32", 6, 6, 16, 96, 99, 8, 4, 256, 32)
 
 
 def test_a_run_that_goes_on_keeps_its_kernels(gpu, tmp_path):

@@ -18,7 +18,6 @@ from rlkernels import backend, proof, verdicts
 from rlkernels.__main__ import main
 from rlkernels.proof import Workload, process
 from rlkernels.proof.cases import SMALL, cases_of
-from rlkernels.proof.workload import workload_of_run
 
 OP, CUDA = "merge_attention", torch.device("cuda", 0)
 TINY = Workload("float32", 4, 2, 16, 32, 200, 2, 2, 20, 16)
@@ -323,12 +322,6 @@ def test_command(monkeypatch, capsys, tmp_path):
     assert "rlkernels prove: ops must be out of" in capsys.readouterr().err
     assert main(["prove", "--device", "cpu", "--seconds", "0", "--record", str(tmp_path)]) == 2
     assert "rlkernels prove: [Errno 21] Is a directory" in capsys.readouterr().err
-
-
-def test_the_workload_of_a_run():
-    settings = {"model": {"dtype": "float16"}, "rollout": {"num_generations": 4, "max_completion_length": 100}}
-    model = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
-    assert workload_of_run(settings, model) == Workload("float16", 4, 2, 16, 64, 99, 32, 4, 256, 50)
 
 
 def test_comments_and_layout_are_no_change(tmp_path):
