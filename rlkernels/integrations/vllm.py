@@ -66,7 +66,7 @@ class _Tracked:
     """A sequence that vLLM is generating; it tells no names, so sequences are known by their tokens."""
 
     prompt: np.ndarray  # int32 [P]
-    tokens: bytearray  # int32, prompt and answer so far
+    tokens: bytes  # int32, prompt and answer so far
     handle: int | None  # None: the history does not know its prompt
     draft: list[int] = field(default_factory=list)  # the last one, not judged yet
 
@@ -204,34 +204,26 @@ class HistoryProposer:
         for seq, new in zip(tracked, news):
             seq.tokens += new.tobytes()
         known = [j for j, seq in enumerate(tracked) if seq.handle is not None]
+        handles = [seq.handle for seq in tracked if seq.handle is not None]
         if known:
-            self._judge([tracked[j] for j in known], [news[j] for j in known])
-            self._draft([tracked[j] for j in known])
-        for j in known:
+            self._judge(handles, [tracked[j] for j in known], [news[j] for j in known])
+        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit)
+        for j, guess, count in zip(known, ids.tolist(), counts.tolist(), strict=True):
             room = max(self._max_length - lengths[j] - 1, 0)
-            del tracked[j].draft[room:]
+            # a history of another tokenizer may hold ids that this model does not have
+            tracked[j].draft = list(takewhile(lambda t: t < self._vocab_size, guess[: min(count, room)]))
             drafts[rows[j]] = list(tracked[j].draft)
         return drafts
 
-    def _draft(self, tracked: list[_Tracked]) -> None:
-        """Gives sequences their next drafts."""
-        handles = [seq.handle for seq in tracked if seq.handle is not None]  # all
-        ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit)
-        for seq, guess, count in zip(tracked, ids.tolist(), counts.tolist(), strict=True):
-            # a history of another tokenizer may hold ids that this model does not have
-            seq.draft = list(takewhile(lambda t: t < self._vocab_size, guess[:count]))
-
     def _recognise(self, before: list[np.ndarray]) -> list[_Tracked]:
         """Find the tracked sequences with these tokens, or track new ones; all others become absent."""
-        known: dict[tuple[int, bytes], list[_Tracked]] = {}
+        known: dict[bytes, list[_Tracked]] = {}
         for seq in (*self._absent, *self._present):
-            known.setdefault(_key(seq.tokens), []).append(seq)
+            known.setdefault(seq.tokens, []).append(seq)
         found = []
         for ids in before:
-            tokens = bytearray(ids.tobytes())
-            same = known.get(_key(tokens), [])
-            at = next((j for j, seq in enumerate(same) if seq.tokens == tokens), None)
-            found.append(_Tracked(ids, tokens, None) if at is None else same.pop(at))
+            same = known.get(tokens := ids.tobytes())
+            found.append(same.pop(0) if same else _Tracked(ids, tokens, None))
         left = {id(seq) for group in known.values() for seq in group}
         gone, absent = list[_Tracked](), list[_Tracked]()
         for seq in (*self._absent, *self._present):
@@ -254,7 +246,7 @@ class HistoryProposer:
         if self._history is not self._own:
             return
         for seq in gone:
-            if len(answer := np.frombuffer(bytes(seq.tokens), np.int32)[len(seq.prompt) :]):
+            if len(answer := np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :]):
                 self._history.add(seq.prompt, answer, epoch=self._epoch)
                 self._answered.add(seq.prompt.tobytes())
                 if self._records:
@@ -312,7 +304,7 @@ class HistoryProposer:
             if seq.handle is not None:
                 self._history.release(seq.handle)
 
-    def _judge(self, tracked: list[_Tracked], news: list[np.ndarray]) -> None:
+    def _judge(self, handles: list[int], tracked: list[_Tracked], news: list[np.ndarray]) -> None:
         """Tells the history what became of the last drafts, and which tokens have come."""
         offered, accepted = [], []
         for seq, new in zip(tracked, news):
@@ -321,7 +313,6 @@ class HistoryProposer:
             cut = right < len(seq.draft) and new[right] == seq.draft[right]
             offered.append(right if cut else len(seq.draft))
             accepted.append(right)
-        handles = [seq.handle for seq in tracked if seq.handle is not None]  # all
         self._history.observe(handles, offered, accepted)
         self._history.extend_tracked(handles, np.concatenate(news), [len(new) for new in news])
 
@@ -337,7 +328,7 @@ class HistoryProposer:
         self._release((*self._absent, *self._present))
         self._history = history
         for seq in (*self._absent, *self._present):
-            seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(bytes(seq.tokens), np.int32)), []
+            seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32)), []
 
     def _read_again(self) -> RolloutHistory:
         stamp = self._file_stamp()
@@ -361,8 +352,3 @@ class HistoryProposer:
 def _close(reference: "weakref.ref[HistoryProposer]") -> None:
     if (proposer := reference()) is not None:
         proposer._close()
-
-
-def _key(tokens: bytearray) -> tuple[int, bytes]:
-    """Return what tells most sequences apart: the length and the last 16 tokens."""
-    return len(tokens), bytes(tokens[-64:])
