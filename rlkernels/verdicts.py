@@ -98,17 +98,12 @@ def store(verdict: Verdict, index: int) -> None:
     """Store a verdict on the device with this index for later processes."""
     name = f"{_key(verdict['op'], index)}-{verdict['workload']}.json"
     _memory[name] = verdict
-    draft = None
-    try:
+    with contextlib.suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".tmp", delete=False) as file:
-            draft = Path(file.name)
-            json.dump(verdict, file, indent=1)
-        draft.replace(folder() / name)
-    except OSError:
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                draft.unlink()
+        with tempfile.TemporaryDirectory(dir=folder()) as aside:
+            draft = Path(aside, name)
+            draft.write_text(json.dumps(verdict, indent=1))
+            draft.replace(folder() / name)
 
 
 def load(op: str, index: int, workload: str | None = None) -> list[Verdict]:
