@@ -55,39 +55,34 @@ class Worker:
         Raises:
             DeviceLost: the worker outlives SIGKILL.
         """
-        if self.process is None and (failure := self._start(end)):
-            return failure
+        if self.process is None and not (ready := self._start(end))["ok"]:
+            return ready
         process = self.process
         assert process and process.stdin
         try:
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-            last = self._listen(process, limit, end, hear)
         except BrokenPipeError:  # it died after its last answer
-            last = None
-        if last is None:
-            return self._bury(process, limit, time.monotonic() >= end)
+            return self._bury(process, limit)
+        last = self._listen(process, limit, end, hear)
         if "traceback" in last:  # a CUDA error spoils all that follows in a process
             self.close()
         return last
 
     def _start(self, end: float) -> Message:
-        """Start the worker -> empty if it is ready, else why it is not."""
+        """Start the worker, and return its first message."""
         self.process = subprocess.Popen(
             self.command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             process_group=0,
         )  # fmt: skip
         ready = self._listen(self.process, START_S, end, lambda message: None)
-        if ready is None:
-            return self._bury(self.process, START_S, time.monotonic() >= end)
         if not ready["ok"]:
             self.close()
-            return ready
-        return {}
+        return ready
 
     def _listen(self, process: subprocess.Popen[bytes], limit: float, end: float, hear: Callable[[Message], None]
-                ) -> Message | None:  # fmt: skip
-        """Return the last message; None if the process died or the time is up."""
+                ) -> Message:  # fmt: skip
+        """Return the last message; if the process dies or the time is up before, what became of it."""
         assert process.stdout and process.stderr
         pending, self.noise, patience = b"", b"", time.monotonic() + limit
         with selectors.DefaultSelector() as selector:
@@ -102,17 +97,17 @@ class Worker:
                             selector.unregister(key.fileobj)
                         continue
                     if not data:
-                        return None
+                        return self._bury(process, limit)
                     *lines, pending = (pending + data).split(b"\n")
                     for message in (json.loads(line[1:]) for line in lines if line.startswith(b"@")):
                         if "ok" in message:
                             return message
                         patience = time.monotonic() + limit
                         hear(message)
-        return None
+        return self._bury(process, limit, cut=time.monotonic() >= end)
 
-    def _bury(self, process: subprocess.Popen[bytes], limit: float, cut: bool) -> Message:
-        """End a worker that gave no last message -> why it gave none."""
+    def _bury(self, process: subprocess.Popen[bytes], limit: float, cut: bool = False) -> Message:
+        """End a worker that gave no last message -> why it gave none; ``cut``: the budget ended."""
         try:
             code = process.wait(timeout=0.0 if cut else 2.0)
         except subprocess.TimeoutExpired:
