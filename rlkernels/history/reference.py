@@ -236,9 +236,8 @@ class History:
         del self.handles[handle]
 
     def longest_prompt(self, ids: np.ndarray) -> int:
-        known = {rollout.prompt for rollout in self.rollouts.values()}
-        wanted = tuple(ids.tolist())
-        return max((len(prompt) for prompt in known if wanted[: len(prompt)] == prompt), default=0)
+        prompts, wanted = (rollout.prompt for rollout in self.rollouts.values()), tuple(ids.tolist())
+        return max((len(prompt) for prompt in prompts if wanted[: len(prompt)] == prompt), default=0)
 
     def to_bytes(self) -> np.ndarray:
         prompts: dict[tuple[int, ...], int] = {}
