@@ -183,13 +183,13 @@ class Trainer:
             self.notify("on_rollouts", number, rollouts)
             context.telemetry |= sampler.metrics() | rollout_statistics(rollouts)
             self.update(context, rollouts)
-            row = context.telemetry | self.state.metrics_since(before)
             samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
             self.state.step = number
+            row = context.telemetry
             try:
                 row |= self.evaluate_if_due()
             finally:
-                row |= self.totals()
+                row |= self.state.metrics_since(before) | self.totals()
                 self.logger.log(number, row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
