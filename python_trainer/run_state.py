@@ -68,14 +68,17 @@ class RunState:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
 
     def metrics_since(self, before: Mapping[str, Any]) -> dict[str, float]:
-        """Returns seconds, but those of saving, and tokens since the state was ``before``, as a dictionary."""
+        """Returns seconds and tokens since the state was ``before``, as a dictionary.
+
+        The rates are those of training: evaluations and saving, which comes after a row is written, do not count.
+        """
         spent = {name: seconds - before["seconds"].get(name, 0.0) for name, seconds in self.seconds.items()}
-        spent.pop("checkpoint", None)  # the row of a step is written before its checkpoint
+        training = sum(spent.values()) - spent.get("eval", 0.0) - spent.get("checkpoint", 0.0)
         tokens = {name: count - before["counts"].get(name, 0) for name, count in self.counts.items()}
         generated = tokens["generated_tokens"]
         return {
             **{f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()},
-            "tokens_per_second": generated / max(sum(spent.values()) - spent.get("eval", 0.0), 1e-9),
+            "tokens_per_second": generated / max(training, 1e-9),
             "rollout_tokens_per_second": generated / max(spent["rollout"], 1e-9),
             **{f"time/{name}_s": seconds for name, seconds in spent.items()},
         }

@@ -118,6 +118,7 @@ class Trainer:
             if self.checkpointer.restore(self.learner, self.progress, self.load_progress):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
+            self.logged = asdict(self.state)  # at the newest row of metrics
             unless_ready.pop_all()
 
     @property
@@ -141,10 +142,10 @@ class Trainer:
                 with self.stop, self.logger.recording(state.step or None):
                     self.done = self.finished()
                     if state.step == 0:
-                        self.logger.log(0, self.evaluator.evaluate("start") | self.totals())
+                        self.log(self.evaluator.evaluate("start"))
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
-                        row = self.evaluator.evaluate("final") | self.totals()  # it failed then
-                        self.logger.log(state.step, row)
+                        row = self.evaluator.evaluate("final")  # it failed then
+                        self.log(row)
                         self.notify("on_step", state.step, row)
                         self.checkpointer.after_step(None, done=True)
                     while not self.done:
@@ -168,11 +169,11 @@ class Trainer:
             Interrupted: a signal came, and the step is saved.
         """
         with self.checkpointer.keeping_last_step():
-            context, before = self.context(number), asdict(self.state)
+            context = self.context(number)
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
-                asked = self.state.prompts - before["prompts"]  # in this step
+                asked = self.state.prompts - self.logged["prompts"]  # in this step
                 groups = self.plan(context, self.prompts.groups(self.prompts.draw(sampler.missing), asked))
                 with self.state.measure("rollout"):
                     rollouts = self.generate(groups, context.seed)
@@ -189,8 +190,8 @@ class Trainer:
             try:
                 row |= self.evaluate_if_due()
             finally:
-                row |= self.state.metrics_since(before) | self.totals()
-                self.logger.log(number, row)
+                row |= self.state.metrics_since(self.logged)
+                self.log(row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
         self.note_oddities(number, row)
@@ -292,6 +293,12 @@ class Trainer:
         limit, state = self.config.max_seconds, self.state
         late = limit is not None and state.step > 0 and self.state.training_seconds >= limit
         return self.ranks.first(late or state.step >= self.config.max_steps)
+
+    def log(self, row: dict[str, float]) -> None:
+        """Adds totals to a row of metrics and writes it; the row after it counts from here."""
+        row |= self.totals()
+        self.logger.log(self.state.step, row)
+        self.logged = asdict(self.state)
 
     def totals(self) -> dict[str, float]:
         """Returns seconds, tokens and bytes since the run began, as metrics."""

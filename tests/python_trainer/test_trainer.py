@@ -27,7 +27,7 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     assert last["reward"] > first["reward"] + 0.2
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 5, 10, 12]
     assert [row["step"] for row in rows[1:] if row["time/eval_s"] > 0] == [5, 10, 12]
-    assert not any("time/checkpoint_s" in row for row in rows)  # known after the row is written: in summary.json
+    assert rows[5]["time/checkpoint_s"] > rows[6]["time/checkpoint_s"], "the save after step 4 counts in the next row"
     for name in (
         "reward", "reward_std", "rewards/digits/mean", "rewards/digits/std", "frac_reward_zero_std", "accuracy",
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
