@@ -88,14 +88,12 @@ def publish(aside: Path, target: Path) -> None:
     for path in sorted(aside.rglob("*"), reverse=True):
         flush(path)
     flush(aside)
+    old = target.with_name(f".old-{target.name}")
     if target.exists():
-        old = target.with_name(f".old-{target.name}")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        aside.rename(target)
-        shutil.rmtree(old)
-    else:
-        aside.rename(target)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
     flush(target.parent)
 
 

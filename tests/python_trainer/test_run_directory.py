@@ -106,13 +106,15 @@ def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     aside = tmp_path / "run" / ".model.tmp"
     aside.mkdir()
     (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
+    old = (tmp_path / "run" / "adapter").rename(tmp_path / "run" / ".old-adapter")  # the new one was not in place yet
     umask = os.umask(0o022)
     try:
         Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
     finally:
         os.umask(umask)
     written = [path for folder in ("model", "adapter") for path in (tmp_path / "run" / folder).iterdir()]
-    assert not aside.exists() and "model-00001-of-00009.safetensors" not in [path.name for path in written]
+    assert not old.exists() and not aside.exists()
+    assert "model-00001-of-00009.safetensors" not in [path.name for path in written]
     assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
 
 
