@@ -22,7 +22,7 @@ from python_trainer.model.loading import (
 from python_trainer.model.lora import inject_adapters, is_adapter, plain_name
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.weights import META, allocate, copy_weights, empty_copy, named_weights
+from python_trainer.model.weights import META, copy_weights, empty_copy, named_weights
 
 
 class ShardedGroup(RankGroup):
@@ -85,7 +85,10 @@ class ShardedGroup(RankGroup):
             copied.requires_grad_(trains)
         self.shard(copied)
         on_host = self.offload and any(p.requires_grad for p in copied.parameters())
-        allocate(copied, device, shards_on=torch.device("cpu") if on_host else None)
+        buffers = [(part, dict(part._buffers)) for part in copied.modules()]  # which sharding has moved to the device
+        copied.to_empty(device="cpu" if on_host else device)
+        for part, values in buffers:
+            part._buffers.update(values)
         return copied
 
     def shard(self, module: torch.nn.Module) -> None:

@@ -72,16 +72,6 @@ def empty_copy(module: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def allocate(module: torch.nn.Module, device: torch.device, *, shards_on: torch.device | None = None) -> None:
-    """Gives the shards of a module that was cut on ``meta`` uninitialised memory; buffers keep their values."""
-    buffers = {name: buffer.to(device, copy=True) for name, buffer in module.named_buffers(remove_duplicate=False)}
-    module.to_empty(device=device if shards_on is None else shards_on)
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._buffers[leaf] = buffer
-
-
-@torch.no_grad()
 def copy_weights(module: torch.nn.Module, values: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copies whole weights, by name, the same in every process, into a module, which may be sharded; others stay."""
     targets = dict(named_weights(module))

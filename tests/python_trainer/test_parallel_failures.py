@@ -36,7 +36,7 @@ PLACES = {
     "learner": "python_trainer.trainer.Learner",
     "checkpoint": "python_trainer.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
-    "shards": "python_trainer.distributed.sharded.allocate",
+    "shards": "python_trainer.distributed.sharded.ShardedGroup._sharded_copy",
     "policy": "python_trainer.model.policy.Policy.__init__",
 }
 OF_A_KIND = {"whole model": "ddp", "shards": "fsdp2"}
