@@ -105,7 +105,7 @@ class Learner:
         """
         total, tokens = torch.zeros((), device=self.policy.device), 0  # this rank's share of the loss
         for packed in self._packs(minibatch.batch, minibatch.samples):
-            logprobs, entropy, states = self.policy.score_with_states(packed, self.temperature)
+            logprobs, entropy, states = self.policy.score(packed, self.temperature)
             values = self.critic(packed, states) if self.critic else None
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
@@ -156,7 +156,7 @@ class Learner:
         """
         old, values = batch.record(), batch.record()
         for packed in self._packs(batch, samples):
-            logprobs, _, states = self.policy.score_with_states(packed, self.temperature)
+            logprobs, _, states = self.policy.score(packed, self.temperature)
             put(old, packed, logprobs)
             if self.critic is not None:
                 put(values, packed, self.critic(packed, states))

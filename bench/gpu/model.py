@@ -224,7 +224,7 @@ def train(size: Size, device: torch.device) -> Message:
         """-> log-probabilities [B, L]; the gradients of their mean are in the model."""
         packed = pack(given, range(len(given))).to(device)
         with policy.packed_attention():
-            logprobs, _ = policy.score(packed, 1.0)
+            logprobs, *_ = policy.score(packed, 1.0)
             logprobs.sum().div(packed.mask.sum()).backward()
         return logprobs.detach()[torch.tensor(packed.samples, device=device).argsort()]
 

@@ -39,7 +39,7 @@ class Critic(torch.nn.Module):
         self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
-        """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score_with_states``."""
+        """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
         if self.body is not None:
             positions = packed.layout.position_ids.to(packed.input_ids.device)
             inputs = flat_inputs(packed.input_ids, positions, packed.layout)

@@ -192,16 +192,13 @@ class Policy:
         """Prepares the model for :meth:`score` and its backward pass, and afterwards restores its attention."""
         return attend_by(self.model)
 
-    def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Computes log-probability and entropy of every response token, [B, L] float32, differentiable, 0 if masked.
 
-        Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. To be
-        called, and differentiated, within :meth:`packed_attention`.
+        Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. Beside
+        them the last hidden states [R, H] that the R pairs were predicted from. To be called, and differentiated,
+        within :meth:`packed_attention`.
         """
-        return self.score_with_states(packed, temperature)[:2]
-
-    def score_with_states(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes :meth:`score`, and the last hidden states [R, H] that its R pairs were predicted from."""
         head, targets = self.model.get_output_embeddings(), packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
         if logits_bytes > LARGEST_LOGITS and self.traits.logit_scale is not None:

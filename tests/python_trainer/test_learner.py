@@ -32,7 +32,7 @@ def stirred_policy(kind, tokenizer):
 
 def gradients(policy, packed):
     with policy.packed_attention():
-        logprobs, entropy, states = policy.score_with_states(packed, 0.8)
+        logprobs, entropy, states = policy.score(packed, 0.8)
         (logprobs.square().sum() + entropy.sum() + states.sin().sum()).backward()
     found = {name: p.grad for name, p in policy.model.named_parameters()}
     for p in policy.model.parameters():
@@ -107,13 +107,13 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
     config = make_config(algorithm=algorithm, optimizer={"adam_epsilon": 1e-4})  # or rounding of zeros grows to steps
     ours, other = (Trainer(config, tmp_path / name, console=QUIET) for name in ("ours", "other"))
     other.learner._have_gradient = lambda batch: [True] * len(batch.rollouts)
-    score, seen = ours.policy.score_with_states, []
+    score, seen = ours.policy.score, []
 
     def counted(packed, temperature):
         seen.append((torch.is_grad_enabled(), packed.input_ids.numel()))
         return score(packed, temperature)
 
-    monkeypatch.setattr(ours.policy, "score_with_states", counted)
+    monkeypatch.setattr(ours.policy, "score", counted)
     for number, rewards in ((1, MIXED), (2, [1] * 16)):  # the second has nothing to teach: momentum alone moves weights
         seen.clear()
         row, wanted = (trainer.learner.update(graded(rewards), number) for trainer in (ours, other))

@@ -103,7 +103,7 @@ def scored(monkeypatch):
     def score(policy, packed, most):
         monkeypatch.setattr(policy_module, "LARGEST_LOGITS", most)
         with policy.packed_attention(), Largest() as largest:
-            logprobs, entropy, states = policy.score_with_states(packed, 0.7)
+            logprobs, entropy, states = policy.score(packed, 0.7)
             loss = (logprobs * torch.linspace(-1, 2, logprobs.shape[1]) + 0.1 * entropy).sum()
             gradients = torch.autograd.grad(loss, list(policy.model.parameters()))
         return [logprobs.detach(), entropy.detach(), states.detach(), *gradients], largest.rows

@@ -153,7 +153,7 @@ def test_values_are_those_of_the_state_before_each_token(policy, answers, separa
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     packed = pack(answers, range(len(answers)))
     with policy.packed_attention():
-        values = critic(packed, policy.score_with_states(packed, 0.7)[2])
+        values = critic(packed, policy.score(packed, 0.7)[2])
         weights = torch.randn(values.shape)
         found = torch.autograd.grad((values * weights).sum(), [*model.parameters(), *critic.head.parameters()])
     hook.remove()

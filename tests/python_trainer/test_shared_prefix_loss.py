@@ -63,7 +63,7 @@ def noisy(batch, policy, scale, seed):
     out = batch.record()
     with torch.no_grad(), policy.packed_attention():
         packed = batch.pack(range(len(batch.rollouts)))
-        logprobs, _ = policy.score(packed, 1.0)
+        logprobs, *_ = policy.score(packed, 1.0)
         put(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
 
@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
             for part in micro_batches(batch.rollouts, everything, budget):
                 packed = batch.pack(part)
                 assert whole or len(packed.rows) == len(packed.targets) == packed.mask.sum()  # of suffixes alone
-                loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0))
+                loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0)[:2])
                 loss.backward()
                 total += loss.item()
                 tokens[budget] += packed.input_ids.numel()

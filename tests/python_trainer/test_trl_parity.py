@@ -144,7 +144,7 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         ours_loss = 0.0
         for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
             packed = batch.pack(part)
-            scores = policy.score(packed, 0.8)
+            scores = policy.score(packed, 0.8)[:2]
             loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             loss.backward()
             ours_loss += loss.item()

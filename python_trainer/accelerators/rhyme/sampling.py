@@ -184,7 +184,7 @@ def score_candidates(run: RunContext, candidates: Sequence[Candidate]) -> None:
     with policy.packed_attention():
         for part in micro_batches(answers, range(len(answers)), run.config.optimizer.micro_batch_tokens):
             packed = pack(answers, part).to(policy.device)
-            values, entropies = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
+            values, entropies, _ = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
             then = [candidates[i].answer.logprobs for i in packed.samples]
             known = torch.nn.utils.rnn.pad_sequence(then, batch_first=True).to(values)
             weights = importance_weights(values, known, packed.mask & ~known.isnan(), mode="truncate", cap=CAP)
