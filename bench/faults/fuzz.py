@@ -31,7 +31,7 @@ from python_trainer.accelerators.rhyme.database import (
     StepRecord,
     StoredAnswer,
     StoredRun,
-    parse_url,
+    make_engine,
     unpack_tensors,
 )
 from python_trainer.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
@@ -216,7 +216,7 @@ def database_url(data: Any, folder: Path) -> str:
         "\0",
     ]
     url = "".join(data.draw(st.lists(st.sampled_from(parts) | TEXT, max_size=8)))
-    return attempt(lambda: parse_url(url))
+    return attempt(lambda: make_engine(url))
 
 
 @cache

@@ -134,12 +134,11 @@ class RetrospectiveDatabase:
     """
 
     def __init__(self, url: str, *, create: bool = True):
-        parsed = parse_url(url)
-        self.name = parsed.render_as_string(hide_password=True)
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._create, self._engine = create, make_engine(url)
+        self.name = self._engine.url.render_as_string(hide_password=True)
+        self.is_sqlite = self._engine.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
-            check_sqlite_file(Path(parsed.database or ""), create=create)
-        self._create, self._engine = create, make_engine(parsed, self.is_sqlite)
+            check_sqlite_file(Path(self._engine.url.database or ""), create=create)
         with self._transaction(write=create) as connection:  # to begin one for writing puts SQLite's header right
             self._open(connection, create)
 
@@ -256,8 +255,8 @@ def step_of(row: sa.Row) -> StepRecord:
     return StepRecord(row.step, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
 
 
-def parse_url(url: str) -> sa.URL:
-    """Parses a path or URL."""
+def make_engine(url: str) -> sa.Engine:
+    """Makes the engine of a path or URL, which opens nothing yet; UserError if it can be of no database."""
     try:
         parsed = sa.make_url(url) if "://" in url else sa.URL.create("sqlite", database=url)
     except (ArgumentError, ValueError) as error:  # ValueError: the port is no number
@@ -270,16 +269,12 @@ def parse_url(url: str) -> sa.URL:
         raise UserError(f"a retrospective database needs a file, got {url!r}")
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
-    return parsed
-
-
-def make_engine(url: sa.URL, is_sqlite: bool) -> sa.Engine:
     # transactions of SQLite begin where we say, not where the driver thinks
-    options = {"timeout": BUSY_SECONDS, "isolation_level": None} if is_sqlite else {}
+    options = {"timeout": BUSY_SECONDS, "isolation_level": None} if kind == "sqlite" else {}
     try:
-        return sa.create_engine(url, poolclass=sa.NullPool, connect_args=options)
+        return sa.create_engine(parsed, poolclass=sa.NullPool, connect_args=options)
     except (ImportError, NoSuchModuleError) as error:
-        lack = f"{url.drivername} needs {getattr(error, 'name', None) or error}"
+        lack = f"{parsed.drivername} needs {getattr(error, 'name', None) or error}"
         raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
 
 
