@@ -7,8 +7,8 @@ build, a timed row, the sanitizer or a test failed.
 """
 
 import argparse
-import importlib
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -273,8 +273,7 @@ def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases:CASES") ->
     console = Console(width=None if sys.stdout.isatty() else 120)
     session = Session(args, cases, console)
     console.print(f"record: {session.journal.path}{', which goes on' if session.journal.goes_on else ''}")
-    module, name = cases.split(":")
-    jobs = plan(getattr(importlib.import_module(module), name), args.device, args.seconds, session.sanitizer)
+    jobs = plan(pkgutil.resolve_name(cases), args.device, args.seconds, session.sanitizer)
     if args.ops:
         proves = any(op in PROVABLE for op in args.ops)
         jobs = [job for job in jobs if job["op"] in args.ops or (proves and job["kind"] == "prove")]

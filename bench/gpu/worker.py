@@ -4,7 +4,7 @@ Its argument is ``module:function`` that gives the cases; :class:`rlkernels.proo
 """
 
 import dataclasses
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -132,8 +132,7 @@ def do(job: Message, cases: list[Case], say: Say) -> Message:
 
 
 def main() -> None:
-    module, name = sys.argv[1].split(":")
-    serve(lambda: getattr(importlib.import_module(module), name), do)
+    serve(lambda: pkgutil.resolve_name(sys.argv[1]), do)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -55,8 +56,7 @@ class Prover:
         fields = json.dumps(dataclasses.asdict(workload))
         arguments = [json.dumps(sys.path), str(device), cases, fields]
         self.worker = Worker([sys.executable, "-c", START, *arguments], os.environ)
-        module, function = cases.split(":")
-        self.cases: list[Case] = getattr(__import__(module, fromlist=[function]), function)(workload)
+        self.cases: list[Case] = pkgutil.resolve_name(cases)(workload)
 
     def candidates(self, op: str) -> list[str]:
         """List our backends of the op that run on the device."""

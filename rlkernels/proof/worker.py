@@ -5,9 +5,9 @@ in JSON. :class:`rlkernels.proof.process.Worker` sends the jobs.
 """
 
 import ctypes
-import importlib
 import json
 import math
+import pkgutil
 import signal
 import sys
 import time
@@ -135,10 +135,10 @@ def open_device(device: torch.device) -> None:
 
 
 def main() -> None:
-    device, (module, function), fields = torch.device(sys.argv[1]), sys.argv[2].split(":"), json.loads(sys.argv[3])
+    device, cases, fields = torch.device(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 
     def prepare() -> list[Case]:
         open_device(device)
-        return getattr(importlib.import_module(module), function)(Workload(**fields))
+        return pkgutil.resolve_name(cases)(Workload(**fields))
 
     serve(prepare, lambda job, cases, say: do(job, cases, device, say))
