@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
 
     Raises:
-        ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that holds files.
+        ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that is there already.
     """
     attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
     base, checkpoints, output_dir, accuracy = args.base, args.checkpoints, args.output_dir, args.accuracy
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"--output-dir must be a new or empty folder, got {output_dir}")
+    if output_dir.exists():
+        raise ValueError(f"--output-dir must be a new folder, got {output_dir}")
     if accuracy is None and attempt.predictor == "pls":
         raise ValueError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     if accuracy is not None and len(accuracy) != len(checkpoints):
@@ -86,7 +86,6 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
     """Write the files of ``last`` with the predicted weights in their dtypes, one weight file at a time in memory."""
     from safetensors.torch import save_file
 
-    output_dir = output_dir.resolve()  # of a link, and of ".", the folder itself is replaced
     aside = output_dir.with_name(f".{output_dir.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -98,6 +97,4 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
         changed = {name: predicted[name].to(tensors[name].dtype) for name in tensors if name in predicted}
         save_file(tensors | changed, aside / file.name, metadata={"format": "pt"})
         shutil.copymode(file, aside / file.name)  # save_file leaves it to its owner alone, whatever the umask
-    if output_dir.exists():
-        output_dir.rmdir()
     aside.rename(output_dir)

@@ -1,8 +1,6 @@
 """``python -m rlkernels extrapolate`` on folders as trainers leave them; a straight line tells the right weights."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +46,7 @@ def extrapolate(base, folders, out, *more):
 
 
 @pytest.mark.parametrize("predictor", ["full", "secant"])
-def test_a_straight_line_goes_on(training, tmp_path, capsys, monkeypatch, predictor):
+def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
     base, folders, start, direction = training
     out = tmp_path / "further"
     assert extrapolate(base, folders, out, "--predictor", predictor, "--horizon", "1.5") == 0
@@ -63,15 +61,7 @@ def test_a_straight_line_goes_on(training, tmp_path, capsys, monkeypatch, predic
     assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= names and "optimizer.pt" not in names
     assert not (tmp_path / ".further.tmp").exists()
     assert extrapolate(base, folders, out) == 2
-    assert "--output-dir must be a new or empty folder" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    monkeypatch.chdir(tmp_path / "empty")
-    for place in (Path(), tmp_path / "link"):
-        assert extrapolate(base, folders, place) == 0
-        assert {path.name for path in (tmp_path / "link").iterdir()} == names
-        shutil.rmtree(tmp_path / "empty")
-        (tmp_path / "empty").mkdir()
+    assert "--output-dir must be a new folder, got" in capsys.readouterr().err
 
 
 def test_reasons_not_to(training, tmp_path, capsys):
