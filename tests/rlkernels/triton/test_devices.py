@@ -2,15 +2,19 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import rlkernels
 from bench.gpu import records
 from rlkernels.backend import on_its_device
+from rlkernels.proof.cases import attention, logits, rank1, similarity
+from rlkernels.rank1 import grouped
+from rlkernels.rank1.layout import Tiling
 
+F32 = torch.float32
 MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.triton_kernels", "rank1.triton_kernels",
            "rank1.triton_vectors", "rank1.triton_update",
            "prefix_cache.triton_kernels", "prefix_cache.triton_grouped"]  # fmt: skip
@@ -42,61 +46,39 @@ def launched(monkeypatch):
     return names
 
 
-def attention():
-    heads, ints = {"scale": 0.5, "backend": "triton"}, lambda *x: torch.tensor(x, dtype=torch.int32)
-    query, caches, table = torch.randn(2, 2, 16), torch.randn(2, 3, 4, 1, 16), ints([0, 1], [0, 2])
-    rlkernels.write_kv(query[:, :1], query[:, :1], *caches, torch.tensor([4, 8]), backend="triton")
-    group = ints([0]), ints(4), ints(0, 2)
-    rlkernels.paged_attention(query, *caches, table, ints(5, 6), ints(0, 1, 2), **heads)
-    rlkernels.shared_prefix_attention(query, *caches, *group, table[:, 1:].contiguous(), ints(1, 2), ints(0, 1, 2),
-                                      **heads)  # fmt: skip
-    parts = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2)
-    rlkernels.merge_attention(parts[0][0], parts[1][0], parts[0][1], parts[1][1], backend="triton")
-    leaf, layout = torch.randn(5, 2, 16, requires_grad=True), rlkernels.GroupedLayout([3], [1, 1], [0, 2])
-    rlkernels.grouped_attention(leaf, leaf, leaf, layout, **heads).sum().backward()
+def small_problems(on):
+    """(op, a problem of it that the interpreter solves at once)."""
+    heads = 2, 1, 16
+    yield "write_kv", attention.write(2, (1, 16), 4, F32, on)
+    yield "paged_attention", attention.paged([5, 6], [1, 1], heads, 4, F32, on)
+    yield "shared_prefix_attention", attention.shared([4], 2, [1, 2], 1, heads, 4, F32, on)
+    yield "merge_attention", attention.merge(2, 2, 16, F32, on)
+    yield "grouped_attention", attention.grouped(([3], [1, 1], [0, 2]), heads, F32, on)
+    yield "token_logprobs", logits.logprobs(2, 5, F32, True, on)
+    yield "sample_tokens", logits.sample(2, 5, F32, [(1.0, 1.0, 0)], on)
+    yield "dtw", similarity.warp(1, 2, 3, 1, "full", None, False, on)
+    yield "delta_matvec", rank1.matvec(6, 8, F32, on)
+    yield "add_rank1_", rank1.add(6, 8, F32, False, on)
+    yield "top1_deltas", rank1.top1_many([(2, 8), (2, 20)], F32, on)
 
 
-def logits_and_curves():
-    logits, ids = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 4])
-    rlkernels.token_logprobs(logits, ids, backend="triton").sum().backward()
-    rlkernels.sample_tokens(logits.detach(), torch.rand(2), backend="triton")
-    rlkernels.dtw(torch.randn(1, 3), torch.randn(2, 4), backend="triton")
-
-
-def updates():
-    from rlkernels.rank1 import grouped
-    from rlkernels.rank1.layout import Tiling
-
-    pairs = [(torch.randn(6, columns), torch.randn(6, columns)) for columns in (8, 20)]
-    rlkernels.delta_matvec(*pairs[0], torch.randn(8), backend="triton")
-    rlkernels.add_rank1_(pairs[0][0], torch.randn(6), torch.randn(8), 1e-3, backend="triton")
-    tiling = Tiling(widest=16, rows=8, columns=16)
-    settings = {"tol": 1e-2, "max_passes": 1, "min_passes": 1, "rank": 1, "seed": 0}
-    grouped.leading_deltas(pairs, [None, None], tiling=tiling, **settings)
-
-
-OPS = {
-    attention: ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "grouped_attention"),
-    logits_and_curves: ("token_logprobs", "sample_tokens", "dtw"),
-    updates: ("delta_matvec", "add_rank1_", "top1_deltas"),
-}
-
-
-def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_records(launched):
+def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_records(launched, monkeypatch):
     """A change in what an op runs through takes its record out of ``rlkernels/records.json``."""
     modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]  # else some would be imported below
     package = records.ROOT / "rlkernels"
     aside = {package / name for name in ("__init__.py", "_check.py", "backend.py")}  # they compute nothing
-    for call, ops in OPS.items():
+    aside |= {*(package / "proof").rglob("*.py")}
+    monkeypatch.setattr(grouped, "Tiling", partial(Tiling, widest=16, rows=8, columns=16))  # wider rows: other kernels
+    for op, problem in small_problems(torch.empty(0).device):
         seen, before = set(), sys.gettrace()
         sys.settrace(lambda frame, *_, seen=seen: seen.add(frame.f_code.co_filename))
         try:
-            call()
+            problem.call("triton")
         finally:
             sys.settrace(before)
         ran = {path for path in map(Path, seen) if package in path.parents}
         assert any("triton" in path.name for path in ran)
-        assert ran - aside <= {records.ROOT / name for op in ops for name in records.files(op, "triton")}
+        assert ran - aside <= {records.ROOT / name for name in records.files(op, "triton")}
     kernels = {value.fn for m in modules for name, value in vars(m).items() if name.endswith("_kernel")}
     assert kernels == launched
 
