@@ -17,22 +17,24 @@ from support import run_python
 import rlkernels
 from rlkernels.rank1 import stream
 
-safetensors_torch = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors")
-save = safetensors_torch.save_file
+save_file = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors").save_file
+transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
+peft = pytest.importorskip("peft", reason="this machine lacks peft")
 
 
-def write(folder: Path, shards: list[dict[str, torch.Tensor]], index: bool = True) -> Path:
+def write(folder: Path, shards: list[dict[str, torch.Tensor]], index: bool = True, stem: str = "model") -> Path:
+    """Writes one file, or several and their index."""
     folder.mkdir(exist_ok=True)
     if len(shards) == 1:
-        save(shards[0], folder / "model.safetensors")
+        save_file(shards[0], folder / f"{stem}.safetensors")
         return folder
     files = {}
     for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save(shard, folder / name)
+        name = f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name)
         files |= dict.fromkeys(shard, name)
     if index:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
 
 
@@ -162,14 +164,12 @@ print((peak - before) / 2**20)
 
 
 def tiny_llama(size=32):
-    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
     sizes = {"hidden_size": size, "intermediate_size": size + 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
 
 
 @pytest.mark.parametrize("scale", [1.0, "alpha", -0.5])
 def test_peft_reproduces_the_update(tmp_path, scale):
-    peft = pytest.importorskip("peft", reason="this machine lacks peft")
     model = tiny_llama()
     base = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = [name for name in base if "_proj" in name]
@@ -188,8 +188,6 @@ def test_peft_reproduces_the_update(tmp_path, scale):
 
 
 def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
-    peft = pytest.importorskip("peft", reason="this machine lacks peft")
-    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
     sizes = {"n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **sizes))
     name = "transformer.h.0.attn.c_proj.weight"  # Conv1D, and square
@@ -201,38 +199,24 @@ def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
     assert torch.allclose(dict(merged.named_parameters())[name], wanted, atol=1e-7)
 
 
-LAYOUTS = ["model", "index", "shards", "consolidated", "variant", "optimizer", "other index", "named file",
-           "named index"]  # fmt: skip
-
-
-def lay_out(folder, state, kinds):
-    """Writes files of the kinds given; each holds the same names with values of its own."""
-    folder.mkdir()
-    names = sorted(state)
-    for number, kind in enumerate(kinds):
-        values = {name: torch.full_like(tensor, number + 1) for name, tensor in state.items()}
-        parts = [{name: values[name] for name in names[i::2]} for i in range(2)]
-        if kind in ("model", "consolidated", "variant", "optimizer", "named file"):
-            file = {"model": "model", "variant": "model.fp16", "named file": "mine"}.get(kind, kind)
-            save(values, folder / f"{file}.safetensors", metadata={"format": "pt"})
-            continue
-        stem = {"other index": "model.fp16", "named index": "mine"}.get(kind, "model")
-        for i, part in enumerate(parts):
-            save(part, folder / f"{stem}-{i + 1:05}-of-00002.safetensors", metadata={"format": "pt"})
-        if kind != "shards":
-            index = {name: f"{stem}-{i + 1:05}-of-00002.safetensors" for i, part in enumerate(parts) for name in part}
-            text = json.dumps({"metadata": {"total_size": 0}, "weight_map": index})
-            (folder / f"{stem}.safetensors.index.json").write_text(text)
+# kind of files -> the beginning of their names, and how many there are
+LAYOUTS = {
+    "model": ("model", 1), "index": ("model", 2), "shards": ("model", 2), "consolidated": ("consolidated", 1),
+    "variant": ("model.fp16", 1), "optimizer": ("optimizer", 1), "other index": ("model.fp16", 2),
+    "named file": ("mine", 1), "named index": ("mine", 2),
+}  # fmt: skip
 
 
 @hypothesis.settings(max_examples=20, deadline=None)
-@hypothesis.given(st.lists(st.sampled_from(LAYOUTS), unique=True))
+@hypothesis.given(st.lists(st.sampled_from([*LAYOUTS]), unique=True))
 def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds):
-    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
     model = tiny_llama(8)
     config, state = model.config, model.state_dict()
-    folder = tmp_path_factory.mktemp("layout") / "checkpoint"
-    lay_out(folder, state, kinds)
+    folder = tmp_path_factory.mktemp("layout")
+    for number, kind in enumerate(kinds):  # all hold the same names with values of their own
+        stem, parts = LAYOUTS[kind]
+        values = {name: torch.full_like(tensor, number + 1) for name, tensor in state.items()}
+        write(folder, split(values, parts), kind != "shards", stem)
     named = {"named file": "mine.safetensors", "named index": "mine.safetensors.index.json"}
     config.transformers_weights = next((named[kind] for kind in kinds if kind in named), None)
     config.save_pretrained(folder)
@@ -270,7 +254,6 @@ def test_an_index_beside_a_newer_file_and_an_adapter(tmp_path, model):
 
 
 def tiny_qwen2_vl():
-    transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
     text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
             "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}  # fmt: skip
@@ -283,7 +266,6 @@ def tiny_qwen2_vl():
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2_vl])
 def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
     """Embeddings and vision-language parts too, whose files have other names than the modules."""
-    peft = pytest.importorskip("peft", reason="this machine lacks peft")
     base, trained = build(), build()
     base.save_pretrained(tmp_path / "base")
     with torch.no_grad():
