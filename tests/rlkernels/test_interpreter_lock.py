@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,15 +14,13 @@ from rlkernels.sampling import _settings
 PATIENCE = 60.0  # seconds of calls; one call of a millisecond is enough where a processor is free
 
 
-@contextmanager
-def waiting_thread():
-    """A thread that has nothing left to wait for but the interpreter lock -> event that it has run.
+def runs_during(call, seconds=PATIENCE) -> bool:
+    """Whether a thread that has nothing left to wait for but the interpreter lock runs during calls.
 
     The interpreter is told never to take the lock from a thread that does not release it.
     """
     may, ran = threading.Lock(), threading.Event()
-    before = sys.getswitchinterval()
-    may.acquire()
+    before, end = sys.getswitchinterval(), time.monotonic() + seconds
 
     def work():
         with may:
@@ -32,22 +29,16 @@ def waiting_thread():
             ran.set()
 
     thread = threading.Thread(target=work)
-    thread.start()
-    sys.setswitchinterval(1000.0)
+    with may:
+        thread.start()
+        sys.setswitchinterval(1000.0)
     try:
-        may.release()
-        yield ran
-    finally:
-        sys.setswitchinterval(before)
-        thread.join()
-
-
-def runs_during(call, seconds=PATIENCE) -> bool:
-    end = time.monotonic() + seconds
-    with waiting_thread() as ran:
         while not ran.is_set() and time.monotonic() < end:
             call()
         return ran.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 def long_calls():
