@@ -5,19 +5,23 @@ import pickle
 
 import pytest
 import torch
+from support import take_backend
 
 import rlkernels
-
-BACKEND = "auto"
 
 
 @pytest.fixture(autouse=True, params=["cpu", "torch"])
 def each_backend(request, monkeypatch):
-    monkeypatch.setitem(globals(), "BACKEND", request.param)
+    take_backend(request.param, monkeypatch)
 
 
-def make(num_blocks=16, block_size=4, **kwargs):
-    return rlkernels.PagedKVCache(2, 2, 8, num_blocks=num_blocks, block_size=block_size, backend=BACKEND, **kwargs)
+@pytest.fixture
+def cache(each_backend):
+    return make()
+
+
+def make(num_blocks=16):
+    return rlkernels.PagedKVCache(2, 2, 8, num_blocks=num_blocks, block_size=4)
 
 
 def fill(cache, seq):
@@ -38,8 +42,7 @@ def expected(seq):
     return [t * 1000.0 + i for i, t in enumerate(seq.token_ids)]
 
 
-def test_a_prefix_is_found_again_and_one_token_is_left():
-    cache = make()
+def test_a_prefix_is_found_again_and_one_token_is_left(cache):
     first = cache.open(range(8))
     assert (first.num_cached, first.length, len(first.slots)) == (0, 8, 8)
     fill(cache, first)
@@ -53,8 +56,7 @@ def test_a_prefix_is_found_again_and_one_token_is_left():
     assert cache.stats["hits"] == 4 + 8 + 4
 
 
-def test_new_policy_version_hides_everything():
-    cache = make()
+def test_new_policy_version_hides_everything(cache):
     old = cache.open(range(9))
     fill(cache, old)
     running = cache.open([*range(50, 59)])
@@ -78,8 +80,7 @@ def test_stale_child_is_not_found_under_a_reused_parent():
     assert cache.open(range(9)).num_cached == 4
 
 
-def test_fork_copies_only_when_written():
-    cache = make()
+def test_fork_copies_only_when_written(cache):
     fill(cache, parent := cache.open(range(6)))
     a, b = cache.fork(parent, 2)
     assert a.num_cached == 6 and len(a.slots) == 0
@@ -93,8 +94,7 @@ def test_fork_copies_only_when_written():
     assert a.block_table[0] == parent.block_table[0] and a.block_table[1] != parent.block_table[1]
 
 
-def test_truncate_into_a_shared_block_leaves_it_as_it_was():
-    cache = make()
+def test_truncate_into_a_shared_block_leaves_it_as_it_was(cache):
     fill(cache, seq := cache.open(range(8)))
     keeper = cache.open(range(9))
     cache.truncate(seq, 6)
@@ -105,8 +105,7 @@ def test_truncate_into_a_shared_block_leaves_it_as_it_was():
     assert seq.length == 0 and len(seq.block_table) == 0
 
 
-def test_equal_blocks_become_one_on_commit():
-    cache = make()
+def test_equal_blocks_become_one_on_commit(cache):
     a, b = cache.open(range(9)), cache.open(range(9))
     assert a.num_cached == b.num_cached == 0  # nothing is shared before
     fill(cache, a)
@@ -115,8 +114,7 @@ def test_equal_blocks_become_one_on_commit():
     assert cache.stats["blocks_pinned"] == 4
 
 
-def test_open_many_takes_a_common_beginning_once():
-    cache = make()
+def test_open_many_takes_a_common_beginning_once(cache):
     a, b, c = cache.open_many([range(12), [*range(8), 50, 51], [*range(4), 60]])
     assert [s.num_cached for s in (a, b, c)] == [0, 8, 4]
     assert cache.stats["blocks_pinned"] == 5
@@ -201,8 +199,7 @@ def test_memory_bytes_and_wrong_sizes():
     (5, TypeError, r"token_ids must be a list or a tensor \[L\] of integers, got 5"),
     (torch.tensor(5), TypeError, r"token_ids must be a list .* got tensor\(5\)"),
 ])  # fmt: skip
-def test_wrong_tokens(bad, error, message):
-    cache = make()
+def test_wrong_tokens(cache, bad, error, message):
     seq = cache.open([1])
     for call in (lambda: cache.open(bad), lambda: cache.open_many([[1], bad]), lambda: cache.append(seq, bad)):
         with pytest.raises(error, match=message):
@@ -211,23 +208,20 @@ def test_wrong_tokens(bad, error, message):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_neither_a_cache_nor_a_sequence_is_copied(duplicate):
+def test_neither_a_cache_nor_a_sequence_is_copied(cache, duplicate):
     """Closing the copy would leave the other with blocks, in the end with the tokens, of somebody else."""
-    cache = make()
     for one, message in ((cache, "it cannot be copied or"), (cache.open([1, 2]), "a Sequence cannot be copied or")):
         with pytest.raises(TypeError, match=f"{message} pickled"):
             duplicate(one)
 
 
-def test_sequences_may_come_one_by_one():
-    cache = make()
+def test_sequences_may_come_one_by_one(cache):
     several = cache.open_many([[1, 2], [3, 4, 5]])
     for call in (cache.slots, lambda some: cache.tables(some)[0], lambda some: cache.group(some)[3]):
         assert torch.equal(call(seq for seq in several), call(several))
 
 
-def test_wrong_sequences():
-    cache = make()
+def test_wrong_sequences(cache):
     seq, other = cache.open([1, 2]), cache.open([7])
     for call, error, message in (
         (lambda: cache.truncate(seq, 3), ValueError, "length must be between 0 and 2, got 3"),
