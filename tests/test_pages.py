@@ -24,7 +24,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r"(?:^<!-- needs: (\w+) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = ("python", "yaml", "console")  # kinds of blocks that run_page runs; test_shell_commands runs those of sh
 SLOW = {"quickstart.md", "algorithms.md", "accelerators.md", "integrations.md", "scale.md", "CONTRIBUTING.md"}
-LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "bench/README.md", "bench/gpu/README.md"))]
 BENCH = [ROOT / "bench" / "README.md", ROOT / "bench" / "gpu" / "README.md"]
 CHECKPOINTS = "BASE CHECKPOINT-10 CHECKPOINT-20 CHECKPOINT-30 CHECKPOINT-40"
 STEPS = (
@@ -149,13 +148,10 @@ def check_command(command: str, printed: str, capsys: Any) -> None:
     assert re.search(pattern, said, re.DOTALL), f"{command} printed\n{said[-3000:]}\nand the page says\n{printed}"
 
 
-def parametrize(pages):
-    """One case a page; those that train, above ten seconds, are slow."""
-    marks = {page: [pytest.mark.slow] if page.name in SLOW else [] for page in pages}
-    return pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=marks[p]) for p in pages])
-
-
-@parametrize([page for page in PAGES if any(block.kind in ("python", "console") for block in read_blocks(page))])
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])  # slow: they train
+    for page in PAGES if any(block.kind in ("python", "console") for block in read_blocks(page))
+])  # fmt: skip
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -179,7 +175,9 @@ def test_files_on_the_pages_pass_the_linter(tmp_path):
     run_python("-m", "ruff", "check", "--no-cache", "--config", "pyproject.toml", "--config", ours, str(tmp_path))
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, *BENCH, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
         file = page.parent / target if target else page

@@ -33,10 +33,6 @@ def load(monkeypatch):
     return run
 
 
-def architectures(names):
-    return re.findall(r",code=(\w+)", " ".join(names.cuda_arch_flags()))
-
-
 @pytest.mark.parametrize(("wanted", "gpus", "expected"), [
     (None, [], ["compute_90", "sm_80", "sm_90"]),
     ("", [], ["compute_90", "sm_80", "sm_90"]),
@@ -52,8 +48,7 @@ def test_architectures(load, monkeypatch, wanted, gpus, expected):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     if wanted is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
-    names = load(gpus)
-    found = architectures(names)
+    found = re.findall(r",code=(\w+)", " ".join(load(gpus).cuda_arch_flags()))
     assert sorted(found) == expected
     if wanted not in (None, "", "native") or gpus:  # what torch makes of it
         assert found == re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
