@@ -33,6 +33,7 @@ ATTEND = {
 }  # fmt: skip
 UNIT = dict.fromkeys(("query_dim", "key_dim", "value_dim"), 1)  # launches specialise on strides of 1
 BACKWARD = ("grad", "delta")
+ALL_SIZES = ("all_rows", "all_columns")  # of rank-1
 
 
 def next_power_of_two(n: int) -> int:
@@ -45,8 +46,7 @@ def attend(dim: int, block_m: int, causal: bool = True, group: int = 4, *, block
     tile = {"DIM": dim, "BLOCK_D": next_power_of_two(dim), "BLOCK_M": block_m, "BLOCK_N": block_n, "GROUP": group}
     constexprs = {"CAUSAL": causal, "BLOCK_SIZE": 16, "UPCAST": False, **tile, **UNIT}
     kinds = ATTEND | dict.fromkeys(FLOATS, dtype)
-    aligned = [name for name in kinds if kinds[name].startswith("*") or name in STRIDES]
-    return Kernel(f"{PAGED}_attend_kernel", kinds, constexprs, aligned, ["sources", "part_rows", "table_width"],
+    return Kernel(f"{PAGED}_attend_kernel", kinds, constexprs, [*STRIDES], ["sources", "part_rows", "table_width"],
                   num_warps=warps or (8 if block_m * dim >= 8192 else 4),
                   num_stages=3 if block_m <= 64 else 2)  # fmt: skip
 
@@ -77,11 +77,10 @@ def write(dim: int, dtype: str = "*bf16", aligned_strides: bool = True) -> Kerne
     strides += [f"{name}_{part}" for name in ("keys", "values") for part in ("block", "slot", "head")]
     kinds = {"key": dtype, "value": dtype, "key_cache": "*bf16", "value_cache": "*bf16", "slots": "*i64",
              **dict.fromkeys(("count", "heads", "total", *strides), "i32")}  # fmt: skip
-    aligned = [name for name in kinds if kinds[name].startswith("*") or (aligned_strides and name in strides)]
     units = dict.fromkeys(("key_dim", "value_dim", "keys_dim", "values_dim"), 1)
     block_d = next_power_of_two(dim)
     constexprs = {"DIM": dim, "BLOCK_SIZE": 16, "BLOCK_R": 2048 // block_d, "BLOCK_D": block_d, **units}
-    return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, aligned, ["count", "total"])
+    return Kernel(f"{PAGED}_write_kernel", kinds, constexprs, strides if aligned_strides else (), ["count", "total"])
 
 
 def over_rows(name: str, kinds: dict[str, str], one_token: bool, least: int = 1, num_warps: int = 8,
@@ -91,8 +90,7 @@ def over_rows(name: str, kinds: dict[str, str], one_token: bool, least: int = 1,
     if one_token:
         kinds = {name: kind for name, kind in kinds.items() if name not in ("vocab", "row_stride")}
         constexprs |= {"vocab": 1, "row_stride": 1, "BLOCK": least}
-    aligned = [name for name in kinds if kinds[name].startswith("*") or name in ("row_stride", "vocab")]
-    return Kernel(name, kinds, constexprs, aligned, num_warps=num_warps, **options)
+    return Kernel(name, kinds, constexprs, ["row_stride", "vocab"], num_warps=num_warps, **options)
 
 
 def sample(filtered: bool, one_token: bool = False) -> Kernel:
@@ -126,18 +124,16 @@ def rank1(name: str, weight: str = "*i16", base: str = "*i16", *, statistics: bo
     others = {"rows": ["COLUMNS"], "times": ["WIDE", "partial"],
               "transpose": ["WIDE", "STATISTICS", "q", "stats", "all_columns"]}[name]  # fmt: skip
     kinds = {argument: kind for argument, kind in kinds.items() if argument not in others}
-    aligned_by_16 = [argument for argument, kind in kinds.items() if kind[0] == "*" or argument.startswith("all_")]
     return Kernel(f"rlkernels.rank1.triton_kernels:_{name}_kernel", kinds,
-                  {c: value for c, value in constexprs.items() if c not in others}, aligned_by_16, ["first"],
+                  {c: value for c, value in constexprs.items() if c not in others}, ALL_SIZES, ["first"],
                   num_warps=wide // 256 if name == "rows" else 8)  # fmt: skip
 
 
 def rank1_step(k: int) -> Kernel:
     kinds = {"modules": "*i64", **dict.fromkeys(("facts", "work", "stats", "state"), "*fp64"), "active": "*i1",
-             **dict.fromkeys("qzy", "*fp32"), **dict.fromkeys(("all_rows", "all_columns"), "i32"),
+             **dict.fromkeys("qzy", "*fp32"), **dict.fromkeys(ALL_SIZES, "i32"),
              **dict.fromkeys(("k", "capacity", "rank", "least"), "i32")}  # fmt: skip
-    aligned = [argument for argument, kind in kinds.items() if kind[0] == "*" or argument.startswith("all_")]
-    return Kernel("rlkernels.rank1.triton_vectors:_step_kernel", kinds, {"BLOCK": 512, "KP": k}, aligned,
+    return Kernel("rlkernels.rank1.triton_vectors:_step_kernel", kinds, {"BLOCK": 512, "KP": k}, ALL_SIZES,
                   ["k", "capacity", "rank", "least"], num_warps=8)  # fmt: skip
 
 

@@ -36,15 +36,14 @@ class Kernel:
         name: ``"module:function"``; decorators such as ``triton.autotune`` are looked through.
         signature: type of every argument that is not constexpr: ``"*fp32"``, ``"*bf16"``, ``"i32"``, ``"fp32"``.
         constexprs: value of every constexpr argument.
-        divisible_by_16: arguments known to be multiples of 16 (pointers count as such in real launches).
-            None: all pointers.
+        aligned: arguments known to be multiples of 16, besides pointers, which count as such in real launches.
         varying: arguments that differ from launch to launch; specialising on one would compile the kernel again.
     """
 
     name: str
     signature: dict[str, str]
     constexprs: dict[str, Any] = field(default_factory=dict)
-    divisible_by_16: Sequence[str] | None = None
+    aligned: Sequence[str] = ()
     varying: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
@@ -111,9 +110,7 @@ def _compile(kernel: Kernel, arch: int) -> Built:
     special = sorted(set(kernel.varying) - {p.name for p in jit.params if p.do_not_specialize})
     if special:
         raise TypeError(f"{kernel.name} must have do_not_specialize={special}: they vary")
-    aligned = kernel.divisible_by_16
-    if aligned is None:
-        aligned = [name for name, kind in kernel.signature.items() if kind.startswith("*")]
+    aligned = [name for name, kind in kernel.signature.items() if kind.startswith("*") or name in kernel.aligned]
     source = ASTSource(
         jit,
         signature={name: kernel.signature.get(name, "constexpr") for name in order},
