@@ -1,5 +1,6 @@
 """The history proposer: called as vLLM calls it, and inside the real vLLM."""
 
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,9 @@ PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 MAX_LENGTH, VOCAB = 256, 97
 PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5], [5, 6, 7, 9]]
 ANSWER = list(range(20, 60))
-
-
-def share_history(history):
-    from rlkernels.integrations import vllm
-
-    vllm.share_history(history)
+vllm = pytest.importorskip("vllm", reason="this machine lacks vLLM (make test-vllm sets it up)")
+integration = importlib.import_module("rlkernels.integrations.vllm")
+share_history = integration.share_history
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +24,6 @@ def nothing_shared():
 
 
 def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional):
-    from rlkernels.integrations.vllm import HistoryProposer
-
     settings = SimpleNamespace(eos_token_id=end)
     config = SimpleNamespace(
         additional_config=additional,
@@ -36,7 +32,7 @@ def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional
         scheduler_config=SimpleNamespace(max_num_seqs=2),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
     )
-    return HistoryProposer(config)
+    return integration.HistoryProposer(config)
 
 
 def step(drafter, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
@@ -294,22 +290,14 @@ def test_what_is_given_as_a_history_is_checked(tmp_path):
 
 
 def test_version_is_checked(monkeypatch):
-    import importlib
-
-    import vllm
-
-    from rlkernels.integrations import vllm as module
-
     monkeypatch.setattr(vllm, "__version__", "0.31.1")
     monkeypatch.setattr(vllm, "__version_tuple__", (0, 31, 1))
     with pytest.raises(ImportError, match="needs vllm >= 0.32, found 0.31.1"):
-        importlib.reload(module)
+        importlib.reload(integration)
 
 
 def greedy(llm) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
