@@ -220,10 +220,11 @@ def test_another_bound_holds_for_what_is_there():
         history.resize(0)
 
 
+@compiled_only
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([None, 1, 25, 60]), st.sampled_from([0.0, 0.02, 0.4]),
        st.sampled_from([5, 7, 24]))  # fmt: skip
-def check_against_model(seed, max_tokens, token_cost, depth):
+def test_equals_its_model_in_python(seed, max_tokens, token_cost, depth):
     rng = random.Random(seed)
     pair, nothing = HistoryPair(None), np.zeros(0, np.int32)
     pair.histories = tuple(type(history)(max_tokens, token_cost, depth) for history in pair.histories)
@@ -237,27 +238,19 @@ def check_against_model(seed, max_tokens, token_cost, depth):
 
 
 @compiled_only
-def test_equals_its_model_in_python(implementation):
-    check_against_model()
-
-
-@compiled_only
-def test_equals_its_model_on_long_histories(implementation, tmp_path):
-    rng = np.random.default_rng(0)
-    native, model = (rlkernels.RolloutHistory(max_tokens=6000, backend=b) for b in ("cpu", "torch"))
-    base = {p: rng.integers(0, 50, 120) for p in range(8)}
+def test_equals_its_model_on_long_histories():
+    pair, rng = HistoryPair(6000), np.random.default_rng(0)
+    base = rng.integers(0, 50, (8, 120), np.int32)
     for i in range(200):  # table growth, packing, long matches
-        prompt = int(rng.integers(8))
-        response = np.where(rng.random(120) < 0.1, rng.integers(0, 50, 120), base[prompt])[: rng.integers(1, 120)]
-        for history in (native, model):
-            history.add([prompt], response, reward=i % 3, epoch=i // 50)
-        done = int(rng.integers(len(response)))
-        ours, wanted = (h.draft([[prompt]], [response[:done]], max_tokens=16) for h in (native, model))
-        assert ours == wanted
-    native.save(tmp_path / "native")
-    model.save(tmp_path / "model")
-    assert (tmp_path / "native").read_bytes() == (tmp_path / "model").read_bytes()
-    facts = native.stats
+        prompt = rng.integers(8, size=1, dtype=np.int32)
+        changed = np.where(rng.random(120) < 0.1, rng.integers(0, 50, 120, np.int32), base[prompt[0]])
+        response = changed[: rng.integers(1, 120)]
+        pair.both("add", prompt, response, i % 3, i // 50)
+        pair.both("draft", prompt, response[: rng.integers(len(response))], 16)
+    pair.compare()
+    native, model = (history.to_bytes() for history in pair.histories)
+    assert np.array_equal(native, model)
+    facts = pair.histories[0].stats()
     assert facts["evicted"] > 50 and 5000 < facts["tokens"] <= 6000
 
 
@@ -362,7 +355,7 @@ def test_an_emptied_history_forgets_the_epoch_as_its_file_does():
 
 
 @compiled_only
-def test_records_that_make_no_sense(implementation):
+def test_records_that_make_no_sense():
     """A file with a right checksum that was not written by us; the model in Python trusts it."""
     history = rlkernels.RolloutHistory(max_tokens=20)
     history.add([1], [2, 3], reward=0.5, epoch=4)
