@@ -41,29 +41,16 @@ def gradients(policy, packed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_pass_has_the_gradients_of_the_model(tokenizer, answers, kind):
-    policy, packed = stirred_policy(kind, tokenizer), pack(answers, range(len(answers)))
-    assert policy.fused
-    ours = gradients(policy, packed)
-    policy.fused = False
-    wanted = gradients(policy, packed)
-    for found, value in zip(ours[:3], wanted[:3]):
-        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
-    for name, value in wanted[3].items():
-        assert value.any()
-        torch.testing.assert_close(ours[3][name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tokenizer, answers, kind):
-    """At most twice the model's own error of bfloat16, both against float64 with the same weights; by tensor."""
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, largest):
+    """At most twice the model's own error, both against float64 with the same weights; by tensor."""
     policy = stirred_policy(kind, tokenizer)
-    policy.model.bfloat16()
+    policy.model.to(dtype)
     packed, exact = pack(answers, range(len(answers))), copy.deepcopy(policy)
     exact.model.double()
     exact.fused = False
     wanted = gradients(exact, packed)
-    assert policy.fused and policy.model.dtype == torch.bfloat16
+    assert policy.fused and policy.model.dtype == dtype
     ours = gradients(policy, packed)
     policy.fused = False
     plain = gradients(policy, packed)
@@ -75,7 +62,7 @@ def test_fused_pass_in_bfloat16_is_as_exact_as_the_model(tokenizer, answers, kin
 
     pairs = list(zip(errors(ours), errors(plain), strict=True))
     assert all(mine <= 2 * allowed for mine, allowed in pairs), pairs
-    assert 0 < max(mine for mine, _ in pairs) < 0.1
+    assert 0 < max(mine for mine, _ in pairs) < largest
 
 
 def test_hooks_and_checkpointing_take_the_model_itself(tokenizer, monkeypatch):
