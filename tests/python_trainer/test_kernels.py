@@ -99,7 +99,3 @@ def test_ranks_on_different_gpus_take_the_kernels_of_torch(gpu):
 
     found, notes = settle(ranks=Pair())
     assert set(found["backends"].values()) == {"torch"} and not gpu.asked and "different GPUs" in notes[0]
-
-
-def test_on_a_cpu_there_is_nothing_to_settle():
-    assert settle("model.device=cpu") == ({}, [])
