@@ -1,4 +1,7 @@
-"""PagedEngine against ``model.generate`` and plain forward passes, under every kind of batching, up to its limits."""
+"""PagedEngine against ``model.generate`` and plain forward passes, under every kind of batching, up to its limits.
+
+Requests may come while others are generated, and answers are handed out as they end.
+"""
 
 from functools import partial
 
@@ -78,6 +81,33 @@ def test_batching_and_memory_do_not_change_samples():
         tight = engine_for(model, blocks=blocks)
         assert_same(tight.generate(requests, sampling), expected)
         assert tight.stats["preemptions"] > 0 and tight.cache.stats["blocks_pinned"] == 0
+
+
+def test_requests_may_come_while_others_are_generated():
+    """And every rollout is handed out once, as the very object that submit gave."""
+    model, requests, sampling = make(), mixed_requests(), SamplingParams(temperature=0.9, seed=5)
+    wanted = engine_for(model).generate(requests, sampling)
+    engine = engine_for(model)
+    first = engine.submit(requests[:2], sampling)
+    assert not any(rollout.finish_reason for rollout in first)
+    done = engine.poll()
+    assert done and len(done) < len(first)
+    later = engine.generate(requests[2:], sampling)  # waits for its own, and keeps what else ends for the next poll
+    assert_same(later, wanted[len(first) :])
+    while some := engine.poll():
+        assert all(rollout.finish_reason for rollout in some)
+        done += some
+    assert_same(first, wanted[: len(first)])
+    assert sorted(map(id, done)) == sorted(map(id, first))
+    assert engine.stats["generated_tokens"] == sum(len(r.logprobs) for r in [*first, *later])
+
+
+def test_requests_without_room_are_finished_at_once_and_still_handed_out():
+    engine = engine_for(make())
+    rollouts = engine.submit([Request([1, 2], max_new_tokens=0, num_samples=2)], GREEDY)
+    assert [r.finish_reason for r in rollouts] == ["length"] * 2
+    assert list(map(id, engine.poll())) == list(map(id, rollouts)) and engine.poll() == []
+    engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))  # nothing is in the way
 
 
 def test_each_prompt_is_computed_once():
