@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from paged import make, make_policy
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import Launches
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.model import policy as policy_module
@@ -69,18 +69,6 @@ def of_shape(kind, tokenizer, **further):
     return make_policy(kind, tokenizer, num_hidden_layers=1, initializer_range=0.02, **further)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most rows of a matrix with a column for each token of the vocabulary."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and result.shape[-1] == 64:
-            self.rows = max(self.rows, result.numel() // 64)
-        return result
-
-
 @pytest.fixture
 def scored(monkeypatch):
     """scored(policy, packed, most) -> log-probabilities, entropies, states, all gradients; rows of logits at a time."""
@@ -88,11 +76,12 @@ def scored(monkeypatch):
 
     def score(policy, packed, most):
         monkeypatch.setattr(policy_module, "LARGEST_LOGITS", most)
-        with policy.packed_attention(), Largest() as largest:
+        with policy.packed_attention(), Launches() as launches:
             logprobs, entropy, states = policy.score(packed, 0.7)
             loss = (logprobs * torch.linspace(-1, 2, logprobs.shape[1]) + 0.1 * entropy).sum()
             gradients = torch.autograd.grad(loss, list(policy.model.parameters()))
-        return [logprobs.detach(), entropy.detach(), states.detach(), *gradients], largest.rows
+        rows = max(shape[0] for name, shape in launches.results if name == "mm" and shape[1] == 64)
+        return [logprobs.detach(), entropy.detach(), states.detach(), *gradients], rows
 
     return score
 
