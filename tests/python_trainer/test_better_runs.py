@@ -30,19 +30,23 @@ def test_the_last_visit_of_each_prompt_counts():
     assert {bytes.fromhex(key)[0]: share for key, share in shares.items()} == {1: 0.25, 2: 1.0, 3: 0.75}
 
 
-def test_damaged_outcomes_are_refused():
+def test_damaged_steps_are_refused():
     whole = outcomes([(number, 8, 3) for number in range(16)])
     sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
-    assert len(last_shares([whole])) == 16
+    record = StepRecord(1, 0.5, 0.5, sketch, outcomes=whole)
+    assert len(last_shares([whole])) == len(curve_of(1, [record]).shares) == 16
     for damaged in (
-        {"answers": whole["answers"]},
-        whole | {"right": whole["right"][:3]},
-        whole | {"prompts": whole["prompts"].float()},
-        whole | {"prompts": torch.tensor(3)},
-        whole | {"right": whole["right"] + 9},
+        {"outcomes": {"answers": whole["answers"]}},
+        {"outcomes": whole | {"right": whole["right"][:3]}},
+        {"outcomes": whole | {"prompts": whole["prompts"].float()}},
+        {"outcomes": whole | {"prompts": torch.tensor(3)}},
+        {"outcomes": whole | {"right": whole["right"] + 9}},
+        {"sketch": sketch | {"ngrams": -sketch["ngrams"]}},
+        {"sketch": sketch | {"lengths": torch.ones(31)}},
+        {"sketch": {name: sketch[name] for name in sketch if name != "ngrams"}},
     ):
         with pytest.raises(UserError, match="steps of run 1 in the retrospective database are damaged"):
-            curve_of(1, [StepRecord(1, 0.5, 0.5, sketch, outcomes=damaged)])
+            curve_of(1, [replace(record, **damaged)])
 
 
 def test_few_prompts_tell_nothing_and_more_a_clear_gain():

@@ -13,8 +13,7 @@ from bench.faults.case import Case, Outcome, Place
 from bench.faults.fuzz import TARGETS, Written, attempt, run_target
 from bench.faults.tensors import Op, target
 from bench.faults.training import Ended, differences
-from python_trainer.accelerators.rhyme.database import StepRecord, unpack_tensors
-from python_trainer.accelerators.rhyme.matching import PARTS, curve_of
+from python_trainer.accelerators.rhyme.database import unpack_tensors
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
 from python_trainer.run_directory import append_row, read_metrics
@@ -124,10 +123,6 @@ def test_what_is_wrong_with_an_op_is_seen(fails):
 def test_damaged_files_of_a_run_are_named(tmp_path):
     with pytest.raises(UserError, match="tensors of the retrospective database are damaged"):
         unpack_tensors(b"\0" * 8 + b"{}")
-    whole = {name: torch.ones(bins) for name, bins in PARTS.items()}
-    for damaged in ({"ngrams": -whole["ngrams"]}, {"lengths": torch.ones(31)}, {"ngramr": whole.pop("ngrams")}):
-        with pytest.raises(UserError, match="steps of run 1 in the retrospective database are damaged"):
-            curve_of(1, [StepRecord(1, 0.5, 0.5, whole | damaged)])
     with pytest.raises(UserError, match="damaged .'response_ids'."):
         unpack_tensors(save({"response_idr": torch.ones(1)}), "response_ids")
     for text in (b"[1]\n", b'{"step": 0}\n{"step": \n', b"\xff\n", b"[" * 100_000 + b"\n", b'{"step": "1"}\n'):
