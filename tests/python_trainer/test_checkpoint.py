@@ -1,17 +1,22 @@
-"""Checkpoints: exact resume, and nothing that a kill can damage."""
+"""Checkpoints and run directories: exact resume, nothing that a kill can damage, full disks, several trainers."""
 
 import io
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import QUIET, train
+from conftest import QUIET, full_disk, train
 from rich.console import Console
 
 from bench.faults.training import differences
 from python_trainer.accelerators import drafts
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_metrics
+from python_trainer.logger import Logger
+from python_trainer.run_directory import locked, read_metrics
 from python_trainer.trainer import Trainer
 
 
@@ -132,3 +137,137 @@ def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tm
     assert "prompts are others than before" in said.file.getvalue()
     with pytest.raises(UserError, match="other training prompts.*'rpo'.*model.path="):
         Trainer(make_config(**changed, **rpo), tmp_path / "rpo", resume=True, console=QUIET)
+
+
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, size):
+    save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
+    said = "step-000002 cannot be written: .*too large.*; the newest there is step-000001"
+    with full_disk(size), pytest.raises(UserError, match=said):
+        save_checkpoint(tmp_path, 2, {"w": torch.ones(40_000)}, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert torch.equal(load_checkpoint(tmp_path / "step-000001")["w"], torch.ones(4))
+
+
+def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
+    original = Trainer.step
+
+    def step(self, number):
+        size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+        with full_disk(size + 10) if number == 3 else nullcontext():
+            return original(self, number)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    code, said = run({"save": {"save_steps": 1}})
+    assert code == 2 and "error: " in said and "metrics.jsonl" in said
+    assert "step 2 is saved" in said and "Traceback" not in said
+    monkeypatch.setattr(Trainer, "step", original)
+    assert run({}, "--resume")[0] == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Logger, "write_summary", full_disk(10)(Logger.write_summary))
+    code, said = run({"max_steps": 1})
+    assert code == 2 and f"too large: '{tmp_path / 'run' / 'summary.json'}'\n" in said
+
+
+def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
+    config = make_config(max_steps=2)
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    trainer.policy.save = full_disk(20_000)(trainer.policy.save)
+    with pytest.raises(UserError, match="run/model cannot be written: .*too large.*; step 2 is saved"):
+        trainer.run()
+    Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 20_000
+
+
+HOLD = """
+import pathlib, sys
+from python_trainer.run_directory import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_folder_has_one_trainer(make_config, tmp_path):
+    folder = tmp_path / "run"
+    trainer = Trainer(make_config(max_steps=1), folder, console=QUIET)  # both were started before either wrote
+    folder.mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by another run, process {other.pid} on "):
+            trainer.run()
+        for resume in (False, True):
+            with pytest.raises(UserError, match="in use by another run"):
+                Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET)
+        assert [p.name for p in folder.iterdir()] == [".lock"]
+    finally:
+        other.kill()  # the lock goes with it
+        other.wait()
+    Trainer(make_config(max_steps=1), folder, console=QUIET).run()
+    with locked(folder):
+        pass
+
+
+def test_a_run_that_another_one_took_further_meanwhile_is_refused(make_config, tmp_path):
+    config = make_config(max_steps=1)
+    first, second = (Trainer(config, tmp_path / "run", console=QUIET) for _ in range(2))
+    first.run()
+    with pytest.raises(UserError, match="another run has written to .*checkpoints in the meantime"):
+        second.run()
+
+
+def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
+    config = make_config(max_steps=1, model={"lora": {"r": 2}})
+    Trainer(config, tmp_path / "run", console=QUIET).run()
+    aside = tmp_path / "run" / ".model.tmp"
+    aside.mkdir()
+    (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
+    old = (tmp_path / "run" / "adapter").rename(tmp_path / "run" / ".old-adapter")  # the new one was not in place yet
+    umask = os.umask(0o022)
+    try:
+        Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    finally:
+        os.umask(umask)
+    written = [path for folder in ("model", "adapter") for path in (tmp_path / "run" / folder).iterdir()]
+    assert not old.exists() and not aside.exists()
+    assert "model-00001-of-00009.safetensors" not in [path.name for path in written]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path, capsys):
+    config = make_config(max_steps=4, save={"save_steps": 2})
+    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    Trainer(config, tmp_path / "parts", console=QUIET).run()
+    folder = tmp_path / "parts" / "checkpoints"
+    flip(folder / "step-000004" / "tensors.safetensors")
+    trainer = Trainer(config, tmp_path / "parts", resume=True)
+    assert trainer.state.step == 2
+    said = "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002"
+    assert said in capsys.readouterr().err
+    trainer.run()
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    assert sorted(p.name for p in folder.iterdir()) == ["damaged-step-000004", "step-000002", "step-000004"]
+    for path in list_checkpoints(folder):
+        flip(path / "state.json")
+    said = "no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is damaged"
+    with pytest.raises(UserError, match=said):
+        Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
+
+
+def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
+    """Its checksums are right, and what it holds is not this trainer's."""
+    save_checkpoint(tmp_path / "run" / "checkpoints", 1, {"step": 1, "accelerators": {}, "model": {}}, keep=1)
+    with pytest.raises(UserError, match="written by another version of the trainer or something else"):
+        Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
