@@ -132,8 +132,9 @@ def history_run(make_config, tmp_path, monkeypatch):
 
 
 def train(config, folder, **options):
-    """The trainer of a run that is over, of which nothing is shown."""
+    """The trainer of a run that is over, of which nothing is shown; ``updates``: the rollouts of each update."""
     trainer = Trainer(config, folder, console=QUIET, **options)
+    trainer.updates = record_updates(trainer)
     trainer.run()
     return trainer
 
@@ -141,7 +142,7 @@ def train(config, folder, **options):
 def record_updates(trainer):
     """A list that grows as a trainer trains: the rollouts of each update."""
     seen, update = [], trainer.learner.update
-    trainer.learner.update = lambda rollouts, number: seen.append(rollouts) or update(rollouts, number)
+    trainer.learner.update = lambda rollouts, *rest, **rise: seen.append(rollouts) or update(rollouts, *rest, **rise)
     return seen
 
 

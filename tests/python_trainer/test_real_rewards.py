@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from conftest import QUIET, record_updates, same, train
+from conftest import QUIET, same, train
 from rich.console import Console
 from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -66,13 +66,11 @@ ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
 def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     """By accuracy rpo would remember nothing, rhyme store nothing, and alpha find all candidates equal."""
     enabled = {"enabled": ["rhyme", "rpo", "drafts", "alpha"], "alpha": ALPHA, "rhyme": {"rare_share": 0}}
-    trainer = Trainer(length_config(max_steps=8, accelerators=enabled), tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    trainer.run()
+    trainer = train(length_config(max_steps=8, accelerators=enabled), tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[-1]["rpo/remembered"] > 0 and max(row["rpo/informative"] for row in rows) > 0
     assert sum(row["rpo/given_tokens"] for row in rows) > 0
-    stored = [rollout for rollouts in seen for rollout in rollouts if rollout.importance_cap is not None]
+    stored = [rollout for rollouts in trainer.updates for rollout in rollouts if rollout.importance_cap is not None]
     assert stored and all(rollout.merit == rollout.reward for rollout in stored)
     assert min(row["rhyme/failed_groups"] for row in rows) < 1  # by accuracy all groups always fail
     attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]

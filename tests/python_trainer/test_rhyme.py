@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import QUIET, digits, even, record_updates, run_settings, same, train
+from conftest import QUIET, digits, even, run_settings, same, train
 from test_recorded import steps_of
 
 from bench.faults.training import differences
@@ -43,13 +43,11 @@ def no_replay(monkeypatch):
 
 def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_path, no_replay):
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    trainer.run()
+    trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[0]["rhyme/stored_answers"] == 0  # nothing is trusted before there is anything to compare
     assert max(row["rhyme/stored_answers"] for row in rows) >= 1
-    for rollouts in seen:
+    for rollouts in trainer.updates:
         numbers = [r.group for r in rollouts]
         assert numbers == sorted(numbers) and all(r.expected is None for r in rollouts)
         for r in rollouts:
@@ -57,7 +55,7 @@ def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_p
             assert r.importance_cap is None or (r.importance_cap == 1.0 and r.accuracy == 1)
     # fewer answers were generated, and those are still the policy's own
     assert all(row["sampling/logp_difference/max"] < 1e-4 for row in rows)
-    fresh = [sum(r.importance_cap is None for r in rollouts) for rollouts in seen]
+    fresh = [sum(r.importance_cap is None for r in rollouts) for rollouts in trainer.updates]
     assert fresh[0] == 16 and min(fresh) < 16
     assert len(RetrospectiveDatabase(str(filled)).runs()) == 2
 
@@ -115,10 +113,8 @@ def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_
     before = RetrospectiveDatabase(str(filled)).samples()
     task, algorithm = {"reward": "conftest:even", "reward_weights": [10.0]}, {"overlong_cache": 12}
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1, task=task, algorithm=algorithm)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    trainer.run()
-    stored = [r for rollouts in seen for r in rollouts if r.importance_cap is not None and r.expected is None]
+    trainer = train(config, tmp_path / "run")
+    stored = [r for batch in trainer.updates for r in batch if r.importance_cap is not None and r.expected is None]
     assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
     bank = [entry.answer for entry in trainer.accelerators[0].bank if entry.answer.run_id == 1]
     assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank], rel=1e-5)
@@ -141,10 +137,8 @@ def test_rewards_are_stored_as_they_were_before_rpo_shaped_them(rhyme_config, tm
     """Else the length reward would be taken of a stored answer again and again."""
     path, task = tmp_path / "history.db", {"reward": "conftest:even"}
     config = rhyme_config(path, enabled=("rpo", "rhyme"), max_steps=4, task=task)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    trainer.run()
-    assert any(0 < r.reward < 1 for rollouts in seen for r in rollouts), "rpo has shaped some"
+    trainer = train(config, tmp_path / "run")
+    assert any(0 < r.reward < 1 for rollouts in trainer.updates for r in rollouts), "rpo has shaped some"
     bank = [entry.answer for entry in trainer.accelerators[1].bank]
     for stored in bank, RetrospectiveDatabase(str(path)).samples():
         assert stored and {answer.reward for answer in stored} == {1.0}

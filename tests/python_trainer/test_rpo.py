@@ -300,12 +300,10 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
     }
     config = make_config(max_steps=20, accelerators=accelerators, task=gate_task,
                          rollout={"prompts_per_step": 2})  # fmt: skip
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    trainer.run()
+    trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     known, recorded, level = [], [], None
-    for row, rollouts in zip(rows, seen):
+    for row, rollouts in zip(rows, trainer.updates):
         begun = [r for r in rollouts if not r.prefix_len]
         continued = [r for r in rollouts if r.prefix_len]
         for words, answers in (("", begun), ("continued/", continued)):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUIET, record_updates
+from conftest import QUIET, record_updates, train
 
 from python_trainer.accelerators.rhyme import sampling
 from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
@@ -155,16 +155,15 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
     """Answers of a group are compared with each other, so all of them continue from the same tokens."""
     settings = {"rhyme": {"rare_share": 0}, "rpo": {"cut_share": 0.7, "whole_share": 0}}
     config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], **settings})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen, stored, offered = record_updates(trainer), [], []
+    stored, offered = [], []
 
     def begins(response_ids, prefix_ids):
         offered.append(begins_with(response_ids, prefix_ids))
         return offered[-1]
 
     monkeypatch.setattr(sampling, "begins_with", begins)
-    trainer.run()
-    for members in (group for rollouts in seen for group in by_group(rollouts).values()):
+    trainer = train(config, tmp_path / "run")
+    for members in (group for rollouts in trainer.updates for group in by_group(rollouts).values()):
         given = members[0].response_ids[: members[0].prefix_len]
         for r in members:
             assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
