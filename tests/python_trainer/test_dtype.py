@@ -57,9 +57,9 @@ def test_a_run_goes_on_in_its_type_where_auto_has_become_another(make_config, tm
     assert json.loads((tmp_path / "run/summary.json").read_text())["dtype"] == "float32"
     monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 1000)  # the model is large now
     config = make_config(max_steps=2, model={"dtype": wanted})
-    resumed = train(config, tmp_path / "run", resume=True)
-    assert resumed.policy.model.dtype == (torch.bfloat16 if wanted == "bfloat16" else torch.float32)
-    assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] in (wanted, "float32")
+    resumed, kept = train(config, tmp_path / "run", resume=True), "bfloat16" if wanted == "bfloat16" else "float32"
+    assert resumed.policy.model.dtype == getattr(torch, kept)
+    assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] == kept
     assert f"dtype: {wanted}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
     fresh = Trainer(make_config(), tmp_path / "fresh", console=QUIET)
     assert fresh.policy.model.dtype == torch.bfloat16

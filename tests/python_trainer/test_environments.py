@@ -194,7 +194,7 @@ def test_a_failing_environment_ends_its_own_answer(model):
 
 def test_limits_of_an_answer(model):
     short = episodes(model, max_turns=2).generate(groups(turns=(9, 9, 9)), SAMPLING)
-    assert {r.episode.turns for r in short} == {2} or any(r.finish_reason == "length" for r in short)
+    assert max(r.episode.turns for r in short) == 2
     assert all(r.finish_reason == "length" and r.response_mask[-1] for r in short)
     tight = episodes(model).generate(groups(turns=(9, 9, 9), length=25), SAMPLING)
     assert all(len(r.response_ids) <= 25 and r.response_mask[-1] and r.finish_reason == "length" for r in tight)
