@@ -16,10 +16,20 @@ from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import SamplingParams
 
+MIXED, LENGTHS = [1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7]
 
-def learner_of(policy, settings, **algorithm):
-    config = merged(settings, {"algorithm": algorithm, "rollout": {"max_completion_length": 16384}})
-    return Learner(policy, load_config(config))
+
+def learner_of(policy, settings, temperature=1.0, **algorithm):
+    rollout = {"max_completion_length": 16384, "temperature": temperature}
+    return Learner(policy, load_config(merged(settings, {"algorithm": algorithm, "rollout": rollout})))
+
+
+def learn(learner, rewards=MIXED, lengths=LENGTHS, **facts):
+    """Metrics of an update by answers of these rewards and lengths, after which all numbers are finite."""
+    learned = learner.update(graded(rewards, lengths, **facts), 1)
+    assert all(math.isfinite(value) for value in learned.values())
+    assert all(p.isfinite().all() for p in learner.policy.model.parameters())
+    return learned
 
 
 def policy_of(tokenizer, vocab=64, **sizes):
@@ -43,22 +53,20 @@ def fresh(tiny_policy, settings):
 @pytest.mark.parametrize("size", [1e-30, 1e15])
 def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
     """Or end the update with a word, and leave the weights, where their squares are too large to compare them."""
-    lengths, rewards = [3, 5, 2, 7], [1.0, 0.0, 0.0, 1.0]
     learner, plain = fresh(advantage=advantage), fresh(advantage=advantage)
     before = weights(learner.policy)
-    plain.update(graded(rewards, lengths), 1)
+    learn(plain)
     try:
-        learner.update(graded([size * r for r in rewards], lengths), 1)
+        learn(learner, [size * reward for reward in MIXED])
     except NotFinite:
         torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
         return
-    assert all(p.isfinite().all() for p in learner.policy.model.parameters())
     if size > 1 and advantage != "rloo":  # divided by their deviation
         torch.testing.assert_close(weights(learner.policy), weights(plain.policy), rtol=1e-3, atol=1e-4)
 
 
 EQUAL = [({}, [reward] * 4, {"size": size}) for reward in (0.0, 1.0, 0.1, -1e15) for size in (1, 4)]
-MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, [1.0, 0.0, 0.0, 1.0], {"finish": "length"})
+MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, MIXED, {"finish": "length"})
           for kind in ("grpo", "dapo", "dr_grpo")]  # fmt: skip
 
 
@@ -66,8 +74,7 @@ MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, [1.0, 0.0, 0
 def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, algorithm, rewards, facts):
     learner = fresh(**algorithm)
     before = weights(learner.policy)
-    learned = learner.update(graded(rewards, [3, 5, 2, 7], **facts), 1)
-    assert all(math.isfinite(value) for value in learned.values())
+    learn(learner, rewards, **facts)
     torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
 
 
@@ -82,22 +89,14 @@ def test_vocabularies(tokenizer, settings, vocab):
         if temperature == 1e-3:  # as good as the largest
             best = engine_for(policy.model).generate([request], SamplingParams(temperature=0.0))
             assert [answer.ids for answer in drawn] == [answer.ids for answer in best]
-    learner = learner_of(policy, settings)
     before = weights(policy)
-    learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7], vocab=vocab), 1)
-    assert all(math.isfinite(value) for value in learned.values())
-    assert all(p.isfinite().all() for p in policy.model.parameters())
+    learn(learner_of(policy, settings), vocab=vocab)
     assert vocab == 1 or any(not torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
 
 
-def test_a_temperature_near_zero_in_the_loss(tiny_policy, settings):
+def test_a_temperature_near_zero_in_the_loss(fresh):
     """Log-probabilities of tokens that are not the largest are of the order of -1000s."""
-    policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
-    config = load_config(merged(settings, {"rollout": {"temperature": 1e-3}}))
-    learner = Learner(policy, config)
-    learned = learner.update(graded([1.0, 0.0, 0.0, 1.0], [3, 5, 2, 7]), 1)
-    assert all(math.isfinite(value) for value in learned.values())
-    assert all(p.isfinite().all() for p in policy.model.parameters())
+    learn(fresh(temperature=1e-3))
 
 
 @pytest.mark.slow
@@ -106,9 +105,6 @@ def test_one_token_beside_sixteen_thousand(tokenizer, settings):
     gradients = []
     for lengths in ([1, 16_000], [1, 16]):
         policy = policy_of(tokenizer, max_position_embeddings=16_384, hidden_size=8)
-        learner = learner_of(policy, settings, loss_type="grpo")
-        learned = learner.update(graded([1.0, 0.0], lengths, size=2), 1)
-        assert all(math.isfinite(value) for value in learned.values())
-        assert all(p.isfinite().all() for p in policy.model.parameters())
+        learned = learn(learner_of(policy, settings, loss_type="grpo"), [1.0, 0.0], lengths, size=2)
         gradients.append(learned["grad_norm"])
     assert gradients[0] > 0.1 * gradients[1] > 0
