@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).parent
+# beside the ops of their folders, with no launch that runs through them
+HOST_ONLY = "block_pool.py", "cache.py", "peft.py", "soft.py", "states.py", "stream.py", "trajectories.py"
 Verdict = dict[str, Any]
 _memory: dict[str, Verdict] = {}  # by file name: those of this process that could not be written
 
@@ -46,11 +48,11 @@ def digest(path: Path) -> str:
 
 
 def python_files(op: str) -> list[Path]:
-    """Return the modules that an op runs through: those of its folder, and what they share."""
+    """Return the modules that an op may run through: those of its folder, and what they share."""
     import rlkernels
 
     folder = PACKAGE / getattr(rlkernels, op).__module__.split(".")[1]
-    return sorted([*folder.glob("*.py"), PACKAGE / "_precision.py"])
+    return sorted([*(path for path in folder.glob("*.py") if path.name not in HOST_ONLY), PACKAGE / "_precision.py"])
 
 
 @functools.cache
