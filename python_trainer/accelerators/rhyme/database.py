@@ -259,23 +259,22 @@ def make_engine(url: str) -> sa.Engine:
     """Makes the engine of a path or URL, which opens nothing yet; UserError if it can be of no database."""
     try:
         parsed = sa.make_url(url) if "://" in url else sa.URL.create("sqlite", database=url)
-    except (ArgumentError, ValueError) as error:  # ValueError: the port is no number
-        named = hide_passwords(url)
-        raise UserError(f"{named!r} is neither a path nor a database URL such as postgresql://host/name") from error
-    kind = parsed.get_backend_name()
-    if kind not in ("sqlite", "postgresql", "postgres"):
-        raise UserError(f"a retrospective database is a path, sqlite:/// or postgresql://, got {kind}://")
-    if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise UserError(f"a retrospective database needs a file, got {url!r}")
-    if parsed.drivername in ("postgresql", "postgres"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    # transactions of SQLite begin where we say, not where the driver thinks
-    options = {"timeout": BUSY_SECONDS, "isolation_level": None} if kind == "sqlite" else {}
-    try:
+        kind = parsed.get_backend_name()
+        if kind not in ("sqlite", "postgresql", "postgres"):
+            raise UserError(f"a retrospective database is a path, sqlite:/// or postgresql://, got {kind}://")
+        if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
+            raise UserError(f"a retrospective database needs a file, got {url!r}")
+        if parsed.drivername in ("postgresql", "postgres"):
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        # transactions of SQLite begin where we say, not where the driver thinks
+        options = {"timeout": BUSY_SECONDS, "isolation_level": None} if kind == "sqlite" else {}
         return sa.create_engine(parsed, poolclass=sa.NullPool, connect_args=options)
     except (ImportError, NoSuchModuleError) as error:
         lack = f"{parsed.drivername} needs {getattr(error, 'name', None) or error}"
         raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
+    except (ArgumentError, ValueError) as error:  # ValueError: the port or another option is no number
+        forms = "sqlite:///PATH or postgresql://host/name"
+        raise UserError(f"{hide_passwords(url)!r} is neither a path nor a database URL such as {forms}") from error
 
 
 def check_sqlite_file(path: Path, *, create: bool) -> None:
