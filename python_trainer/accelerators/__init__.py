@@ -55,9 +55,8 @@ class AcceleratorsConfig(Section):
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
         """Returns these settings as values with others enabled; only enabled and registered plug-ins have sections."""
-        known = AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields
-        sections = {name: values for name, values in self.model_dump(mode="json").items() if name in known}
-        return sections | {"enabled": list(enabled)}
+        known = set(AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields)
+        return self.model_dump(mode="json", include=known) | {"enabled": list(enabled)}
 
     def chosen(self) -> list[AcceleratorSettings]:
         """Returns the settings of the enabled ones, in the order in which they run."""
