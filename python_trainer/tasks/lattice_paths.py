@@ -102,7 +102,6 @@ class LatticePathsSettings(TaskSettings):
 
     def load(self) -> Task:
         """Draws the task; its prompts are always the same, whatever the sizes."""
-        chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
-        sizes = {split: SIZES[split] if size is None else size for split, size in chosen.items()}
-        train, gate, test = (draw_examples(split, size) for split, size in sizes.items())
+        chosen = {split: size for split in SIZES if (size := getattr(self, f"{split}_size")) is not None}
+        train, gate, test = (draw_examples(split, size) for split, size in (SIZES | chosen).items())
         return Task("lattice_paths", train, test, {"accuracy": accuracy}, gate)

@@ -89,7 +89,6 @@ class SumsSettings(TaskSettings):
 
     def load(self) -> Task:
         """Draw the task; its splits are disjoint, and its prompts always the same."""
-        chosen = {split: getattr(self, f"{split}_size") for split in SIZES}
-        sizes = [SIZES[split] if size is None else size for split, size in chosen.items()]
-        train, gate, test = draw_examples(self.variant, sizes)
+        chosen = {split: size for split in SIZES if (size := getattr(self, f"{split}_size")) is not None}
+        train, gate, test = draw_examples(self.variant, list((SIZES | chosen).values()))
         return Task("sums", train, test, {"accuracy": accuracy}, gate)
