@@ -16,10 +16,10 @@ def enabled_in(variant: str) -> list[str]:
     if variant == BASELINE:
         return []
     if variant == "all":
-        return ACCELERATORS.names()
+        return ACCELERATORS.names
     names = variant.split("+")
     for name in names:
-        if name not in ACCELERATORS.names() and ":" not in name:  # whose module is looked for with the settings
+        if name not in ACCELERATORS.names and ":" not in name:  # whose module is looked for with the settings
             allowed = ", ".join([BASELINE, *ACCELERATORS.choices, "all"])
             raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
     return names

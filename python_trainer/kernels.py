@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from python_trainer.accelerators import registered
+from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.model.loading import choose_device, described_model
@@ -53,7 +53,7 @@ def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
         table = {op: backend.choose(op, device) for op in PROVABLE}
     if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
         return table
-    special = {op for kind in registered() for op in kind.ops}
+    special = {op for kind in ACCELERATORS.registered() for op in kind.ops}
     needed = [op for op in PROVABLE if op not in special]
     needed += [op for settings in config.accelerators.chosen() for op in settings.ops]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")

@@ -92,7 +92,7 @@ class Learner:
         """Tells of each sample whether it has a gradient; samples without need no pass."""
         algorithm = self.algorithm
         kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
-        own = algorithm.policy_loss not in POLICY_LOSSES.names()  # which may have one where the advantage is 0
+        own = algorithm.policy_loss not in POLICY_LOSSES.names  # which may have one where the advantage is 0
         if self.critic is not None or algorithm.entropy_coef or kl_in_loss or own:
             return [True] * len(batch.rollouts)
         assert batch.advantages is not None

@@ -122,7 +122,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
 def counters_of(folder: Path) -> dict[str, str]:
     """Return metric -> the words of its row, for the accelerators of a run and the registered ones."""
     found: dict[str, str] = {}
-    for name in [*ACCELERATORS.names(), *json.loads(settings_used(folder).get("accelerators.enabled", "[]"))]:
+    for name in [*ACCELERATORS.names, *json.loads(settings_used(folder).get("accelerators.enabled", "[]"))]:
         with suppress(PluginError):  # the module of a plug-in may be missing here
             found |= ACCELERATORS.resolve(name).counters
     return found

@@ -62,18 +62,18 @@ class Registry(Generic[T]):
     ):
         self.kind, self.lazy = kind, lazy
         self._of, self._classes, self._makers = of, classes, dict(makers or {})
-        self._names = list(plugins)
+        self.names = list(plugins)  # the registered ones, in their order
         self._plugins = dict(plugins)  # and objects that a caller passed in the place of names
 
-    def names(self) -> list[str]:
-        """Lists the registered names in their order."""
-        return self._names
+    def registered(self) -> list[T]:
+        """Lists the registered plug-ins in their order, each once."""
+        return list(dict.fromkeys(map(self.resolve, self.names)))
 
     @property
     def choices(self) -> list[str]:
         """Lists everything that a setting may hold, as help shows it."""
         form = "module:Class" if self._classes else "module:function" if self._of is None else f"module:{self.kind}"
-        return [*self._names, *(f"{prefix}:PATH" for prefix in self._makers), form]
+        return [*self.names, *(f"{prefix}:PATH" for prefix in self._makers), form]
 
     def name_of(self, plugin: Any) -> Any:
         """Names an object ``module:name``, and lets that name mean the object; returns anything else unchanged."""
@@ -110,7 +110,7 @@ class Registry(Generic[T]):
     def _load(self, name: str) -> Any:
         module_name, _, attribute = name.partition(":")
         if module_name.endswith(".py") or not attribute.isidentifier():
-            file = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self._names)
+            file = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self.names)
             raise PluginError(f"must be one of {', '.join(self.choices)}, got {name!r}{file}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -142,7 +142,7 @@ class Registry(Generic[T]):
 
     def _check(self, value: Any) -> Any:
         for name in value if isinstance(value, list) else [value]:
-            if name not in self._names:  # the trainer's own plug-ins are imported when they are used
+            if name not in self.names:  # the trainer's own plug-ins are imported when they are used
                 self.resolve(name)
         return value
 

@@ -20,7 +20,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rpo": {"accelerators": {"enabled": ["rpo"]}},
     "drafts": {"accelerators": {"enabled": ["drafts"]}},
     "alpha": {"accelerators": {"enabled": ["alpha"], "alpha": ALPHA}},
-    "all accelerators": {"accelerators": {"enabled": ACCELERATORS.names(), "alpha": ALPHA}},
+    "all accelerators": {"accelerators": {"enabled": ACCELERATORS.names, "alpha": ALPHA}},
     "ddp": {"parallel": "ddp"},
     "fsdp2": {"parallel": "fsdp2"},
 }

@@ -39,7 +39,7 @@ class AcceleratorsConfig(Section):
     @field_validator("enabled")
     @classmethod
     def in_their_order(cls, enabled: list[str]) -> list[str]:
-        names = ACCELERATORS.names()
+        names = ACCELERATORS.names
         ordered = [name for name in names if name in enabled]
         return ordered + [name for name in dict.fromkeys(enabled) if name not in names]
 
@@ -47,7 +47,7 @@ class AcceleratorsConfig(Section):
     def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
         """Makes a class with a section for each registered plug-in, and for others that are enabled."""
         enabled = values.get("enabled")
-        kinds = dict.fromkeys(registered())
+        kinds = dict.fromkeys(ACCELERATORS.registered())
         for name in map(ACCELERATORS.name_of, enabled) if isinstance(enabled, list | tuple) else ():
             with suppress(PluginError):  # the setting's own check says why
                 kinds[ACCELERATORS.resolve(name)] = None
@@ -64,7 +64,7 @@ class AcceleratorsConfig(Section):
 
     def recording(self) -> list[AcceleratorSettings]:
         """Returns the settings of those that are not enabled, and take part to record the run."""
-        others = (getattr(self, kind.name) for kind in registered())
+        others = (getattr(self, kind.name) for kind in ACCELERATORS.registered())
         return [settings for settings in others if settings.recorder and settings not in self.chosen()]
 
     def make(self) -> list[Any]:
@@ -72,10 +72,6 @@ class AcceleratorsConfig(Section):
         made = [(settings.accelerator, settings) for settings in self.chosen()]
         made += [(settings.recorder, settings) for settings in self.recording()]
         return [(resolve_name(kind) if isinstance(kind, str) else kind)(settings) for kind, settings in made]
-
-
-def registered() -> list[type[AcceleratorSettings]]:
-    return [ACCELERATORS.resolve(name) for name in ACCELERATORS.names()]
 
 
 @cache

@@ -75,7 +75,7 @@ class TaskSettings(Section):
 
     @classmethod
     def kinds(cls) -> list[type[Section]]:
-        return list(dict.fromkeys(TASKS.resolve(name) for name in TASKS.names()))
+        return list(TASKS.registered())
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:

@@ -61,7 +61,7 @@ def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch):
     monkeypatch.undo()
     code, record = dry(*settings, "--budget-seconds", "3000")
     assert code == 0 and record["finished"] and not record["gpu"] and "max_steps=60" in record["settings"]
-    for name, accelerators in (("baseline", set()), ("all", set(ACCELERATORS.names()))):
+    for name, accelerators in (("baseline", set()), ("all", set(ACCELERATORS.names))):
         run = record["runs"][name]
         assert run["finished"] and run["steps"] == run["summary"]["steps"] == 60
         assert run["summary"]["accelerators"].keys() == accelerators

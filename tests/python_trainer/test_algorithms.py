@@ -178,7 +178,7 @@ def test_aggregations_known_values():
     }
     assert set(expected) == set(AGGREGATIONS)
     expected |= {"grpo": expected["seq-mean-token-mean"], "dapo": expected["token-mean"]}
-    assert set(expected) == set(LOSS_TYPES.names())
+    assert set(expected) == set(LOSS_TYPES.names)
     for name, value in expected.items():
         weights = token_weights(mask, name, num_tokens=4, num_sequences=2, max_length=8)
         assert (losses * weights).sum().item() == pytest.approx(value)
@@ -198,7 +198,7 @@ def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
     aggregation=st.sampled_from(AGGREGATIONS),
-    kind=st.sampled_from(POLICY_LOSSES.names()),
+    kind=st.sampled_from(POLICY_LOSSES.names),
     split=st.integers(1, 4),
     pad=st.integers(0, 3),
     left=st.booleans(),
@@ -231,7 +231,7 @@ def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, ki
     torch.testing.assert_close(gradient, widened(expected, 0.0))
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES.names())
+@pytest.mark.parametrize("kind", POLICY_LOSSES.names)
 def test_masked_entries_may_hold_anything(kind):
     """0 x inf: a masked -inf, inf or NaN log-probability leaves loss and gradient finite."""
     bad = torch.tensor([[-0.5, -INF, INF, math.nan]])

@@ -43,7 +43,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("name", ACCELERATORS.names())
+@pytest.mark.parametrize("name", ACCELERATORS.names)
 def test_each_works_or_says_why_not(make_config, gate_task, tmp_path, monkeypatch, name, other):
     accelerators = {"enabled": [name]} | ({name: SETTINGS[name]} if name in SETTINGS else {})
     changes = {key: dict(values) for key, values in OTHERS[other].items()}

@@ -183,7 +183,7 @@ def test_names_places_and_objects_are_one():
     assert LOSS_TYPES.resolve(f"{HERE}:first_half") is first_half is LOSS_TYPES.resolve(first_half)
     assert LOSS_TYPES.resolve("dapo") is LOSS_TYPES.resolve("token-mean")
     registry = Registry("shape", {"here": even, "there": f"{HERE}:first_half"})
-    assert registry.names() == ["here", "there"]
+    assert registry.names == ["here", "there"]
     assert registry.resolve("here") is even and registry.resolve("there") is first_half
     for wrong in (3, None):
         with pytest.raises(PluginError, match=f"shape {wrong} is not a function"):

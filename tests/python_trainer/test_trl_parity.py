@@ -105,7 +105,7 @@ CASES |= {
     f"entropy, {name}": (
         {"loss_type": THEIR_LOSS_TYPES.get(name, name), "entropy_coef": 0.5}, {"loss_type": name, "entropy_coef": 0.5}
     )
-    for name in LOSS_TYPES.names()
+    for name in LOSS_TYPES.names
 }  # fmt: skip
 
 
