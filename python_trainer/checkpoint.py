@@ -8,7 +8,6 @@ is the only pickled file.
 
 import hashlib
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
 from python_trainer.run_directory import publish
 
-PATTERN = re.compile(r"step-(\d+)")
 CHECKSUMS = "checksums.json"
 SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
 
@@ -121,7 +119,7 @@ def checksums(checkpoint: Path) -> dict[str, str]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if PATTERN.fullmatch(path.name)] if folder.is_dir() else []
+    found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
     return sorted(found, key=step_of)
 
 
