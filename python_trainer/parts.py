@@ -25,8 +25,6 @@ from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 
-Note = Callable[[str], None]
-
 
 def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, str | None]:
     """Replaces ``rollout.engine: auto`` in the settings -> those, and a note for the user.
@@ -54,7 +52,7 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
 
 
-def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Note) -> Config:
+def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Callable[[str], None]) -> Config:
     """Replaces settings that are ``auto`` by what they mean on this machine.
 
     Raises:
