@@ -139,6 +139,20 @@ def train(config, folder, **options):
     return trainer
 
 
+def kill_in_the_fourth_step(run):
+    """Ends a Trainer or Sft as a kill does: the row of step 3 has been written, its checkpoint has not."""
+    step = run.step
+
+    def end_in_the_fourth(*number):
+        if run.state.step == 3:
+            raise KeyboardInterrupt
+        return step(*number)
+
+    run.step = end_in_the_fourth
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+
+
 def record_updates(trainer):
     """A list that grows as a trainer trains: the rollouts of each update."""
     seen, update = [], trainer.learner.update

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import QUIET, full_disk, train
+from conftest import QUIET, full_disk, kill_in_the_fourth_step, train
 from rich.console import Console
 
 from bench.faults.training import differences
@@ -83,17 +83,7 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     }  # fmt: skip
     config = make_config(max_steps=6, **options, **changes)
     Trainer(config, tmp_path / "whole", console=QUIET).run()
-    part = Trainer(config, tmp_path / "parts", console=QUIET)
-    original = part.step
-
-    def stop_after_three(number):
-        if number == 4:  # the newest checkpoint is that of step 2; the row of step 3 has been written
-            raise KeyboardInterrupt
-        return original(number)
-
-    part.step = stop_after_three
-    with pytest.raises(KeyboardInterrupt):
-        part.run()
+    kill_in_the_fourth_step(Trainer(config, tmp_path / "parts", console=QUIET))
     assert len(read_metrics(tmp_path / "parts")) == 4
     resumed = Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
     assert resumed.state.step == 2

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import QUIET, merged
+from conftest import QUIET, kill_in_the_fourth_step, merged
 from rich.console import Console
 from safetensors.torch import load_file
 from test_packing import plain_score
@@ -83,18 +83,7 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
 def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monkeypatch):
     config = config_of(lessons, sft={"epochs": 9}, save={"save_steps": 2})
     Sft(config, tmp_path / "whole", console=QUIET).run()
-    cut = Sft(config, tmp_path / "cut", console=QUIET)
-    step = Sft.step
-
-    def ends_in_the_fourth(self):
-        if self.state.step == 3:
-            raise KeyboardInterrupt  # stands for a kill
-        return step(self)
-
-    monkeypatch.setattr(Sft, "step", ends_in_the_fourth)
-    with pytest.raises(KeyboardInterrupt):
-        cut.run()
-    monkeypatch.undo()
+    kill_in_the_fourth_step(Sft(config, tmp_path / "cut", console=QUIET))
     with pytest.raises(UserError, match="already holds a run: add --resume"):
         Sft(config, tmp_path / "cut")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
