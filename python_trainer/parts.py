@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from python_trainer.model.loading import base_folder, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import Engine
-from python_trainer.rollout.episodes import EpisodeEngine, encode_observation
+from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
@@ -122,8 +121,7 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
             engine = VLLMEngine(model, backend, **options)
     engine.lengths = LengthHistory() if rollout.schedule == "history" else None
     if task.environment is not None:
-        make, encode = ENVIRONMENTS.resolve(task.environment), partial(encode_observation, policy)
-        engine = EpisodeEngine(engine, make, encode=encode, decode=policy.decode, max_turns=task.max_turns)
+        engine = EpisodeEngine(engine, ENVIRONMENTS.resolve(task.environment), policy, max_turns=task.max_turns)
     if ranks.size > 1 or model is not policy.model:
         engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)
     if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word

@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -72,24 +72,14 @@ class EpisodeEngine(WrappedEngine):
     Args:
         inner: generates; keeps what it computes of a turn for the next one, if it can.
         make: the environment; one object for each answer.
-        encode: token ids so far, the messages of a chat so far or None, observation -> token ids of the observation.
-        decode: ids of a turn -> its text.
+        policy: decodes its turns, and encodes observations as :func:`encode_observation` does.
         max_turns: of the policy in one answer.
     """
 
-    def __init__(
-        self,
-        inner: Engine,
-        make: type[Environment],
-        *,
-        encode: Callable[[list[int], Messages | None, str | Messages], list[int]],
-        decode: Callable[[Sequence[int]], str],
-        max_turns: int,
-    ):
+    def __init__(self, inner: Engine, make: type[Environment], policy: Policy, *, max_turns: int):
         super().__init__(inner)
         inner.keep_answers = True
-        self.make, self.encode, self.decode = make, encode, decode
-        self.max_turns, self.timeout = max_turns, make.timeout
+        self.make, self.policy, self.max_turns, self.timeout = make, policy, max_turns, make.timeout
         self._sampling = SamplingParams()
         self._turns: dict[Rollout, _Answer] = {}  # being generated, by the inner engine's rollout
         self._stepping: dict[Future[Any], _Answer] = {}  # whose environment is at work, by the step's result
@@ -126,7 +116,7 @@ class EpisodeEngine(WrappedEngine):
             rollout.logprobs += turn.logprobs
             answer.mask += [True] * len(turn.ids)
             episode.turns += 1
-            text = self.decode(turn.ids)
+            text = self.policy.decode(turn.ids)
             if not isinstance(answer.example.prompt, str):
                 episode.messages.append({"role": "assistant", "content": text})
             if turn.finish_reason == "length":
@@ -181,7 +171,8 @@ class EpisodeEngine(WrappedEngine):
             answer.end("stop" if over else "length")
             return None
         messages = None if answer.opening is None else [*answer.opening, *episode.messages]
-        ids = self.encode([*rollout.prompt_ids, *rollout.response_ids], messages, observation)
+        before = [*rollout.prompt_ids, *rollout.response_ids]
+        ids = encode_observation(self.policy, before, messages, observation)
         length = len(rollout.response_ids) + len(ids)
         room = min(answer.limit + rollout.prefix_len, self.max_positions - len(rollout.prompt_ids)) - length
         if room < 1:

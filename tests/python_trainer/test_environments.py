@@ -65,17 +65,22 @@ class Failing(Echo):
         return super().reset(example)
 
 
-def encode(ids, messages, said):
-    return [ord(letter) for letter in said]
+class Letters:
+    """Stands in for a policy and its tokenizer: a token is a letter."""
 
+    def __init__(self):
+        self.tokenizer = self
 
-def decode(ids):
-    return "".join(map(chr, ids))
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
 
 
 def episodes(model, make_environment=Echo, *, max_turns=8, timeout=20.0, **options):
-    inner, options = engine_for(model, eos=EOS, **options), {"encode": encode, "decode": decode}
-    engine = EpisodeEngine(inner, make_environment, max_turns=max_turns, **options)
+    inner = engine_for(model, eos=EOS, **options)
+    engine = EpisodeEngine(inner, make_environment, Letters(), max_turns=max_turns)
     engine.timeout = timeout
     return engine
 
