@@ -176,7 +176,6 @@ class PagedEngine(Engine):
         return [sample.rollout for sample in done]
 
     def _runner(self, longest: int) -> Forward:
-        longest = min(self.max_positions, longest)
         if self.graphs is not None:
             self.graphs.look_at_weights()
         if self.fused and supports(self.model):  # a hook may have come since

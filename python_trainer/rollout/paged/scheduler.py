@@ -109,7 +109,7 @@ class Scheduler:
         True when some had to give up their place for others. Drafts give way first.
         """
         preempted = False
-        while self.running:
+        while True:
             try:
                 self.slots = self.cache.append_many(
                     [sample.sequence for sample in self.running],
@@ -123,8 +123,6 @@ class Scheduler:
                 else:
                     self._preempt()
                     preempted = True
-        self.slots = torch.empty(0, dtype=torch.int64, device=self.cache.device)
-        return preempted
 
     def _preempt(self) -> None:
         """Closes the youngest work and queues it again in front of the rest."""
