@@ -119,7 +119,7 @@ class Learner:
         self.changed = True
         if self.critic is not None and minibatch.batch.returns is not None:
             self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
-            self.critic.step(lr)
+            self.critic.optimizer.step(lr * self.critic.rate)
         return norm, tokens
 
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:

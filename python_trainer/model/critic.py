@@ -36,7 +36,7 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
         ranks.shard(self)
         self.optimizer = PolicyOptimizer(self, optimizer)
-        self.rate = config.learning_rate / optimizer.learning_rate  # of the policy's
+        self.rate = config.learning_rate / optimizer.learning_rate  # its learning rate, as a multiple of the policy's
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
         """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
@@ -45,7 +45,3 @@ class Critic(torch.nn.Module):
             inputs = flat_inputs(packed.input_ids, positions, packed.layout)
             states = self.body(**inputs).last_hidden_state[0, packed.rows]
         return packed.spread(self.head(states.float())[:, 0])
-
-    def step(self, policy_learning_rate: float) -> float:
-        """Updates the critic's own weights once -> gradient norm before clipping."""
-        return self.optimizer.step(policy_learning_rate * self.rate)
