@@ -54,7 +54,7 @@ class PagedEngine(Engine):
         fused: Llama-like models on a CPU, in bfloat16 or small ones in float32, run through :class:`FusedDecoder`,
             which gives the same numbers up to rounding in fewer calls.
         share_from: a common prefix of so many tokens is read once per group of samples; None: never.
-        graphs: on a GPU, passes of one token a sample are recorded and replayed.
+        graphs: on a GPU, passes of one token a sample are recorded and replayed; None: they are not, or cannot be.
 
     Args:
         model: a causal language model whose layers use Transformers' attention interface; set to evaluation mode.
@@ -189,7 +189,7 @@ class PagedEngine(Engine):
         self._stats["forward_passes"] += 1
         count = len(step.ids)
         decoding = count == len(step.sequences) == len(step.rows)
-        graphs = self.graphs if self.graphs and self.graphs.works and decoding and not share else None
+        graphs = self.graphs if decoding and not share else None
         more = padded_size(count) - count if graphs else 0  # copies of the first sequence
         slots = torch.cat([step.slots, step.slots[:1].expand(more)]) if more else step.slots
         paged = page(
@@ -206,6 +206,7 @@ class PagedEngine(Engine):
             logits = graphs.logits((ids, positions, slots, paged.block_tables, paged.seq_lens), blocks)
             if logits is not None:
                 return logits[:count]
+            self.graphs = None
         return run(ids, positions, rows, paged)[0]
 
     def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:

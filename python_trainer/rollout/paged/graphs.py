@@ -57,7 +57,6 @@ class DecodeGraphs:
         self.recorded: dict[tuple[int, int], tuple[Callable[[], None], Numbers, torch.Tensor]] = {}
         self.weights: list[int] = []
         self.pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        self.works = True
 
     def look_at_weights(self) -> None:
         """Forgets what was recorded when weights lie elsewhere than before."""
@@ -79,7 +78,6 @@ class DecodeGraphs:
             try:
                 self.recorded[key] = self._record(numbers, key[1])
             except RuntimeError as error:  # such as a forward that waits for the device
-                self.works = False
                 reason, name = str(error).partition("\n")[0], type(self.model).__name__
                 warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
                 return None
