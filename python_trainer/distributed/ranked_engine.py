@@ -23,7 +23,8 @@ class RankedEngine(WrappedEngine):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
         self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
-        self._waiting: list[tuple[Sequence[Request], SamplingParams, list[list[Rollout]]]] = []
+        # submitted, with one and the same sampling
+        self._requests, self._groups, self._sampling = list[Request](), list[list[Rollout]](), SamplingParams()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -37,21 +38,16 @@ class RankedEngine(WrappedEngine):
         if self.ranks is None:
             return self.inner.submit(requests, sampling)
         groups = [new_rollouts(request) for request in requests]
-        self._waiting.append((requests, sampling, groups))
+        self._requests += requests
+        self._groups += groups
+        self._sampling = sampling
         return list(chain.from_iterable(groups))
 
     def _work(self, count: int) -> list[Rollout]:
         if self.ranks is None:
             return self.inner.poll(count)
-        submitted, self._waiting = self._waiting, []
-        for part in submitted:
-            self._share(self.ranks, *part)
-        return [rollout for _, _, groups in submitted for group in groups for rollout in group]
-
-    def _share(
-        self, ranks: RankGroup, requests: Sequence[Request], sampling: SamplingParams, groups: list[list[Rollout]]
-    ) -> None:
-        """Generates this rank's part of a submission, and takes over the others'."""
+        requests, groups, ranks = self._requests, self._groups, self.ranks
+        self._requests, self._groups = [], []
         before, own = self.inner.stats, list[Rollout]()
         self.inner.on_progress = self.on_progress  # of this rank's part
         parts = divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size)
@@ -59,7 +55,7 @@ class RankedEngine(WrappedEngine):
             self.inner.load_weights()
         with ranks.together():
             if ranks.rank < len(parts):
-                own = self.inner.generate([requests[i] for i in parts[ranks.rank]], sampling)
+                own = self.inner.generate([requests[i] for i in parts[ranks.rank]], self._sampling)
         spent = {name: count - before[name] for name, count in self.inner.stats.items()}
         results = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
         for rank, (part, (answers, counts)) in enumerate(zip(parts, results)):
@@ -67,3 +63,4 @@ class RankedEngine(WrappedEngine):
                 vars(rollout).update(vars(answer))  # another process generated it in a copy
             if rank != ranks.rank:
                 self._others = {name: count + counts[name] for name, count in self._others.items()}
+        return list(chain.from_iterable(groups))
