@@ -68,8 +68,8 @@ class Global:
         self.ends = np.insert(self.ends, place, start + size)
         self.parts.insert(place, Bytes(held, written))
 
-    def _find(self, at: np.ndarray, size: int, text: str) -> list[tuple[Bytes, np.ndarray | slice, np.ndarray]]:
-        """(storage, which of the addresses lie in it, their places in it)."""
+    def _find(self, at: np.ndarray, size: int, text: str) -> tuple[Bytes, np.ndarray]:
+        """The storage that the addresses lie in, and their places in it."""
         check_alignment(at, size, text)
         owner = np.searchsorted(self.starts, at, "right") - 1
         outside = (owner < 0) | (at + size > self.ends[owner])
@@ -78,20 +78,17 @@ class Global:
             near = int(np.abs(self.ends - first).argmin())
             behind, length = first - self.ends[near], self.ends[near] - self.starts[near]
             raise Fault(f"outside of all tensors, {behind} bytes behind the end of one of {length} bytes: {text}")
-        if (owner == owner[0]).all():
-            return [(self.parts[owner[0]], slice(None), at - self.starts[owner[0]])]
-        chosen = [(int(i), owner == i) for i in np.unique(owner)]
-        return [(self.parts[i], here, at[here] - self.starts[i]) for i, here in chosen]
+        if (owner != owner[0]).any():
+            raise Fault(f"in several tensors at once: {text}")
+        return self.parts[owner[0]], at - self.starts[owner[0]]
 
     def read(self, at: np.ndarray, size: int, count: int, text: str) -> np.ndarray:
-        out = np.empty((len(at), count), BITS[size])
-        for part, here, places in self._find(at, size * count, text):
-            out[here] = part.read(places, size, count, text)
-        return out
+        part, places = self._find(at, size * count, text)
+        return part.read(places, size, count, text)
 
     def write(self, at: np.ndarray, values: np.ndarray, text: str) -> None:
-        for part, here, places in self._find(at, values.dtype.itemsize * values.shape[1], text):
-            part.write(places, values[here])
+        part, places = self._find(at, values.dtype.itemsize * values.shape[1], text)
+        part.write(places, values)
 
 
 class Shared:
