@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-import flash as flash_attention
 import pytest
 import torch
+from pretend_gpu import flash_backward, flash_forward
 
 import rlkernels
 from rlkernels.prefix_cache import GroupedLayout, library, reference
@@ -17,13 +17,13 @@ calls = []
 def forward(*args, scale):
     max_q, max_k, _, causal, _ = args[5:]
     calls.append((max_q, max_k, causal))
-    return flash_attention.forward(*args, scale=scale)
+    return flash_forward(*args, scale=scale)
 
 
 @pytest.fixture(autouse=True)
 def flash(monkeypatch):
     real = torch.ops.aten
-    names = {"_flash_attention_forward": forward, "_flash_attention_backward": flash_attention.backward,
+    names = {"_flash_attention_forward": forward, "_flash_attention_backward": flash_backward,
              "embedding_dense_backward": real.embedding_dense_backward}  # fmt: skip
     monkeypatch.setattr(library, "aten", SimpleNamespace(**names))
     monkeypatch.setattr(library, "takes", lambda query, cache: True)
