@@ -5,10 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+import aot_kernels as aot
 import pytest
-from aot_kernels import KERNELS, OTHER, attend, cuda_kernels, dtw, logprobs, merge, rank1, rank1_step, sample, write
+from aot_kernels import KERNELS, OTHER, TARGETS, Kernel, compile_for, cuda_kernels
 from support import lacks
-from triton_aot import TARGETS, Kernel, compile_for
 
 # bytes of stack that a kernel may have there: known, the larger number of the two tritons. The key kernel takes 32 on
 # sm_90, and on an H100 half of the time that it takes without them, with eight warps. Heads of 128 are not the default
@@ -39,30 +39,30 @@ KIB = 1024
 # kernels at other settings -> most bytes of stack on sm_80 and sm_90, and of shared memory
 OTHER_SETTINGS: dict[str, tuple[Kernel, tuple[int, int], int]] = {
     **{f"paged attention, {name}": (kernel, (64, 0), 100 * KIB) for name, kernel in {
-        "decode, group of 6": attend(128, 16, group=6),
-        "shared prefix": attend(128, 128, causal=False, group=6),
-        "heads of 80 in float16": attend(80, 64, group=6, dtype="*fp16", warps=8),
-        "heads of 256": attend(256, 64, group=6, block_n=32, warps=8),
-        "float32": attend(128, 16, group=6, block_n=32, dtype="*fp32", warps=8),
+        "decode, group of 6": aot.attend(128, 16, group=6),
+        "shared prefix": aot.attend(128, 128, causal=False, group=6),
+        "heads of 80 in float16": aot.attend(80, 64, group=6, dtype="*fp16", warps=8),
+        "heads of 256": aot.attend(256, 64, group=6, block_n=32, warps=8),
+        "float32": aot.attend(128, 16, group=6, block_n=32, dtype="*fp32", warps=8),
     }.items()},
-    "merging heads of 80": (merge(80), (0, 0), 100 * KIB),
-    "writing float32 into bfloat16": (write(80, "*fp32", aligned_strides=False), (0, 0), 100 * KIB),
-    "dtw in a band": (dtw(False, band=True), (0, 0), 100 * KIB),
-    "dtw of any number of features": (dtw(True, rows=64, dims=None), (0, 0), 100 * KIB),
-    "sampling, one token": (sample(True, one_token=True), (0, 0), 100 * KIB),
-    **{f"log-probabilities {part}, one token": (logprobs(part, one_token=True), (0, 0), 100 * KIB)
+    "merging heads of 80": (aot.merge(80), (0, 0), 100 * KIB),
+    "writing float32 into bfloat16": (aot.write(80, "*fp32", aligned_strides=False), (0, 0), 100 * KIB),
+    "dtw in a band": (aot.dtw(False, band=True), (0, 0), 100 * KIB),
+    "dtw of any number of features": (aot.dtw(True, rows=64, dims=None), (0, 0), 100 * KIB),
+    "sampling, one token": (aot.sample(True, one_token=True), (0, 0), 100 * KIB),
+    **{f"log-probabilities {part}, one token": (aot.logprobs(part, one_token=True), (0, 0), 100 * KIB)
        for part in ("forward", "backward")},
-    "rank-1, rows with statistics": (rank1("rows", statistics=True), (64, 64), 160 * KIB),
-    "rank-1, rows of float32": (rank1("rows", "*fp32", "*fp32", stages=2), (128, 128), 160 * KIB),
-    "rank-1, rows of float16": (rank1("rows", "*fp16", statistics=True, wide=1024), (128, 128), 160 * KIB),
-    "rank-1, longer rows with statistics": (rank1("times", statistics=True), (0, 0), 99 * KIB),
-    "rank-1, longer rows of float32": (rank1("times", "*fp32"), (0, 0), 99 * KIB),
-    "rank-1, longer rows of float32, transpose": (rank1("transpose", "*fp32"), (0, 0), 99 * KIB),
-    "rank-1, unaligned rows": (rank1("rows", statistics=True, aligned=False), (384, 384), 99 * KIB),
-    **{f"rank-1, unaligned longer rows, {part}": (rank1(part, statistics=True, aligned=False), (0, 0), 99 * KIB)
+    "rank-1, rows with statistics": (aot.rank1("rows", statistics=True), (64, 64), 160 * KIB),
+    "rank-1, rows of float32": (aot.rank1("rows", "*fp32", "*fp32", stages=2), (128, 128), 160 * KIB),
+    "rank-1, rows of float16": (aot.rank1("rows", "*fp16", statistics=True, wide=1024), (128, 128), 160 * KIB),
+    "rank-1, longer rows with statistics": (aot.rank1("times", statistics=True), (0, 0), 99 * KIB),
+    "rank-1, longer rows of float32": (aot.rank1("times", "*fp32"), (0, 0), 99 * KIB),
+    "rank-1, longer rows of float32, transpose": (aot.rank1("transpose", "*fp32"), (0, 0), 99 * KIB),
+    "rank-1, unaligned rows": (aot.rank1("rows", statistics=True, aligned=False), (384, 384), 99 * KIB),
+    **{f"rank-1, unaligned longer rows, {part}": (aot.rank1(part, statistics=True, aligned=False), (0, 0), 99 * KIB)
        for part in ("times", "transpose")},
-    "rank-1, step of 32 columns": (rank1_step(32), (0, 0), 99 * KIB),
-    "rank-1, step of 64 columns": (rank1_step(64), (512, 512), 99 * KIB),
+    "rank-1, step of 32 columns": (aot.rank1_step(32), (0, 0), 99 * KIB),
+    "rank-1, step of 64 columns": (aot.rank1_step(64), (512, 512), 99 * KIB),
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_rows_fit_gpus_with_little_shared_memory():
             row_bytes = wide * (sizes[weight] + sizes[base])
             assert Tiling().block(row_bytes, large) == (4, 3 if 4 * row_bytes <= 2**16 else 2)
             held, stages = Tiling().block(row_bytes, small)
-            kernels.append(rank1("rows", weight, base, statistics=True, wide=wide, held=held, stages=stages))
+            kernels.append(aot.rank1("rows", weight, base, statistics=True, wide=wide, held=held, stages=stages))
     built = compile_for(kernels, targets=[80])
     assert len(built) == 6 and all(32 * KIB <= b.shared_bytes <= small for b in built), built
 
