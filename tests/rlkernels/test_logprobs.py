@@ -1,12 +1,15 @@
+"""Log-probabilities from logits; from hidden states block by block, against the reference that holds all logits."""
+
 import hypothesis
 import pytest
 import torch
-from accuracy import check_logprobs
+from accuracy import check_linear_logprobs, check_logprobs, with_gradients
 from hypothesis import strategies as st
 from support import Launches
 
 import rlkernels
-from rlkernels.logprobs import reference
+from rlkernels import linear_token_logprobs
+from rlkernels.logprobs import linear, reference
 
 
 def test_tokens_ruled_out():
@@ -51,11 +54,11 @@ def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
         logits[:, vocab // 2] = logits.amax(1)
     ids = torch.randint(vocab, (6,), generator=gen)
     exact = over_temperature(logits, ids, temperature)
-    for linear in (False, True):
+    for from_states in (False, True):
         # logits from one-hot hidden states are exact
-        leaf, one_hot = (logits.T if linear else logits).clone().requires_grad_(), torch.eye(6, dtype=dtype)
+        leaf, one_hot = (logits.T if from_states else logits).clone().requires_grad_(), torch.eye(6, dtype=dtype)
         options = {"temperature": temperature, "return_entropy": True, "backend": backend}
-        if linear:
+        if from_states:
             logprobs, entropy = rlkernels.linear_token_logprobs(one_hot, leaf, ids, **options)
         else:
             logprobs, entropy = rlkernels.token_logprobs(leaf, ids, **options)
@@ -65,7 +68,7 @@ def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
         torch.testing.assert_close(entropy.detach(), exact[1].to(wide), rtol=1e-4, atol=1e-4)
         assert not grad.isnan().any()
         expected = exact[2].clamp(-(2.0**100), 2.0**100).to(dtype)
-        found = (grad.T if linear else grad).clamp(-(2.0**100), 2.0**100)
+        found = (grad.T if from_states else grad).clamp(-(2.0**100), 2.0**100)
         tolerance = (0.02 if dtype == torch.bfloat16 else 1e-3) * float(expected.abs().max())
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
@@ -169,3 +172,208 @@ def test_plain_torch_makes_only_the_passes_that_were_asked_for(temperature):
     passes = [name for name, shape in launches.results if shape.numel() == logits.numel()]
     assert passes == (["_log_softmax"] if temperature == 1 else ["div", "_log_softmax"])
     assert torch.equal(found, reference.token_logprobs(logits, ids, temperature)[0])
+
+
+BACKENDS = ["cpu", "torch"]
+
+
+def problem(rows, vocab, width=24, dtype=torch.float32, scale=1.0, bias=True):
+    """hidden, weight, bias or None, ids; a third of the vocabulary is ruled out by the bias."""
+    gen = torch.Generator().manual_seed(rows + vocab)
+    hidden, weight = (torch.randn(n, width, generator=gen).mul(scale**0.5).to(dtype) for n in (rows, vocab))
+    offset = torch.randn(vocab, generator=gen).to(dtype)
+    offset[1::3] = -torch.inf
+    ids = torch.randint((vocab + 2) // 3, (rows,), generator=gen) * 3
+    return hidden, weight, offset if bias else None, ids
+
+
+def outputs(run, hidden, weight, bias):
+    """Log-probability, entropy and all gradients of a sum with weights of both signs."""
+    tensors, factor = [x for x in (hidden, weight, bias) if x is not None], torch.linspace(-1, 2, len(hidden))
+    return with_gradients(lambda h, w, b=None: run(h, w, b), tensors, factor, factor.flip(0))
+
+
+def ours(ids, **options):
+    return lambda h, w, b: linear_token_logprobs(h, w, ids, bias=b, return_entropy=True, **options)
+
+
+def plain(ids, temperature):
+    return lambda h, w, b: reference.linear_token_logprobs(h, w, ids, temperature, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "chunk"),
+    [(1, 1, 1), (3, 2, 1), (5, 17, 5), (37, 1023, 100), (37, 2053, 2052), (23, 2053, 9999), (700, 1023, None)],
+)
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+def test_error_is_that_of_plain_torch(backend, dtype, rows, vocab, chunk, scale):
+    hidden, weight, bias, ids = problem(rows, vocab, dtype=dtype, scale=scale)
+    for temperature, offset in ((1.0, bias), (0.7, None)):
+        check_linear_logprobs(backend, (hidden, weight, offset), ids, temperature, chunk, relative=2e-6)
+
+
+def test_error_in_bfloat16_does_not_grow_with_the_number_of_blocks(monkeypatch):
+    """A sum of blocks that are rounded before they are added would lose with 64 of them."""
+    monkeypatch.setattr(linear, "FEWEST", 8)
+    monkeypatch.setattr(linear, "BLOCK", 1)
+    hidden, weight, bias, ids = problem(50, 1024, 64, torch.bfloat16, 0.5)
+    exact = outputs(plain(ids, 1.0), *(x.double() for x in (hidden, weight, bias)))
+    wanted = outputs(plain(ids, 1.0), hidden, weight, bias)
+    for a, b, gold in zip(outputs(ours(ids, chunk=16), hidden, weight, bias), wanted, exact, strict=True):
+        assert (a.double() - gold).norm() <= 1.2 * (b.double() - gold).norm() + 1e-5 * gold.norm()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11])
+def test_gradients(chunk):
+    hidden, weight, bias = (
+        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (11, 4), (11,))
+    )
+    ids = torch.randint(11, (2, 3))
+    assert torch.autograd.gradcheck(ours(ids, temperature=0.8, chunk=chunk), (hidden, weight, bias))
+    only = lambda h, w: linear_token_logprobs(h, w, ids, chunk=chunk)  # noqa: E731
+    assert torch.autograd.gradcheck(only, (hidden, weight))
+    entropy = lambda h, w: linear_token_logprobs(h, w, ids, chunk=chunk, return_entropy=True)[1]  # noqa: E731
+    assert torch.autograd.gradcheck(entropy, (hidden, weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_frozen_part_gets_no_gradient_and_changes_none(backend):
+    hidden, weight, bias, ids = problem(6, 50)
+    both = outputs(ours(ids, chunk=7, backend=backend), hidden, weight, bias)[2:]
+    for kept in range(3):
+        leaves = [x.clone().requires_grad_(i == kept) for i, x in enumerate((hidden, weight, bias))]
+        logprobs, entropy = ours(ids, chunk=7, backend=backend)(*leaves)
+        factor = torch.linspace(-1, 2, 6)
+        ((logprobs * factor).sum() + (entropy * factor.flip(0)).sum()).backward()
+        assert [x.grad is not None for x in leaves] == [i == kept for i in range(3)]
+        torch.testing.assert_close(leaves[kept].grad, both[kept])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_and_rows_that_are_ruled_out(backend):
+    hidden, weight, _, _ = problem(4, 40)
+    bias = torch.zeros(40)
+    bias[:17] = -torch.inf  # all of the first block and a part of the second
+    ids = torch.tensor([17, 30, 3, 39])
+    reached = outputs(ours(ids, chunk=10, backend=backend), hidden, weight, bias)
+    assert reached[0][2] == -torch.inf
+    some = torch.tensor([0, 1, 3])
+    for value, gold in zip(reached[:2], reference.linear_token_logprobs(hidden[some], weight[17:], ids[some] - 17)):
+        torch.testing.assert_close(value[some], gold)
+    nothing = linear_token_logprobs(hidden, weight, ids, bias=torch.full((40,), -torch.inf), chunk=10, backend=backend)
+    assert nothing.isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_is_summed_up_without_waiting_for_it(backend):
+    logits = torch.randn(4, 9)
+    logits[1], logits[2, 0], logits[3], logits[3, 5] = -torch.inf, -torch.inf, -torch.inf, torch.nan
+    with Launches() as launches:
+        top, log_sum, entropy = linear._summary(logits, 0.7, True, backend)
+    assert not launches.waits
+    assert (top[1], log_sum[1], entropy[1]) == (-torch.inf, -torch.inf, 0)
+    assert log_sum.isfinite().tolist() == [True, False, True, False] and log_sum[3].isnan() and entropy[3].isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_row(backend):
+    hidden, weight, _, ids = problem(4, 60, bias=False)
+    hidden[1, 3] = torch.nan
+    logprobs, entropy, grad, *_ = outputs(ours(ids, chunk=16, backend=backend), hidden, weight, None)
+    bad = torch.tensor([False, True, False, False])
+    for value in (logprobs, entropy, grad.sum(1)):
+        assert torch.equal(value.isnan(), bad)
+    weight[45] = torch.nan  # one entry of one block spoils every row
+    assert linear_token_logprobs(hidden, weight, ids, chunk=16, backend=backend).isnan().all()
+
+
+def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
+    hidden, weight, bias, ids = problem(24, 70)
+    view = torch.stack([hidden, hidden], -1)[..., 0].view(2, 3, 4, 24).transpose(0, 1)
+    ids = ids.view(2, 3, 4).transpose(0, 1)
+    wanted = rlkernels.token_logprobs(view @ weight.T + bias, ids, temperature=1.3, return_entropy=True)
+    reached = linear_token_logprobs(view, weight, ids, bias=bias, temperature=1.3, return_entropy=True, chunk=20)
+    torch.testing.assert_close(reached, wanted)
+    one = linear_token_logprobs(hidden[0], weight, ids.reshape(-1)[0])
+    assert one.shape == ()
+    half = linear_token_logprobs(hidden.half(), weight.half(), ids.transpose(0, 1).reshape(-1))
+    assert half.dtype == torch.float32 and half.isfinite().all()
+    empty = torch.zeros(0, 24, requires_grad=True)
+    linear_token_logprobs(empty, weight, torch.zeros(0).long()).sum().backward()
+    assert empty.grad.shape == (0, 24)
+
+
+def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
+    monkeypatch.setattr(linear, "ROWS", 8)
+    hidden, weight, bias, ids = problem(29, 53)
+    check_linear_logprobs("auto", (hidden, weight, bias), ids, 1.0, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
+    """Of all that torch allocates, forward and backward: a block, its gradient, the results, and room for products."""
+    monkeypatch.setattr(linear, "BLOCK", 1)
+    monkeypatch.setattr(linear, "FEWEST", 4)
+    rows, vocab, width, chunk = 800, 20_000, 64, 256
+    hidden, weight, _, ids = problem(rows, vocab, width, dtype, bias=False)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        logprobs, entropy = linear_token_logprobs(*leaves, ids, return_entropy=True, chunk=chunk)
+        torch.autograd.grad((logprobs + entropy).sum(), leaves)
+    events = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert len(events) > 100
+    held, highest = 0, 0
+    for nbytes in events:
+        held += nbytes
+        highest = max(highest, held)
+    blocks = 2 * max(rows * chunk, 4 * vocab) * dtype.itemsize  # logits and their gradient
+    rest = vocab * width * dtype.itemsize + 40 * rows * (vocab // chunk)  # gradient of the weight; sums of each block
+    rest += 1_000_000 if dtype == torch.bfloat16 else 0  # where oneDNN packs a part of the weight, for AMX
+    assert rows * chunk * dtype.itemsize < max(events) < highest <= blocks + rest < rows * vocab * dtype.itemsize / 4
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_opcheck(with_bias):
+    hidden, weight, bias, ids = problem(4, 33)
+    hidden.requires_grad_()
+    arguments = (hidden, weight.requires_grad_(), bias if with_bias else None, ids, 0.8, True, 9, "torch")
+    torch.library.opcheck(torch.ops.rlkernels.linear_token_logprobs.default, arguments)
+    vectors = torch.randn(4), torch.randn(4)
+    _, entropies, stats = (x.detach() for x in linear.forward(*arguments))
+    torch.library.opcheck(
+        torch.ops.rlkernels.linear_token_logprobs_backward.default,
+        (hidden.detach(), weight.detach(), arguments[2], ids, stats, entropies, *vectors, 0.8, 9, "torch",
+         [True, False, with_bias]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"hidden": torch.zeros(2, 3).long()}, TypeError, "hidden must be floating point, got torch.int64"),
+    ({"hidden": torch.tensor(1.0)}, ValueError, r"hidden must have shape \[\.\.\., H\], got \[\]"),
+    ({"weight": torch.zeros(7, 4)}, ValueError, r"weight must have shape \[any, 3\], got \[7, 4\]"),
+    ({"weight": torch.zeros(0, 3)}, ValueError, r"weight must have shape \[V, H\] with V >= 1, got \[0, 3\]"),
+    ({"weight": torch.zeros(7, 3).double()}, TypeError, "weight must have dtype torch.float32, got torch.float64"),
+    ({"bias": torch.zeros(6)}, ValueError, r"bias must have shape \[7\], got \[6\]"),
+    ({"ids": torch.tensor([0, 7])}, ValueError, "ids must be between 0 and 6, got 7"),
+    ({"ids": torch.tensor([0.0, 1.0])}, TypeError, "ids must have dtype torch.int64, got torch.float32"),
+    ({"ids": torch.tensor([0])}, ValueError, r"ids must have shape \[2\], got \[1\]"),
+    ({"temperature": 0}, ValueError, "temperature must be > 0, got 0"),
+    ({"chunk": 0}, ValueError, "chunk must be >= 1, got 0"),
+    ({"backend": "cuda"}, ValueError, "cannot run linear_token_logprobs here"),
+])  # fmt: skip
+def test_bad_arguments_of_hidden_states(changes, error, message):
+    arguments = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(7, 3), "ids": torch.tensor([0, 6])} | changes
+    with pytest.raises(error, match=message):
+        linear_token_logprobs(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "logits"),
+    [(None, 1 << 22), (4, 1 << 22), (24, 1 << 24), (48, 1 << 25), (80, 1 << 26), (192, 1 << 26)],
+)
+def test_blocks_suit_the_device(gigabytes, logits):
+    memory = None if gigabytes is None else int(gigabytes * 0.99 * 2**30)
+    assert linear.block_columns(64, memory) == logits // 64
+    assert linear.block_columns(1 << 20, memory) == max(logits // linear.ROWS, linear.NARROWEST)
