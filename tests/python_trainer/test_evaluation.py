@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 from statistics import fmean
+from unittest.mock import Mock
 
 import pytest
 from conftest import QUIET
@@ -35,17 +36,12 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     evaluation = {"samples": 3, "eval_limit_during": 3, "sets": {"train": str(jsonl_files[0])}}
     config = make_config(max_steps=1, evaluation=evaluation, task={"test_size": 4})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    asked, generate = [], trainer.engine.generate
-
-    def spy(requests, sampling):
-        asked.append((requests, sampling))
-        return generate(requests, sampling)
-
-    trainer.engine.generate = spy
+    trainer.engine.generate = generate = Mock(wraps=trainer.engine.generate)
     trainer.evaluator.evaluate()
-    assert [len(requests) for requests, _ in asked] == [3, 3], "as during the run"
-    asked.clear()
+    assert [len(call.args[0]) for call in generate.call_args_list] == [3, 3], "as during the run"
+    generate.reset_mock()
     trainer.run()
+    asked = [call.args for call in generate.call_args_list]
     own, other = asked[:2]
     assert [r.num_samples for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
     assert len(other[0]) == 4 and {own[1].seed, other[1].seed} == {o[1].seed for o in asked[-2:]}

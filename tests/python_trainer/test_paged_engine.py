@@ -4,6 +4,7 @@ Requests may come while others are generated, and answers are handed out as they
 """
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -329,12 +330,9 @@ def test_recorded_passes_draw_the_same(monkeypatch):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # lies elsewhere
     engine.generate(mixed_requests(), sampling)
     assert len(kept) > before
-
-    def fail(run, pool):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
     engine.graphs = graphs.DecodeGraphs(model, engine.cache)
-    monkeypatch.setattr(graphs, "record", fail)
+    refused = RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(graphs, "record", Mock(side_effect=refused))
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: operation not permitted"):
         got = engine.generate(mixed_requests(), sampling)
     assert_same(got, plain.generate(mixed_requests(), sampling))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,11 +78,7 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     raised = type(error)(*error.args)
     if shared:
         mark_shared(raised)
-
-    def fail(folders):
-        raise raised
-
-    monkeypatch.setattr("python_trainer.report.report", fail)
+    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=raised))
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["report", str(tmp_path)]) == 2

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,10 +73,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
 
 
 def test_ctrl_c_ends_the_command_in_one_line(tmp_path, monkeypatch, capsys):
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "parse_arguments", interrupt)
+    monkeypatch.setattr(commands, "parse_arguments", Mock(side_effect=KeyboardInterrupt))
     assert main(["report", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "interrupted: a run continues from its newest checkpoint, if there is one\n"
 
@@ -170,13 +168,9 @@ def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_pat
 @pytest.mark.parametrize("part", ["Prompts", "Learner", "RunContext", "Trainer.finished"])
 def test_a_set_up_that_fails_closes_its_engine(make_config, tmp_path, monkeypatch, part):
     """Servers and memory of the engine would otherwise live as long as the process."""
-    closed = []
-
-    def fails(*args, **options):
-        raise UserError("it cannot be made")
-
-    monkeypatch.setattr(PagedEngine, "close", lambda engine: closed.append(engine))
-    monkeypatch.setattr(f"python_trainer.trainer.{part}", fails)
+    close = Mock()
+    monkeypatch.setattr(PagedEngine, "close", close)
+    monkeypatch.setattr(f"python_trainer.trainer.{part}", Mock(side_effect=UserError("it cannot be made")))
     with pytest.raises(UserError, match="^it cannot be made$"):
         Trainer(make_config(), tmp_path / "run", console=QUIET).run()
-    assert len(closed) == 1
+    close.assert_called_once()

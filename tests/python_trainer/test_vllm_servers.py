@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from contextlib import ExitStack
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -142,14 +142,10 @@ def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch,
     fakes[0].answers |= {"/v1/completions": lambda body: over.wait(9) and draw(body), "/health": ""}
     threads = {*threading.enumerate()}
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     if late:
         monkeypatch.setattr(Server, "complete", lambda *args: send.wait(9) and ask(*args))
     engine = VLLMEngine(model, Servers(model, urls(fakes[:1]), tmp_path / "weights"), eos_token_ids=[63])
-    monkeypatch.setattr(servers_module, "wait", interrupt)
+    monkeypatch.setattr(servers_module, "wait", Mock(side_effect=KeyboardInterrupt))
     before = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([Request([1])] * 200, SamplingParams())
