@@ -5,6 +5,7 @@ import copy
 import sys
 from decimal import Decimal
 from fractions import Fraction
+from unittest.mock import AsyncMock, Mock
 
 import numpy
 import pytest
@@ -16,6 +17,8 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, score
+
+KINDS = [Mock, AsyncMock]  # of reward functions
 
 
 def judge(**functions):
@@ -70,25 +73,15 @@ def test_async_functions_keep_their_loop():
 
 @pytest.mark.parametrize("error", [SystemExit("no key"), asyncio.CancelledError()])
 def test_what_ends_a_program_or_a_task_in_a_function_is_an_error_of_its_own(error):
-    async def leaves(completions, **_):
-        raise error
-
-    def leaves_at_once(completions, **_):
-        raise error
-
-    async def stays(completions, **_):
-        return [1.0, 2.0]
-
-    for function in (leaves, leaves_at_once):
+    stays = AsyncMock(return_value=[1.0, 2.0])
+    for kind in KINDS:
         with pytest.raises(UserError, match=f"reward function own raised {type(error).__name__}: "):
-            judge(own=function, stays=stays)
+            judge(own=kind(side_effect=error), stays=stays)
     assert judge(stays=stays).total == [1.0, 2.0]  # the loop goes on
 
 
 def test_none_leaves_a_function_out_of_the_sum():
-    async def sometimes(completions, **_):
-        return [None, 1.0]
-
+    sometimes = AsyncMock(return_value=[None, 1.0])
     assert judge(plain=plain, sometimes=sometimes).total == [3.0, 6.0]
     with pytest.raises(UserError, match="every .* returned None for completion 0, to 'p'; return a number from one"):
         judge(sometimes=sometimes)
@@ -158,16 +151,7 @@ def test_a_prompt_with_several_answers_has_a_row_for_each():
     assert score(task, [example] * 3, ["a"] * 3, [[1]] * 3).total == [2.0, 2.0, 2.0]
 
 
-def returning(values, kind):
-    """A reward function that returns them."""
-
-    async def later(**_):
-        return values
-
-    return later if kind == "async" else lambda **_: values
-
-
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "values",
     [[1, 0], (1.0, 0.0), numpy.array([1.0, 0.0]), torch.tensor([1.0, 0.0]), [numpy.float32(1), numpy.int64(0)],
@@ -175,11 +159,11 @@ def returning(values, kind):
     ids=str,
 )  # fmt: skip
 def test_numbers_of_every_kind_are_rewards(kind, values):
-    found = judge(own=returning(values, kind), other=lambda **_: [1.0, 0.0])
+    found = judge(own=kind(return_value=values), other=lambda **_: [1.0, 0.0])
     assert found.rewards["own"] == [1.0, None if values[1] is None else 0.0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "values",
     [{"a": 1.0, "b": 0.0}, {1.0, 0.0}, "10", b"10", 3.0, None, [10**400, 0], [1.0, "0"], [1.0, b"0"], [1.0, [0.0]],
@@ -189,7 +173,7 @@ def test_numbers_of_every_kind_are_rewards(kind, values):
 def test_everything_else_is_one_error(kind, values):
     allowed = "; allowed: " if not isinstance(values, list) or len(values) == 2 else " values for 2 completions$"
     with pytest.raises(UserError, match=rf"^reward function own returned .*{allowed}"):
-        judge(own=returning(values, kind))
+        judge(own=kind(return_value=values))
 
 
 OWN = """
