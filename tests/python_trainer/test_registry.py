@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,26 +257,21 @@ def test_what_is_no_callback_is_refused(make_config, tmp_path):
 
 
 def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
-    calls = {"wandb": [], "trackio": []}
-    for name, mine in calls.items():
-        fake = SimpleNamespace(
-            init=lambda mine=mine, **options: mine.append(("init", options)) or object(),
-            log=lambda row, step, mine=mine: mine.append(("log", step, row)),
-            finish=lambda mine=mine: mine.append(("finish",)),
-        )
-        monkeypatch.setitem(sys.modules, name, fake)
-    config = make_config(max_steps=1, callbacks=list(calls))
-    Trainer(config, tmp_path / "run", console=QUIET).run()
-    (begun, *logged, ended), row = calls["wandb"], read_metrics(tmp_path / "run")[1]
-    assert calls["trackio"] == calls["wandb"] and ended == ("finish",)
-    assert begun[1]["name"] == "run" and begun[1]["config"]["max_steps"] == 1
-    assert [step for _, step, _ in logged] == [0, 1]
-    assert logged[1][2].keys() | {"step"} == row.keys() and logged[1][2]["reward"] == row["reward"]
+    trackio, wandb = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train(make_config(max_steps=1, callbacks=["wandb", "trackio"]), tmp_path / "run")
+    assert [name for name, *_ in wandb.mock_calls] == ["init", "log", "log", "finish"]
+    assert trackio.mock_calls == wandb.mock_calls
+    begun, logged, row = wandb.init.call_args.kwargs, wandb.log.call_args_list, read_metrics(tmp_path / "run")[1]
+    assert begun["name"] == "run" and begun["config"]["max_steps"] == 1
+    assert [call.kwargs["step"] for call in logged] == [0, 1]
+    assert logged[1].args[0].keys() | {"step"} == row.keys() and logged[1].args[0]["reward"] == row["reward"]
     rhyme = {"database": "postgresql://me@h/runs"}
     changes = {"rollout": {"vllm_server": "http://h:8000"}, "accelerators": {"enabled": ["rhyme"], "rhyme": rhyme}}
     config = make_config(**changes)
     CALLBACKS.resolve("wandb")().on_step(SimpleNamespace(config=config, folder=tmp_path), 1, {})
-    assert calls["wandb"][-2][1]["config"] == config.model_dump(mode="json")
+    assert wandb.init.call_args.kwargs["config"] == config.model_dump(mode="json")
 
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
