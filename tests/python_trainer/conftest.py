@@ -104,11 +104,7 @@ def lessons(settings, tmp_path):
 @pytest.fixture
 def make_config(settings):
     """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
-
-    def make(**changes):
-        return load_config(merged(settings, changes))
-
-    return make
+    return lambda **changes: load_config(merged(settings, changes))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Rewards without right and wrong: filters go by their spread. A reward model is one."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -54,10 +55,7 @@ def test_rewards_tell_whether_anything_is_right(values, judged):
 
 @pytest.fixture
 def length_config(make_config, gate_task):
-    def make(**changes):
-        return make_config(task=gate_task | {"reward": "test_real_rewards:brief"}, **changes)
-
-    return make
+    return partial(make_config, task=gate_task | {"reward": "test_real_rewards:brief"})
 
 
 ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}

@@ -230,14 +230,12 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 
 def test_chat_prompts_reach_reward_functions_as_in_trl():
     """The forms in TRL: GRPOTrainer gives lists of messages where prompts are lists of messages, texts otherwise."""
-    seen = {}
-
-    def keep(prompts, completions, completion_ids, answer):
-        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, answer=answer)
-        return [1.0, 0.0]
-
+    keep = Mock(return_value=[1.0, 0.0])
     examples = [Example(CHAT, {"answer": "2"}), Example("p", {"answer": "3"})]
     score(Task("t", examples, [], {"keep": keep}), examples, ["2", "2"], [[7], [8]])
-    assert seen["prompts"] == [CHAT, "p"] and seen["answer"] == ["2", "3"]
-    assert seen["completions"] == [[{"role": "assistant", "content": "2"}], "2"]
-    assert seen["completion_ids"] == [[7], [8]]
+    assert keep.call_args.kwargs == {
+        "prompts": [CHAT, "p"],
+        "completions": [[{"role": "assistant", "content": "2"}], "2"],
+        "completion_ids": [[7], [8]],
+        "answer": ["2", "3"],
+    }
