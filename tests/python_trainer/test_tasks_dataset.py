@@ -107,16 +107,6 @@ def test_what_cannot_be_read_is_named(tmp_path, train, changes, message):
         settings_of(tmp_path / train, tmp_path / "all.csv", **changes).load()
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"test_path": None}, "task jsonl needs test_path: a file"),
-    ({"train_path": None}, "task jsonl needs train_path: a file"),
-    ({"reward": []}, "task jsonl needs reward: "),
-])  # fmt: skip
-def test_settings_that_do_not_fit(changes, message):
-    with pytest.raises(ValueError, match=message):
-        JSONLSettings(**{"train_path": "a/b", "test_path": "a/b", "reward": "math"} | changes)
-
-
 def test_without_the_package_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="needs the package datasets: pip install datasets"):

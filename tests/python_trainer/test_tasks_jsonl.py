@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
@@ -102,9 +103,12 @@ def test_bad_lines_are_named(folder, lines, message):
     ({"reward": "broken:f"}, "'broken:f': importing failed: ZeroDivisionError"),
     ({"reward": "math:pi"}, "reward 'math:pi' is not a function"),
     ({"reward": ["math:fsum", "math:fsum"]}, "different names"),
+    ({"test_path": None}, "task jsonl needs test_path: a file"),
+    ({"train_path": None}, "task jsonl needs train_path: a file"),
+    ({"reward": []}, "task jsonl needs reward: "),
 ])  # fmt: skip
 def test_bad_settings_are_named(folder, settings, message):
     (folder / "broken.py").write_text("1 / 0")
     (folder / "bytes.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((UserError, ValidationError), match=message):
         task_of(['{"prompt": "a", "word": "b"}'], folder, **settings)
