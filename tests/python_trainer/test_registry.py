@@ -2,7 +2,7 @@
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -194,37 +194,20 @@ def test_names_places_and_objects_are_one():
         ACCELERATORS.resolve(LettersSettings)
 
 
-class Log(Callback):
-    def __init__(self):
-        self.calls = []
-
-    def on_rollouts(self, trainer, step, rollouts):
-        self.calls.append(("rollouts", step, len(rollouts)))
-
-    def on_step(self, trainer, step, metrics):
-        self.calls.append(("step", step, metrics["reward"]))
-
-    def on_evaluate(self, trainer, step, metrics):
-        self.calls.append(("evaluate", step, metrics["eval/accuracy"]))
-
-    def on_save(self, trainer, step, checkpoint):
-        self.calls.append(("save", step, checkpoint.is_dir()))
-
-    def on_end(self, trainer, summary):
-        self.calls.append(("end", summary["steps"]))
-
-
 def test_callbacks_are_called_in_order(make_config, tmp_path):
-    log = Log()
+    log = create_autospec(Callback, instance=True)
+    log.on_save.side_effect = lambda trainer, step, checkpoint: checkpoint.resolve(strict=True)  # it is there by then
     config = make_config(max_steps=2, evaluation={"eval_steps": 1})
-    Trainer(config, str(tmp_path / "run"), console=QUIET, callbacks=[log, Log]).run()
+    Trainer(config, str(tmp_path / "run"), console=QUIET, callbacks=[log, Callback]).run()
     names = ["evaluate", "rollouts", "evaluate", "step", "rollouts", "evaluate", "step", "save", "end"]
-    assert [call[0] for call in log.calls] == names
+    assert [name for name, *_ in log.mock_calls] == [f"on_{name}" for name in names]
     rows = read_metrics(tmp_path / "run")
-    assert log.calls[0] == ("evaluate", 0, rows[0]["eval/accuracy"])
-    assert log.calls[-2:] == [("save", 2, True), ("end", 2)]
-    assert [call[1:] for call in log.calls if call[0] == "step"] == [(row["step"], row["reward"]) for row in rows[1:]]
-    assert all(call[2] == 16 for call in log.calls if call[0] == "rollouts")
+    _, step, metrics = log.on_evaluate.call_args_list[0].args
+    assert (step, metrics["eval/accuracy"]) == (0, rows[0]["eval/accuracy"])
+    assert log.on_save.call_args.args[1] == log.on_end.call_args.args[1]["steps"] == 2
+    steps = [(call.args[1], call.args[2]["reward"]) for call in log.on_step.call_args_list]
+    assert steps == [(row["step"], row["reward"]) for row in rows[1:]]
+    assert all(len(call.args[2]) == 16 for call in log.on_rollouts.call_args_list)
 
 
 class Fails(Callback):
