@@ -1,10 +1,10 @@
 """What fails in one of several processes: all end, and the error is told once."""
 
 import io
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -104,24 +104,16 @@ def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
 @pytest.mark.parametrize("streams", [True, False])
 def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
     """Not where one rank may have failed already, and by those that have nothing to answer too."""
-    inside, refreshed = [], []
-
-    @contextmanager
-    def together():
-        inside.append(True)
-        yield
-        inside.pop()
-
-    ranks = SimpleNamespace(
-        rank=1, size=2, together=together, gather=lambda value: [([], {}), value], first=lambda value: value
-    )
-    inner = Mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
-    inner.load_weights = lambda: refreshed.append(bool(inside))
-    inner.generate.return_value = []
-    engine = RankedEngine(inner, SimpleNamespace(streams_weights=streams), ranks)
+    seen = MagicMock()
+    seen.ranks.configure_mock(rank=1, size=2)
+    seen.ranks.gather.side_effect = lambda value: [([], {}), value]
+    seen.inner.configure_mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
+    seen.inner.generate.return_value = []
+    engine = RankedEngine(seen.inner, SimpleNamespace(streams_weights=streams), seen.ranks)
     engine.submit([], SamplingParams())
     engine.poll()
-    assert refreshed == ([False] if streams else []) and inner.generate.call_count == 1
+    together = ["ranks.together", "ranks.together().__enter__", "inner.generate", "ranks.together().__exit__"]
+    assert [name for name, *_ in seen.mock_calls] == ["inner.load_weights"] * streams + [*together, "ranks.gather"]
 
 
 class OnFirst(Environment):
