@@ -110,10 +110,11 @@ class HistoryProposer:
     - the history given to :func:`share_history`;
     - else a history of this engine's answers.
 
-    An answer joins when its sequence has left the engine. An epoch ends when a prompt comes again that has answers of
-    this epoch and none under way. The proposer looks a sequence up under the longest known prompt that vLLM's prompt
-    begins with, so the prefix of a suffix rollout counts as the start of an answer. It drafts nothing for other
-    prompts: those drafts cost more than they save.
+    An answer joins when its sequence has left the engine; without an end-of-sequence token, when the engine begins
+    another sequence. An epoch ends when a prompt comes again that has answers of this epoch and none under way. The
+    proposer looks a sequence up under the longest known prompt that vLLM's prompt begins with, so the prefix of a
+    suffix rollout counts as the start of an answer. It drafts nothing for other prompts: those drafts cost more than
+    they save.
 
     Args:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
@@ -143,10 +144,8 @@ class HistoryProposer:
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
-        # Preempted sequences come back, and cannot be told from finished ones: so many that have left are kept.
-        self._max_absent: int = vllm_config.scheduler_config.max_num_seqs
         self._present: list[_Tracked] = []
-        self._absent: list[_Tracked] = []  # longest absent first
+        self._absent: list[_Tracked] = []  # preempted ones, which come back; finished ones cannot be told from them
         self._stamp = self._file_stamp()
         if self._path is None:
             first = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
@@ -225,20 +224,19 @@ class HistoryProposer:
             same = known.get(tokens := ids.tobytes())
             found.append(same.pop(0) if same else _Tracked(ids, tokens, None))
         left = {id(seq) for group in known.values() for seq in group}
+        new = [seq for seq in found if len(seq.tokens) == 4 * len(seq.prompt)]
         gone, absent = list[_Tracked](), list[_Tracked]()
         for seq in (*self._absent, *self._present):
             if id(seq) in left:
                 seq.draft = []
-                ended = int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends
+                # vLLM begins a sequence when all that it preempted are back
+                ended = new or int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends
                 (gone if ended else absent).append(seq)
-        surplus = max(len(absent) - self._max_absent, 0)
-        gone += absent[:surplus]
         self._remember(gone, found)
         self._release(gone)
-        new = [seq for seq in found if len(seq.tokens) == 4 * len(seq.prompt) and seq.handle is None]
         for seq in new:
             seq.handle = self._follow(seq.prompt, seq.prompt)
-        self._present, self._absent = found, absent[surplus:]
+        self._present, self._absent = found, absent
         return found
 
     def _remember(self, gone: list[_Tracked], present: list[_Tracked]) -> None:

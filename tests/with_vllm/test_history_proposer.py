@@ -29,7 +29,6 @@ def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional
         additional_config=additional,
         speculative_config=SimpleNamespace(num_speculative_tokens=limit),
         model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=settings),
-        scheduler_config=SimpleNamespace(max_num_seqs=2),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
     )
     return integration.HistoryProposer(config)
@@ -76,14 +75,6 @@ def test_follows_rows_that_move_leave_and_come_back():
     a = a + ANSWER[10:11]  # preempted before, computed again
     assert step(drafter, [(a, ANSWER[10:11])]) == [ANSWER[11:19]]
     assert history.stats["handles"] == 2
-
-
-def test_keeps_few_sequences_that_have_left():
-    history = shared(*(known([i, i]) for i in range(9)))
-    drafter = proposer()
-    for i in range(9):
-        step(drafter, [([i, i, 1], [1])])
-    assert history.stats["handles"] == 3  # the one at work, and max_num_seqs that may come back
 
 
 def test_prompts_without_answers_are_left_alone():
@@ -206,15 +197,19 @@ def test_learns_from_answers_that_have_left():
     assert drafter._epoch == 1  # the first prompt came again
 
 
-def test_an_answer_without_an_end_counts_once_it_cannot_come_back():
+def test_an_answer_without_an_end_counts_once_another_sequence_begins():
+    """As of answers that end at their longest length or at a stop string; vLLM first goes on with preempted ones."""
     drafter = proposer()
-    prompts = [[1, 2, 3, i] for i in range(4)]
-    for i, prompt in enumerate(prompts):
-        assert answer(drafter, prompt, ANSWER[i:]) == []
-    assert drafter._history.stats["tokens"] == len(ANSWER)  # the scheduler may bring the two before back
-    tokens = prompts[1] + ANSWER[1:]
-    step(drafter, [([*tokens, 70], [70])])  # it was preempted, and goes on
-    assert drafter._history.stats["tokens"] == len(ANSWER)
+    answer(drafter, PROMPTS[0], ANSWER[:9])
+    tokens = PROMPTS[1] + ANSWER[5:6]
+    step(drafter, [(tokens, ANSWER[5:6])])
+    step(drafter, [(PROMPTS[2] + [1], [1]), ([*tokens, 70], [70])])
+    assert drafter._history.stats["tokens"] == 9
+    step(drafter, [(PROMPTS[2] + [1, 2], [2])])  # the second is preempted, and goes on
+    step(drafter, [(PROMPTS[2] + [1, 2, 3], [3]), ([*tokens, 70, 71], [71])])
+    assert drafter._history.stats["tokens"] == 9
+    assert answer(drafter, PROMPTS[0], ANSWER[:9]) == ANSWER[1:9]
+    assert drafter._history.stats["tokens"] == 9 + 3 + 3 and not drafter._absent
 
 
 def test_a_group_is_of_one_epoch():
