@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter  # takes a second, which no run should count
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
@@ -142,8 +143,6 @@ class Logger:
         self._accuracy = found[-1] if found else None
         self._step, self._last_line = after_step or 0, time.monotonic()
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
         forgotten = 0 if after_step is None else after_step + 1  # the first step that TensorBoard is to forget
         with SummaryWriter(str(self.folder / "tensorboard"), purge_step=forgotten) as self._writer, self._progress:
             yield

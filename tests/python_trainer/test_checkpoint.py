@@ -129,6 +129,14 @@ def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tm
         Trainer(make_config(**changed, **rpo), tmp_path / "rpo", resume=True, console=QUIET)
 
 
+def test_the_first_run_of_a_process_does_not_count_the_import_of_tensorboard(tmp_path, monkeypatch):
+    """It takes a second, after the clock has started: in a comparison it would be the baseline's alone."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import fails now
+    with Logger(tmp_path, 1, console=QUIET).recording():
+        pass
+    assert list(tmp_path.glob("tensorboard/events.*"))
+
+
 @pytest.mark.parametrize("size", [100, 40_000])
 def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, size):
     save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
