@@ -101,9 +101,8 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         return sum(row.get(metric) or 0.0 for row in rows)
 
     settings = settings_used(folder)
-    evaluations = [row for row in rows if row.get("eval/accuracy") is not None]
-    accuracies = [row["eval/accuracy"] for row in evaluations] or [None]
-    final = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval/")}
+    start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]  # start: before training
+    final = later[-1] if later else {}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
     return {
         "steps": last["step"],
@@ -111,7 +110,8 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         **{f"{part}_s": total(f"time/{part}_s") for part in ("rollout", "train")},
         "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
-        "eval_accuracy_start": accuracies[0], "eval_accuracy_final": accuracies[-1], "evaluation": {"final": final},
+        **{f"eval_accuracy_{part}": row.get("eval/accuracy") for part, row in (("start", start), ("final", final))},
+        "evaluation": {"final": {name: value for name, value in final.items() if name.startswith("eval/")}},
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
         "device": "-", "versions": {},
@@ -204,7 +204,7 @@ def describe_alone(name: str, runs: Sequence[Run]) -> str:
     Rewards take the place of an accuracy that stays 0, as it does where no answer is right or wrong.
     """
     before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ("start", "final"))
-    gained = "no evaluation" if before is None or after is None else f"accuracy {before:.1%} -> {after:.1%}"
+    gained = "no evaluation" if before is None else f"accuracy {before:.1%} -> {show(after, '{:.1%}')}"
     found = [run.summary["evaluation"] for run in runs]
     if before == after == 0 and all("start" in evaluations for evaluations in found):  # has them once a run has ended
         first, last = (fmean(evaluations[part]["eval/reward"] for evaluations in found) for part in ("start", "final"))

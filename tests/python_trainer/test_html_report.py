@@ -138,6 +138,11 @@ def test_unfinished_runs_have_the_summary_of_their_steps(runs):
         assert again.summary[key] == run.summary[key], key
     for key in ("training_s", "rollout_s", "train_s"):
         assert 0.5 * run.summary[key] < again.summary[key] <= run.summary[key], key
+    metrics = runs / "other" / "metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if '"step": 3' not in line))  # without its evaluation
+    (begun,) = find_runs([runs / "other"])
+    assert begun.summary["steps"] == 2 and begun.summary["eval_accuracy_start"] == run.summary["eval_accuracy_start"]
+    assert begun.summary["eval_accuracy_final"] is None and "% -> - in 2 steps" in verdicts([begun])[0]
     with pytest.raises(UserError, match=r"no run \(metrics.jsonl\)"):
         find_runs([runs / "other" / "checkpoints"])
     for place in ("nowhere", "other/config.yaml"):
