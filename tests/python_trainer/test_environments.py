@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -103,12 +104,8 @@ def model():
 
 def turns_of(rollout):
     """(whether the policy wrote them, tokens) of each stretch of an answer."""
-    stretches = []
-    for token, own in zip(rollout.response_ids, rollout.response_mask, strict=True):
-        if not stretches or stretches[-1][0] != own:
-            stretches.append((own, []))
-        stretches[-1][1].append(token)
-    return stretches
+    pairs = zip(rollout.response_mask, rollout.response_ids, strict=True)
+    return [(own, [token for _, token in stretch]) for own, stretch in groupby(pairs, lambda pair: pair[0])]
 
 
 def test_turns_masks_and_logprobs(model):
