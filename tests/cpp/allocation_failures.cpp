@@ -1,5 +1,5 @@
 // Random operations on the host structures, whose allocations fail, one after the other: what throws has changed
-// nothing, and goes well when there is memory again. Built by tests/rlkernels/test_sanitizers.py.
+// nothing, and goes well when there is memory again. Built by tests/rlkernels/test_csrc.py.
 //   allocation_failures SEEDS
 #include <cstdio>
 #include <cstdlib>

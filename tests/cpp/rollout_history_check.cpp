@@ -1,4 +1,4 @@
-// Exercises csrc/runtime/rollout_history.cpp without Python. Built by tests/rlkernels/test_sanitizers.py.
+// Exercises csrc/runtime/rollout_history.cpp without Python. Built by tests/rlkernels/test_csrc.py.
 //   rollout_history_check FILE [STEPS_OF_A_THREAD [SEED]]
 #include <cstdint>
 #include <cstdio>
