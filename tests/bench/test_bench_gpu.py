@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,12 +182,7 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
 
 def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
     answers = {"memcheck": (0, "6 calls\n"), "racecheck": (9, "ERROR: 1 hazard\n")}
-    asked = []
-
-    def sanitizer(arguments, env, seconds):
-        asked.append(arguments)
-        return answers[arguments[2]]
-
+    sanitizer = Mock(side_effect=lambda arguments, env, seconds: answers[arguments[2]])
     monkeypatch.setattr(command, "run", sanitizer)
     answering()
     jobs = [job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "dtw"]
@@ -195,7 +191,7 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
     found = {e["case"]: e for e in of(entries, "sanitize")}
     assert code == 1 and found["memcheck"]["ok"] and found["memcheck"]["message"] == "clean: 6 calls"
     assert not found["racecheck"]["ok"] and "hazard" in found["racecheck"]["log"]
-    asked = [arguments[: arguments.index(sys.executable)] for arguments in asked]
+    asked = [arguments[: arguments.index(sys.executable)] for (arguments, *_), _ in sanitizer.call_args_list]
     plain = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     # calls that torch and Triton try out and survive are no errors
     assert asked == [[*plain, "--report-api-errors", "no"], [*plain[:2], "racecheck", *plain[3:]]]

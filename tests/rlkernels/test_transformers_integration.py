@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import hypothesis
 import pytest
@@ -96,15 +97,10 @@ def test_same_tokens_as_plain_generate(kind, extra):
 
 
 def test_our_kernel_runs_in_every_layer_of_every_step(model, monkeypatch):
-    calls = []
-
-    def spy(query, *args, **kwargs):
-        calls.append(len(query))
-        return rlkernels.paged_attention(query, *args, **kwargs)
-
-    monkeypatch.setattr(integration, "paged_attention", spy)
+    kernel = Mock(side_effect=rlkernels.paged_attention)
+    monkeypatch.setattr(integration, "paged_attention", kernel)
     both(model, padded(7, 4))
-    assert calls == [11] * 2 + [2] * 2 * 8  # padding is never computed
+    assert [len(call.args[0]) for call in kernel.mock_calls] == [11] * 2 + [2] * 2 * 8  # padding is never computed
 
 
 def test_a_prompt_with_the_same_prefix_is_not_computed_again(model):
@@ -189,11 +185,7 @@ def test_a_second_turn_in_the_same_cache(model):
 def test_a_failed_pass_leaves_nothing_behind(model, monkeypatch, passes, early):
     """Neither the first one, of a prompt and three more tokens, nor a later one; or before the model runs."""
     ids = torch.randint(1, 61, (1, 8))
-    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
+    kv, fail = paged_kv_cache(model, num_blocks=64, block_size=4), Mock(side_effect=RuntimeError("out of memory"))
     with torch.no_grad(), PagedCache(kv, ids[:, :5]) as cache:
         if passes:
             model(ids[:, :5], **{CACHE: cache})
