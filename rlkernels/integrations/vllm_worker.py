@@ -10,6 +10,7 @@ Needs vllm 0.32 or newer, and nothing compiled of this package.
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class PolicyWorker:
     vllm_config: Any
     reload_weights: Any
 
-    def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str, adapter: str | None = None) -> None:
+    def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path,
+                    adapter: str | None = None) -> None:  # fmt: skip
         """Loads weights in place.
 
         What was computed with the old ones stays in the prefix cache: send another ``cache_salt`` from now on.
@@ -40,9 +42,11 @@ class PolicyWorker:
         """
         # modules without weights of their own are reported as not loaded, each time
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        if isinstance(weights, str):
+        if isinstance(weights, str | Path):
             weights = read_policy(weights, adapter, self.model_runner.device)
-        self.reload_weights(weights_iterator=weights)
+        rest = iter(weights)
+        first = list(islice(rest, 1))  # a folder without weights fails here; vLLM would have dropped those that it has
+        self.reload_weights(weights_iterator=chain(first, rest))
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -78,7 +82,7 @@ def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scal
     return base.float() + scale * (up.float() @ down.float())
 
 
-def read_policy(folder: str, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Return what the safetensors files of a folder hold.
 
     Args:

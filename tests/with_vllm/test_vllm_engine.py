@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-from rlkernels.integrations.vllm_worker import merged_weight
+from rlkernels.integrations.vllm_worker import PolicyWorker, merged_weight
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,18 @@ def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
     before = engine.stats
     assert engine.generate([request], GREEDY)[0].ids == new
     assert spent(engine, before)["cached_tokens"] == 0 and spent(engine, before)["prefill_tokens"] == 80
+
+
+def test_a_folder_without_weights_leaves_those_that_vllm_has(tmp_path):
+    class Worker(PolicyWorker):
+        model_runner = SimpleNamespace(device="cpu")
+
+        def reload_weights(self, weights_iterator):
+            raise AssertionError("vLLM drops its weights before it reads others")
+
+    for folder in (tmp_path, str(tmp_path / "missing")):
+        with pytest.raises(FileNotFoundError, match="holds no safetensors file"):
+            Worker().load_policy(folder)
 
 
 def test_a_server_merges_adapters_itself(address, model, tmp_path):
