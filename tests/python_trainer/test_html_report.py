@@ -98,6 +98,7 @@ def test_page_of_two_runs(runs, monkeypatch):
         assert words in page.texts, words
     assert page.tags.count("img") == 1
     assert [text.count(f'<td class="{words[2:]}">{words}</td>') for words in ("✓ right", "✗ wrong")] == [1, 1]
+    assert ".text td { overflow-wrap" not in text  # many runs would squeeze the names in the first column to letters
     before_shared = text[text.index("<h2>Settings") : text.index("Settings that all runs share")]
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
     report([runs / "a&b"], QUIET)
