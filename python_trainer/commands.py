@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import textwrap
@@ -87,7 +88,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
-    return make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
+    if args.command in ("compare", "sft", "probe") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"{args.command} runs in one process: start it without torchrun")
+    return args
 
 
 def run_train(args: argparse.Namespace) -> None:

@@ -86,6 +86,15 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     assert capsys.readouterr().err == (together if shared else alone)
 
 
+@pytest.mark.parametrize("command", ["compare", "sft", "probe"])
+def test_what_runs_in_one_process_refuses_several(tmp_path, monkeypatch, capsys, command):
+    """They would train in one folder, or measure each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    output = [] if command == "probe" else ["--output-dir", str(tmp_path)]
+    assert main([command, "--config", "smoke", "--set", "model.path=/nowhere", *output]) == 2
+    assert f"{command} runs in one process: start it without torchrun\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--config", "nowhere.yaml"], "nowhere.yaml"),
