@@ -30,7 +30,7 @@ def check_run_directory(folder: Path, *, resume: bool) -> None:
 
     Raises:
         UserError: it is a file, cannot be made or written, or is in use; it holds a run although ``resume`` is false,
-            or a model without a checkpoint, which a resumed run would replace.
+            or a model without a checkpoint, which a resumed run would replace, or such files of something else.
     """
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -46,6 +46,9 @@ def check_run_directory(folder: Path, *, resume: bool) -> None:
     begun = any((folder / "checkpoints").glob("step-*"))
     if not resume and (begun or any(row["step"] for row in read_metrics(folder))):
         raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --output-dir")
+    others = " and ".join(name for name in ("config.yaml", "model") if (folder / name).exists())
+    if others and not begun and not (folder / LOCK).exists():
+        raise UserError(f"{folder} holds {others} of something else, which a run replaces: choose another --output-dir")
     if resume and not begun and (folder / "model").exists():
         raise UserError(f"{folder} holds a finished run without a checkpoint: choose another --output-dir")
 

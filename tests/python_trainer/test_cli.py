@@ -110,6 +110,8 @@ MISTAKES = [
     ("train", ["--set", "task.train_path=/nowhere.jsonl"], "task.train_path: there is no file /nowhere.jsonl"),
     ("train", ["--output-dir", "full"], "already holds a run"),
     ("train", ["--output-dir", "settings.yaml"], "is a file"),
+    ("train", ["--output-dir", "mine"], "mine holds config.yaml and model of something else"),
+    ("sft", ["--output-dir", "mine", "--resume"], "mine holds config.yaml and model of something else"),
     ("compare", ["--variants", "baseline,warp"], "'warp'"),
     ("compare", ["--seeds", "0"], "--seeds"),
 ]
@@ -119,6 +121,8 @@ def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(settings))
     (tmp_path / "full" / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "mine" / "model").mkdir(parents=True)  # the model to begin with, beside its settings
+    (tmp_path / "mine" / "config.yaml").touch()
     lines = [[name, "--config", str(path), "--output-dir", "run", *arguments] for name, arguments, _ in MISTAKES]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", LIGHT], input=json.dumps(lines), env=env, cwd=tmp_path,
