@@ -20,8 +20,8 @@ def enabled_in(variant: str) -> list[str]:
     names = variant.split("+")
     for name in names:
         if name not in ACCELERATORS.names and ":" not in name:  # whose module is looked for with the settings
-            allowed = ", ".join([BASELINE, *ACCELERATORS.choices, "all"])
-            raise UserError(f"--variants must hold names out of {allowed} (or several joined by +), got {name!r}")
+            allowed = f"{BASELINE}, all, or names out of {', '.join(ACCELERATORS.choices)} joined by +"
+            raise UserError(f"--variants must hold {allowed}, got {variant!r}")
     return names
 
 

@@ -113,6 +113,7 @@ MISTAKES = [
     ("train", ["--output-dir", "mine"], "mine holds config.yaml and model of something else"),
     ("sft", ["--output-dir", "mine", "--resume"], "mine holds config.yaml and model of something else"),
     ("compare", ["--variants", "baseline,warp"], "'warp'"),
+    ("compare", ["--variants", "baseline+rpo"], "module:Class joined by +, got 'baseline+rpo'"),
     ("compare", ["--seeds", "0"], "--seeds"),
 ]
 
