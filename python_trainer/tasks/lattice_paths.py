@@ -69,7 +69,9 @@ def correct(prompt: str, text: str) -> bool:
     return True
 
 
-def accuracy(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float | None]:
+def accuracy(
+    prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object
+) -> list[float | None]:
     """Returns 1 for every completion that is a path, else 0."""
     return [float(correct(prompt, text)) for prompt, text in zip(prompts, completions, strict=True)]
 

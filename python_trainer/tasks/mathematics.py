@@ -67,7 +67,13 @@ _verifier = Verifier()
 atexit.register(_verifier.close)
 
 
-def math_reward(completions: Sequence[str | Messages], answer: Sequence[str], **_: object) -> list[float | None]:
+def math_reward(
+    prompts: Sequence,
+    completions: Sequence[str | Messages],
+    completion_ids: Sequence,
+    answer: Sequence[str],
+    **_: object,
+) -> list[float | None]:
     """Returns 1 for every completion that ends in the value of ``answer``, else 0."""
     judged: list[float | None] = []
     for said, gold in zip(completions, answer, strict=True):

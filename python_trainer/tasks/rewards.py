@@ -22,7 +22,9 @@ from python_trainer.tasks.mathematics import math_reward
 PACKAGE = Path(__file__).parents[1]
 
 
-def environment_reward(environment_reward: Any = None, **_: object) -> list[float]:
+def environment_reward(
+    prompts: Sequence, completions: Sequence, completion_ids: Sequence, environment_reward: Any = None, **_: object
+) -> list[float]:
     """Returns what the environments of the answers gave, over all turns."""
     if environment_reward is None:
         raise UserError("reward environment needs task.environment, got null")

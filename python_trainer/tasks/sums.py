@@ -58,7 +58,13 @@ def final_answer(text: str) -> int | None:
     return int(match[1]) if match and text.count("A:") == 1 and len(match[1]) < 20 else None
 
 
-def accuracy(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float | None]:
+def accuracy(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[int],
+    **_: object,
+) -> list[float | None]:
     """Return 1 for every completion whose final answer is the sum, else 0. The steps do not count."""
     return [float(final_answer(text) == gold) for text, gold in zip(completions, answer, strict=True)]
 

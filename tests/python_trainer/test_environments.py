@@ -231,9 +231,9 @@ def test_samples_show_what_was_asked(make_config, tmp_path):
 
 def test_rewards_get_what_the_environment_gave():
     function = REWARDS.resolve("environment")
-    assert function(completions=[], environment_reward=[1.0, 0.5]) == [1.0, 0.5]
+    assert function([], [], [], environment_reward=[1.0, 0.5]) == [1.0, 0.5]
     with pytest.raises(UserError, match="reward environment needs task.environment"):
-        function(completions=[])
+        function([], [], [])
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

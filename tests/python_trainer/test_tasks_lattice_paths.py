@@ -51,7 +51,7 @@ def blind(rows, row, column):
     (".#.#o\n.o#.\n#o.#", 0.0),  # beyond the last column
 ])  # fmt: skip
 def test_reward_takes_nothing_but_a_path(answer, right):
-    assert accuracy([GRID], [answer], completion_ids=[[]], chance=[0.5]) == [right]
+    assert accuracy([GRID], [answer], [[]], chance=[0.5]) == [right]
 
 
 def test_no_character_of_a_path_can_be_another_one_too_many_or_missing():
