@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlkernels.rank1.ops import DTYPES, top1_delta
+from rlkernels.rank1.ops import top1_delta
 from rlkernels.rank1.update import Rank1Update
 
 SINGLE = "model.safetensors"
@@ -163,16 +163,11 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         raise ValueError(f"starts must be keyed by names of streamed tensors, got {unknown[0]!r}")
     for name in names:
         weight, origin = checkpoint[name], base[name]
-        for folder, value in ((checkpoint, weight), (base, origin)):
-            if value.dtype not in DTYPES:
-                raise TypeError(
-                    f"tensor {name!r} of {folder.path} must be float32, bfloat16 or float16, got {value.dtype}"
-                )
         try:
             update = top1_delta(weight.to(device), origin.to(device), start=starts.get(name), tol=tol,
                                 max_passes=max_passes, seed=seed, backend=backend)  # fmt: skip
-        except ValueError as error:
-            raise ValueError(f"tensor {name!r}: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"tensor {name!r}: {error}") from None
         shape = (weight.shape[0], weight.shape[1])
         del weight, origin  # unmap before the next pair is read
         yield ModuleUpdate(name, shape, update)

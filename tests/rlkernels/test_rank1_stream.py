@@ -102,7 +102,7 @@ def test_errors_name_the_tensor_or_the_file(tmp_path, model):
     fails({k: v for k, v in checkpoint.items() if k != name}, f"tensor '{name}' is missing in .*b")
     fails({**checkpoint, "layers.9.w": torch.zeros(2, 2)}, "tensor 'layers.9.w' is missing in .*a")
     fails({**checkpoint, name: torch.full((41, 60), math.nan)}, f"tensor '{name}': weight must be finite, got nan")
-    fails({**checkpoint, name: checkpoint[name].double()}, f"tensor '{name}' .* torch.float64", TypeError)
+    fails({**checkpoint, name: checkpoint[name].double()}, f"tensor '{name}': weight .* torch.float64", TypeError)
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         list(rlkernels.stream_top1(good, tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
