@@ -35,14 +35,11 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
     Raises:
         ValueError: no update that is not zero; a scale that is not finite; a name that fits no module of the model, or
             several; without ``model``, a name of an embedding or of a part of a vision-language model.
-        ImportError: without the safetensors package.
     """
+    from safetensors.torch import save
+
     if scale != "alpha" and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
-    try:
-        from safetensors.torch import save
-    except ImportError:
-        raise ImportError("export_peft needs the safetensors package; `pip install safetensors`") from None
     tensors, modules = {}, []
     known = None if model is None else dict(model.named_modules())
     for name, update in updates.items():

@@ -75,12 +75,8 @@ class Folder(Mapping[str, torch.Tensor]):
 
     @staticmethod
     def _open(file: Path) -> Any:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ImportError(
-                "streaming checkpoints needs the safetensors package; `pip install safetensors`"
-            ) from None
+        from safetensors import SafetensorError, safe_open
+
         try:
             return safe_open(str(file), framework="pt")
         except (SafetensorError, OSError) as error:
