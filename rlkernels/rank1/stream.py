@@ -57,7 +57,7 @@ class Folder(Mapping[str, torch.Tensor]):
         weight_map = _read_json(index, "safetensors index").get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
-        return self._all_there(index, [self.path / name for name in sorted(set(weight_map.values()))])
+        return [self.path / name for name in sorted(set(weight_map.values()))]
 
     def _shards_without_index(self) -> list[Path]:
         found = sorted(self.path.glob("model-?????-of-?????.safetensors"))
@@ -65,13 +65,7 @@ class Folder(Mapping[str, torch.Tensor]):
             raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
         total = found[0].stem[-5:]
         names = [f"model-{i + 1:05}-of-{total}.safetensors" for i in range(int(total))]
-        return self._all_there(found[0], [self.path / name for name in names])
-
-    def _all_there(self, source: Path, files: list[Path]) -> list[Path]:
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{source} names {file.name}, which is missing in {self.path}")
-        return files
+        return [self.path / name for name in names]
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -80,7 +74,7 @@ class Folder(Mapping[str, torch.Tensor]):
         try:
             return safe_open(str(file), framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+            raise ValueError(f"{file} is missing, truncated or not a safetensors file: {error}") from None
 
     def shape(self, name: str) -> list[int]:
         return self._open(self.files[name]).get_slice(name).get_shape()

@@ -117,7 +117,7 @@ def test_truncated_files(tmp_path, model, keep):
     folders = write(tmp_path / "a", [model[0]]), write(tmp_path / "b", [model[1]])
     file = folders[1] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=re.escape(f"{file} is truncated or not a safetensors file")):
+    with pytest.raises(ValueError, match=re.escape(f"{file} is missing, truncated or not a safetensors file")):
         list(rlkernels.stream_top1(*folders))
 
 
@@ -125,7 +125,7 @@ def test_missing_shard_and_broken_index(tmp_path, model):
     good = write(tmp_path / "a", [model[0]])
     broken = write(tmp_path / "b", split(model[1], 3))
     (broken / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match="names model-00002-of-00003.safetensors, which is missing"):
+    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors is missing, truncated or not"):
         list(rlkernels.stream_top1(good, broken))
     (broken / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match="is not a safetensors index"):
@@ -246,7 +246,7 @@ def test_an_index_beside_a_newer_file_and_an_adapter(tmp_path, model):
     assert len(list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "b"))) == 3
     write(tmp_path / "c", split(base, 3), index=False)
     (tmp_path / "c" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match="names model-00002-of-00003.safetensors, which is missing"):
+    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors is missing, truncated or not"):
         list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "c"))
     (tmp_path / "b" / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b holds an adapter .adapter_config.json.: merge it"):
