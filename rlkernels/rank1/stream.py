@@ -30,8 +30,7 @@ class Folder(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint, from the files that ``from_pretrained`` of Transformers would read.
 
     That is the file or index that ``transformers_weights`` in config.json names, else model.safetensors, else the
-    shards of model.safetensors.index.json. Without any of them, a complete set of shards. No other file matters. Reads
-    headers only, until asked for a tensor.
+    shards of model.safetensors.index.json. No other file matters. Reads headers only, until asked for a tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,7 +49,7 @@ class Folder(Mapping[str, torch.Tensor]):
             if named is None and (self.path / name).is_file():
                 named = name
         if named is None:
-            return self._shards_without_index()
+            raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
         if not named.endswith(".json"):
             return [self.path / named]
         index = self.path / named
@@ -58,14 +57,6 @@ class Folder(Mapping[str, torch.Tensor]):
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
         return [self.path / name for name in sorted(set(weight_map.values()))]
-
-    def _shards_without_index(self) -> list[Path]:
-        found = sorted(self.path.glob("model-?????-of-?????.safetensors"))
-        if not found:
-            raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
-        total = found[0].stem[-5:]
-        names = [f"model-{i + 1:05}-of-{total}.safetensors" for i in range(int(total))]
-        return [self.path / name for name in names]
 
     @staticmethod
     def _open(file: Path) -> Any:

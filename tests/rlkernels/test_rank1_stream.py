@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="this machine lacks tr
 peft = pytest.importorskip("peft", reason="this machine lacks peft")
 
 
-def write(folder: Path, shards: list[dict[str, torch.Tensor]], index: bool = True, stem: str = "model") -> Path:
+def write(folder: Path, shards: list[dict[str, torch.Tensor]], stem: str = "model", index: bool = True) -> Path:
     """Writes one file, or several and their index."""
     folder.mkdir(exist_ok=True)
     if len(shards) == 1:
@@ -55,10 +55,10 @@ def split(state, parts):
     return [{name: state[name] for name in names[i::parts]} for i in range(parts)]
 
 
-@pytest.mark.parametrize(("base_parts", "parts", "index"), [(1, 1, True), (3, 1, True), (1, 2, False), (2, 4, True)])
-def test_shards_do_not_matter(tmp_path, model, base_parts, parts, index):
+@pytest.mark.parametrize(("base_parts", "parts"), [(1, 1), (3, 1), (1, 2), (2, 4)])
+def test_shards_do_not_matter(tmp_path, model, base_parts, parts):
     base, checkpoint = model
-    folders = write(tmp_path / "a", split(base, base_parts)), write(tmp_path / "b", split(checkpoint, parts), index)
+    folders = write(tmp_path / "a", split(base, base_parts)), write(tmp_path / "b", split(checkpoint, parts))
     found = list(rlkernels.stream_top1(*folders))
     assert [f.name for f in found] == ["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.1.q_proj.weight"]
     for module in found:
@@ -216,22 +216,19 @@ def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds)
     for number, kind in enumerate(kinds):  # all hold the same names with values of their own
         stem, parts = LAYOUTS[kind]
         values = {name: torch.full_like(tensor, number + 1) for name, tensor in state.items()}
-        write(folder, split(values, parts), kind != "shards", stem)
+        write(folder, split(values, parts), stem, kind != "shards")
     named = {"named file": "mine.safetensors", "named index": "mine.safetensors.index.json"}
     config.transformers_weights = next((named[kind] for kind in kinds if kind in named), None)
     config.save_pretrained(folder)
     try:
         loaded = transformers.LlamaForCausalLM.from_pretrained(folder, use_safetensors=True).state_dict()
     except OSError:
-        loaded = None
-    if loaded is None and "shards" not in kinds:  # which are read without an index too
         with pytest.raises(ValueError, match="holds no .safetensors file of a model"):
             stream.Folder(folder)
         return
     found = stream.Folder(folder)
-    expected = loaded or {name: torch.full_like(t, kinds.index("shards") + 1) for name, t in state.items()}
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
+    assert set(found) == set(loaded)
+    for name, tensor in loaded.items():
         assert torch.equal(found[name], tensor), name
 
 
@@ -244,10 +241,6 @@ def test_an_index_beside_a_newer_file_and_an_adapter(tmp_path, model):
     for shard in (tmp_path / "b").glob("model-*"):
         shard.unlink()
     assert len(list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "b"))) == 3
-    write(tmp_path / "c", split(base, 3), index=False)
-    (tmp_path / "c" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors is missing, truncated or not"):
-        list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "c"))
     (tmp_path / "b" / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b holds an adapter .adapter_config.json.: merge it"):
         list(rlkernels.stream_top1(tmp_path / "a", tmp_path / "b"))
