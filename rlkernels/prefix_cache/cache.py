@@ -220,17 +220,16 @@ class PagedKVCache:
         cpu, size = torch.device("cpu"), self.block_size  # the default device may be another one
         tables, lengths = (torch.as_tensor(values, device=cpu) for values in self._pool.tables(handles))
         own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32, device=cpu)
-        limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0).tolist()
+        limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0)
         starts, shared = _neighbours(tables, limits, max(1, -(-min_tokens // size)))
         group_starts = torch.tensor([*starts, len(handles)], dtype=torch.int32, device=cpu)
         blocks = torch.tensor(shared, dtype=torch.int64, device=cpu)  # [G]
         skip = blocks.repeat_interleave(group_starts.diff())  # [B]
         lens = lengths - skip.int() * size
         width = int((-(-lens // size)).max()) if handles else 0
-        column = torch.arange(width, device=cpu) + skip[:, None]  # [B, width]
-        inside = column < tables.shape[1]
-        own_tables = tables.gather(1, column.clamp(max=max(tables.shape[1] - 1, 0))).masked_fill(~inside, -1)
         group_tables = tables[starts, : max(shared, default=0)]
+        longer = torch.nn.functional.pad(tables, (0, group_tables.shape[1]), value=-1)
+        own_tables = longer.gather(1, torch.arange(width, device=cpu) + skip[:, None])
         beyond = torch.arange(group_tables.shape[1], device=cpu) >= blocks[:, None]
         result = (group_tables.masked_fill(beyond, -1), blocks.int() * size, group_starts, own_tables, lens)
         return tuple(t.to(self.device) for t in result)
@@ -297,23 +296,20 @@ def _ids(token_ids: Any) -> list[int]:
     return ids
 
 
-def _neighbours(tables: torch.Tensor, limits: list[int], least: int) -> tuple[list[int], list[int]]:
+def _neighbours(tables: torch.Tensor, limits: torch.Tensor, least: int) -> tuple[list[int], list[int]]:
     """Split rows into runs -> (first row of each, blocks shared by all its rows).
 
-    A run takes in the next row while that saves more reads: (rows - 1) * shared blocks grows.
+    A run takes in the next row while that saves more reads: (rows - 1) * shared blocks grows. No row shares more blocks
+    than its limit.
     """
     starts: list[int] = []
     shared: list[int] = []
-    if not limits:
-        return starts, shared
-    rows = tables.numpy()
     size = 0
-    for i, limit in enumerate(limits):
-        common = 0
-        if size:
-            both = min(shared[-1] if size > 1 else limits[i - 1], limit)
-            differ = (rows[starts[-1], :both] != rows[i, :both]).nonzero()[0]
-            common = int(differ[0]) if len(differ) else both
+    equal = (tables[1:] == tables[:-1]).cumprod(1).sum(1)  # leading blocks in common with the row before, [B - 1]
+    commons = equal.minimum(limits[1:]).minimum(limits[:-1]).tolist()
+    for i, common in enumerate([0, *commons] if len(tables) else []):
+        if size > 1:
+            common = min(common, shared[-1])
         if common >= least and size * common > (size - 1) * shared[-1]:
             shared[-1], size = common, size + 1
         else:
