@@ -131,9 +131,7 @@ class PagedKVCache:
         So compute the sequences in the order given, or in one forward pass whose every layer writes all keys and
         values before it attends.
         """
-        if not hasattr(prompts, "__iter__"):
-            raise TypeError(f"prompts must be a list of token lists, got {prompts!r}")
-        return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, prompts)]
+        return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, _lists("prompts", prompts))]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
         """Add tokens and return their slots, int64. Copies a last block that others use too."""
@@ -146,16 +144,15 @@ class PagedKVCache:
             ValueError: a sequence is given twice, or the lists differ in length.
         """
         handles = self._handles(sequences)
-        if not hasattr(token_ids, "__len__"):
-            raise TypeError(f"token_ids must be a list of token lists, got {token_ids!r}")
-        if len(handles) != len(token_ids):
-            raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(token_ids)}")
+        lists = _lists("token_ids", token_ids)
+        if len(handles) != len(lists):
+            raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(lists)}")
         if len(set(handles)) < len(handles):
             again = next(i for i, handle in enumerate(handles) if handle in handles[:i])
             first = handles.index(handles[again])
             raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {again}")
         starts = [self._pool.length(h) for h in handles]
-        copies = _with_ids(lambda lists: self._pool.append(handles, lists), token_ids)
+        copies = _with_ids(lambda lists: self._pool.append(handles, lists), lists)
         if copies:
             source, target = torch.tensor(copies, device=self.device).T
             for blocks in (*self.key_cache, *self.value_cache):
@@ -271,9 +268,8 @@ class PagedKVCache:
         return handles
 
 
-def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) -> Any:
+def _with_ids(call: Callable[[list[list[int]]], Any], lists: list[list[int]]) -> Any:
     """Call the pool with lists of token ids; an error names the one that it refuses."""
-    lists = [_ids(ids) for ids in token_ids]
     try:
         if any(ids and min(ids) < 0 for ids in lists):
             raise OverflowError
@@ -284,16 +280,17 @@ def _with_ids(call: Callable[[list[list[int]]], Any], token_ids: Seq[Seq[int]]) 
     raise refused
 
 
-def _ids(token_ids: Any) -> list[int]:
-    if isinstance(token_ids, list):
-        return token_ids
-    try:
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
-    except TypeError:
-        ids = None
-    if not isinstance(ids, list):
+def _lists(name: str, several: Any) -> list[list[Any]]:
+    if not hasattr(several, "__iter__"):
+        raise TypeError(f"{name} must be a list of token lists, got {several!r}")
+    return [_ids(token_ids) for token_ids in several]
+
+
+def _ids(token_ids: Any) -> list[Any]:
+    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if not hasattr(ids, "__iter__"):
         raise TypeError(f"token_ids must be a list or a tensor [L] of integers, got {token_ids!r}")
-    return ids
+    return list(ids)
 
 
 def _neighbours(tables: torch.Tensor, limits: torch.Tensor, least: int) -> tuple[list[int], list[int]]:
