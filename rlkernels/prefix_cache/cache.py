@@ -152,12 +152,12 @@ class PagedKVCache:
             first = handles.index(handles[again])
             raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {again}")
         starts = [self._pool.length(h) for h in handles]
+        slots = torch.empty(sum(map(len, lists)), dtype=torch.int64, device=self.device)  # before anything changes
         copies = _with_ids(lambda lists: self._pool.append(handles, lists), lists)
-        if copies:
-            source, target = torch.tensor(copies, device=self.device).T
-            for blocks in (*self.key_cache, *self.value_cache):
-                blocks[target] = blocks[source]
-        return self._tensor(self._pool.slots(handles, starts))
+        for source, target in copies:  # one by one: an index of several would take memory
+            for blocks in (self.key_cache, self.value_cache):
+                blocks[:, target].copy_(blocks[:, source])
+        return slots.copy_(torch.as_tensor(self._pool.slots(handles, starts), device="cpu"))
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Drop all tokens from ``length`` on, and the blocks that only they used."""

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from support import take_backend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernels
 
@@ -140,6 +141,37 @@ def test_out_of_blocks_changes_nothing():
     assert seq.length == 9 and len(cache.append(seq, range(7))) == 7
     with pytest.raises(rlkernels.OutOfBlocks):
         cache.append_many([seq, *cache.fork(seq, 1)], [[], [1]])
+
+
+class LittleMemory(TorchDispatchMode):
+    """Has memory for so many new tensors on a device (that of "meta"), and none for the next one."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.left = tensors
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if getattr(out, "is_meta", False) and func._schema.returns[0].alias_info is None:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError
+        return out
+
+
+def test_append_without_memory_changes_nothing(each_backend):
+    cache = rlkernels.PagedKVCache(2, 2, 8, num_blocks=16, block_size=4, device="meta")
+    parent = cache.open(range(6))
+    forks = cache.fork(parent, 2)
+    before = cache.stats, [seq.length for seq in forks]
+    for tensors in range(20):
+        try:
+            with LittleMemory(tensors):
+                cache.append_many(forks, [[1], [2, 3, 4]])
+            break
+        except torch.OutOfMemoryError:
+            assert (cache.stats, [seq.length for seq in forks]) == before
+    assert tensors > 0 and [seq.length for seq in forks] == [7, 9]
 
 
 def test_eviction_takes_the_least_recently_used_tail_first():
