@@ -27,10 +27,10 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         scale: factor on ``sigma u v^T``; 1 is the best rank-1 approximation of the delta, "alpha" gives the update
             the Frobenius norm of the whole delta, as AlphaRL does. May be negative.
         task_type: of the adapter, as PEFT names it.
-        fan_in_fan_out: True where the updates are of weights stored as [inputs, outputs], such as those of
-            Transformers' ``Conv1D``, which GPT-2 is made of; torch's ``Linear`` stores [outputs, inputs].
-        model: the base model, which may lie on "meta". It tells which modules are embeddings, and the names that PEFT
-            knows: the files of vision-language models have others.
+        fan_in_fan_out: without ``model``, True where the updates are of weights stored as [inputs, outputs], such as
+            those of Transformers' ``Conv1D``, which GPT-2 is made of; torch's ``Linear`` stores [outputs, inputs].
+        model: the base model, which may lie on "meta". It tells which modules are embeddings or ``Conv1D``, and the
+            names that PEFT knows: the files of vision-language models have others.
 
     Raises:
         ValueError: no update that is not zero; a scale that is not finite; a name that fits no module of the model, or
@@ -50,6 +50,8 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         root = math.sqrt(abs(strength))
         modules.append(module)
         prefix = f"base_model.model.{module}"
+        if known is not None:  # PEFT goes by the module as well
+            fan_in_fan_out = type(known[module]).__name__ == "Conv1D"
         embedding = known is not None and isinstance(known[module], torch.nn.Embedding)
         outputs, inputs = (update.v, update.u) if fan_in_fan_out or embedding else (update.u, update.v)
         keys = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")

@@ -187,16 +187,20 @@ def test_peft_reproduces_the_update(tmp_path, scale):
         assert torch.allclose(merged[name], wanted, atol=1e-7), name
 
 
-def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path):
+@pytest.mark.parametrize("by_model", [False, True])
+def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path, by_model):
     sizes = {"n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **sizes))
-    name = "transformer.h.0.attn.c_proj.weight"  # Conv1D, and square
-    base = dict(model.named_parameters())[name].detach().clone()
-    update = rlkernels.top1_delta(base + 1e-3 * torch.randn_like(base), base)
-    rlkernels.export_peft({name: update}, tmp_path, base_model="tiny", scale=1.0, fan_in_fan_out=True)
-    merged = peft.PeftModel.from_pretrained(model, tmp_path).merge_and_unload()
-    wanted = rlkernels.add_rank1_(base, update.u, update.v, update.sigma)
-    assert torch.allclose(dict(merged.named_parameters())[name], wanted, atol=1e-7)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, tie_word_embeddings=False, **sizes))
+    names = ["transformer.h.0.attn.c_proj.weight"]  # Conv1D, and square
+    names += ["transformer.wte.weight", "lm_head.weight"] * by_model  # of modules of all three kinds
+    base = {name: dict(model.named_parameters())[name].detach().clone() for name in names}
+    updates = rlkernels.top1_deltas({name: (w + 1e-3 * torch.randn_like(w), w) for name, w in base.items()})
+    told = {"model": model} if by_model else {"fan_in_fan_out": True}
+    rlkernels.export_peft(updates, tmp_path, base_model="tiny", scale=1.0, **told)
+    merged = dict(peft.PeftModel.from_pretrained(model, tmp_path).merge_and_unload().named_parameters())
+    for name, update in updates.items():
+        wanted = rlkernels.add_rank1_(base[name], update.u, update.v, update.sigma)
+        assert torch.allclose(merged[name], wanted, atol=1e-7), name
 
 
 # kind of files -> the beginning of their names, and how many there are
