@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,22 +34,27 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
             names that PEFT knows: the files of vision-language models have others.
 
     Raises:
-        ValueError: no update that is not zero; a scale that is not finite; a name that fits no module of the model, or
-            several; without ``model``, a name of an embedding or of a part of a vision-language model.
+        ValueError: no update that is not zero; a scale that is not finite; two names of one weight; a name that fits no
+            module of the model, or several; without ``model``, a name of an embedding or of a part of a vision-language
+            model.
     """
     from safetensors.torch import save
 
     if scale != "alpha" and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"scale must be 'alpha' or a finite number, got {scale!r}")
-    tensors, modules = {}, []
+    tensors = {}
+    adapted: dict[Any, str] = {}  # weight (without a model: module) -> module
     known = None if model is None else dict(model.named_modules())
     for name, update in updates.items():
         module = _module_name(name.removesuffix(".weight"), update, known)
         strength = update.sigma * (update.alpha if scale == "alpha" else float(scale))
         if strength == 0:
             continue
+        weight = module if known is None else known[module].weight  # of tied modules the same
+        if weight in adapted:
+            raise ValueError(f"updates must hold each weight once, got {adapted[weight]!r} and {name!r}")
+        adapted[weight] = module
         root = math.sqrt(abs(strength))
-        modules.append(module)
         prefix = f"base_model.model.{module}"
         if known is not None:  # PEFT goes by the module as well
             fan_in_fan_out = type(known[module]).__name__ == "Conv1D"
@@ -57,7 +63,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         keys = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         tensors[f"{prefix}.{keys[0]}"] = inputs.float().cpu()[None, :] * root
         tensors[f"{prefix}.{keys[1]}"] = outputs.float().cpu()[:, None] * math.copysign(root, strength)
-    if not modules:
+    if not adapted:
         raise ValueError(f"updates must hold at least one that is not zero, got {len(updates)}")
     config = {
         "peft_type": "LORA",
@@ -68,7 +74,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
-        "target_modules": modules,
+        "target_modules": list(adapted.values()),
         "inference_mode": True,
     }
     folder = Path(directory)

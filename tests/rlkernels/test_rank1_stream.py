@@ -291,3 +291,10 @@ def test_export_refuses_what_it_cannot_write(tmp_path):
         rlkernels.export_peft({"w": zero}, tmp_path, base_model="x")
     with pytest.raises(ValueError, match="scale must be 'alpha' or a finite number, got nan"):
         rlkernels.export_peft({"w": zero}, tmp_path, base_model="x", scale=math.nan)
+    one = rlkernels.top1_delta(torch.ones(3, 3), torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="updates must hold each weight once, got 'w' and 'w.weight'"):
+        rlkernels.export_peft({"w": one, "w.weight": one}, tmp_path, base_model="x")
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 3), "head": torch.nn.Linear(3, 3)})
+    model["head"].weight = model["embed"].weight  # PEFT would add both updates to it
+    with pytest.raises(ValueError, match="each weight once, got 'embed' and 'head.weight'"):
+        rlkernels.export_peft({"embed.weight": one, "head.weight": one}, tmp_path, base_model="x", model=model)
