@@ -6,37 +6,29 @@ from python_trainer.errors import UserError
 from python_trainer.tasks.files import JSONLSettings
 from python_trainer.tasks.rewards import score
 
-SOURCE = """
-from json import dumps
-
-def _inner(): pass
 
 def contains(prompts, completions, completion_ids, word, **_):
     return [float(w in c) for c, w in zip(completions, word)]
 
+
 def brevity(prompts, completions, completion_ids, **_):
     return [-0.01 * len(ids) if ids else None for ids in completion_ids]
 
-number = 3
-"""
+
+CONTAINS, BREVITY = "test_tasks_jsonl:contains", "test_tasks_jsonl:brevity"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with a module of reward functions."""
+    """The current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / f"rewards_{tmp_path.name}.py").write_text(SOURCE)
     return tmp_path
-
-
-def reward(folder, name):
-    return f"rewards_{folder.name}:{name}"
 
 
 def task_of(lines, folder, **settings):
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
-    settings = {"reward": reward(folder, "contains"), "train_path": "data.jsonl", "test_path": "data.jsonl"} | settings
+    settings = {"reward": CONTAINS, "train_path": "data.jsonl", "test_path": "data.jsonl"} | settings
     return JSONLSettings(**settings).load()
 
 
@@ -54,7 +46,7 @@ def test_strings_and_chat_messages(folder):
 
 
 def test_several_weighted_rewards(folder):
-    both = {"reward": [reward(folder, "contains"), reward(folder, "brevity")], "reward_weights": [2, 10]}
+    both = {"reward": [CONTAINS, BREVITY], "reward_weights": [2, 10]}
     task = task_of(['{"text": "Say yes", "word": "yes"}'], folder, **both, columns={"prompt": "text"})
     scores = score(task, [task.train[0]] * 2, ["yes", "yes"], [[1, 2], []])
     assert scores.rewards["brevity"] == [-0.02, None]
