@@ -8,6 +8,7 @@ import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -32,35 +33,22 @@ from python_trainer.rollout.vllm.servers import Server, Servers
 from python_trainer.trainer import Trainer
 
 
-class Recorder(Backend):
-    """A backend that answers with 1 2 3 ... and remembers what it was asked."""
+@pytest.fixture
+def backend():
+    """A backend that answers with 1 2 3 ..."""
+    counts = dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0}
 
-    max_positions = LIMIT
-    limited_by = "the limit of the recorder"
-    on_first_rank = True
-
-    def __init__(self):
-        self.loads, self.asked, self.prompt_tokens = 0, [], 0
-
-    def load(self, model):
-        self.loads += 1
-        return 100
-
-    def complete(self, jobs, settings, salt):
-        self.asked.append((jobs, settings, salt))
-        self.prompt_tokens += sum(job.n * len(job.ids) for job in jobs)
+    def complete(jobs, settings, salt):
+        counts["prompt_tokens"] += sum(job.n * len(job.ids) for job in jobs)
         return [
             [Drawn(list(range(1, 1 + job.max_tokens)), [-1.0] * job.max_tokens, "length") for _ in range(job.n)]
             for job in jobs
         ]
 
-    def counters(self):
-        return dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0 + self.prompt_tokens}
-
-
-@pytest.fixture
-def backend():
-    return Recorder()
+    facts = {"max_positions": LIMIT, "limited_by": "the limit of a mock", "on_first_rank": True, "drafts": False}
+    made = create_autospec(Backend, instance=True, **facts)
+    made.load.return_value, made.complete.side_effect, made.counters.side_effect = 100, complete, counts.copy
+    return made
 
 
 @pytest.fixture
@@ -73,17 +61,17 @@ def test_weights_are_loaded_when_they_have_changed(engine, backend):
         for _ in range(updates):
             engine.policy_updated()
         engine.generate([Request([1, 2])], SamplingParams())
-        assert backend.loads == loads
-    salts = [salt for _, _, salt in backend.asked]
+        assert backend.load.call_count == loads
+    salts = [call.args[2] for call in backend.complete.call_args_list]
     assert salts[0] == salts[1] and len(set(salts)) == 3
     other = VLLMEngine(engine.model, backend, eos_token_ids=[])
     other.generate([Request([1, 2])], SamplingParams())
-    assert backend.asked[-1][2] not in salts  # another run on the same server
+    assert backend.complete.call_args.args[2] not in salts  # another run on the same server
 
 
 def test_a_later_turn_draws_otherwise_than_the_first(engine, backend):
     engine.generate([Request([1, 2]), Request([1, 2], [3, 4]), Request([1, 2], [3, 4, 5])], SamplingParams(seed=3))
-    first, second, third = (job.seed for job in backend.asked[0][0])
+    first, second, third = (job.seed for job in backend.complete.call_args.args[0])
     assert min(abs(first - second), abs(second - third), abs(first - third)) > 1000
 
 
@@ -92,14 +80,15 @@ def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
                 Request([4], [6], 1, 400, sample_id=2)]  # fmt: skip
     completions = engine.generate(requests, SamplingParams(0.5, 0.9, 7, seed=3))
     assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 2]
-    ((jobs, settings, _),) = backend.asked
+    backend.complete.assert_called_once()
+    jobs, settings, _ = backend.complete.call_args.args
     assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4, 6], 1, LIMIT - 2)]
     assert jobs[0].seed - jobs[1].seed == 6 and 0 < jobs[1].seed < 2**62
     assert settings["stop_token_ids"] == [5, 63] and settings["ignore_eos"]
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
     assert settings["repetition_penalty"] == 1 and not settings["min_p"], "not those of the model's generation config"
     engine.generate(requests, SamplingParams(0.5, seed=4))
-    assert abs(backend.asked[1][0][0].seed - jobs[0].seed) > 1000
+    assert abs(backend.complete.call_args.args[0][0].seed - jobs[0].seed) > 1000
     assert engine.stats["prompt_tokens"] == 28 == engine.stats["prefill_tokens"]
     assert engine.stats["generated_tokens"] == 2 * (24 + LIMIT - 2)
 
@@ -112,13 +101,13 @@ def test_long_answers_are_asked_for_first(model, backend):
     engine.lengths = lengths
     requests = [Request([i], max_new_tokens=60 + i, sample_id=i) for i in (1, 2, 3)]
     completions = engine.generate(requests, SamplingParams())
-    assert [job.ids for job in backend.asked[0][0]] == [[2], [3], [1]]
+    assert [job.ids for job in backend.complete.call_args.args[0]] == [[2], [3], [1]]
     assert [len(c.ids) for c in completions] == [61, 62, 63]
 
 
 def test_greedy_samples_are_asked_for_once(engine, backend):
     completions = engine.generate([Request([1], (), 3, 2)], SamplingParams(temperature=0.0))
-    assert [(job.n, job.max_tokens) for job in backend.asked[0][0]] == [(1, 2)]
+    assert [(job.n, job.max_tokens) for job in backend.complete.call_args.args[0]] == [(1, 2)]
     assert [(c.ids, c.logprobs, c.finish_reason) for c in completions] == [([1, 2], [0.0, 0.0], "length")] * 3
 
 
@@ -128,7 +117,7 @@ def test_stop_strings_that_begin_in_the_prefix(engine, backend):
     got = engine.generate(requests, SamplingParams(stop=("012", "45")))
     assert [c.ids for c in got] == [[1, 2, 3, 4, 5], [1, 2], [1, 2]]
     assert [len(c.logprobs) for c in got] == [5, 2, 2] and {c.finish_reason for c in got} == {"stop"}
-    assert backend.asked[0][1]["stop"] == ["012", "45"]
+    assert backend.complete.call_args.args[1]["stop"] == ["012", "45"]
 
 
 def test_weights_are_sent_as_a_checkpoint_has_them(tiny_policy, model, tmp_path):
@@ -273,14 +262,8 @@ def machine(monkeypatch):
 
     def be(gpu, vllm):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        version = importlib.metadata.version
-
-        def installed(name):
-            if name == "vllm" and vllm is None:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return vllm if name == "vllm" else version(name)
-
-        monkeypatch.setattr(importlib.metadata, "version", installed)
+        missing = importlib.metadata.PackageNotFoundError("vllm") if vllm is None else None
+        monkeypatch.setattr(importlib.metadata, "version", Mock(return_value=vllm, side_effect=missing))
 
     return be
 
