@@ -276,26 +276,21 @@ def test_partial_rewards_and_answers_that_are_all_cut_are_noted_once(run, tmp_pa
     assert error.count("note: no answer of the first step ended within rollout.max_completion_length\n") == 1
 
 
-REWARDS = """
-calls = 0
 def sleepy(completions, **_):
-    global calls
-    calls += 1
-    if calls in (1, 3): raise RuntimeError("the judge is asleep")
-    return [float(len(c)) for c in completions]
-"""
+    sleepy.calls += 1
+    if sleepy.calls in (1, 3):
+        raise RuntimeError("the judge is asleep")
+    return [float(len(text)) for text in completions]
 
 
-def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path, monkeypatch):
+def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path):
     """In the first evaluation, then in the first step; neither run holds its folder."""
-    (tmp_path / "bad_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    changes = {"task": {"reward": "bad_rewards:sleepy"}, "max_steps": 1, "save": {"save_steps": 1}}
-    one_clear_line(run(changes), tmp_path, "RuntimeError: the judge is asleep (", "bad_rewards.py:6)")
+    sleepy.calls, line = 0, sleepy.__code__.co_firstlineno + 3
+    changes = {"task": {"reward": "test_cli:sleepy"}, "max_steps": 1, "save": {"save_steps": 1}}
+    one_clear_line(run(changes), tmp_path, "RuntimeError: the judge is asleep (", f"test_cli.py:{line})")
     code, error = run()
     assert code == 2 and "error: reward function sleepy raised RuntimeError: the judge is asleep (" in error
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]
     code, error = run()
-    sys.modules.pop("bad_rewards")
     assert code == 0, error
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1]
