@@ -1,4 +1,4 @@
-"""Tiny models of three families, an engine for them, and requests of every kind: what tests of the engine share."""
+"""Tiny models of three families, an engine, requests of every kind and a tokenizer: what tests of the engine share."""
 
 import pytest
 import torch
@@ -44,6 +44,19 @@ def engine_for(
     engine.fused &= fused
     engine.share_from = engine.share_from if share_reads else None
     return engine
+
+
+class Letters:
+    """Stands in for a policy and its tokenizer: a token is a letter."""
+
+    def __init__(self):
+        self.tokenizer = self
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

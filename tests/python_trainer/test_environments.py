@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import QUIET, merged, same, train
-from paged import engine_for, make, prompts
+from paged import Letters, engine_for, make, prompts
 from sampling_cases import own_logprobs
 
 from python_trainer.config import load_config
@@ -64,19 +64,6 @@ class Failing(Echo):
     def reset(self, example):
         self.kind = example.columns.get("kind")
         return super().reset(example)
-
-
-class Letters:
-    """Stands in for a policy and its tokenizer: a token is a letter."""
-
-    def __init__(self):
-        self.tokenizer = self
-
-    def __call__(self, text, add_special_tokens):
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def decode(self, ids, **_):
-        return "".join(map(chr, ids))
 
 
 def episodes(model, make_environment=Echo, *, max_turns=8, timeout=20.0, **options):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from paged import GREEDY, LONGROPE, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
+from paged import GREEDY, LONGROPE, MODELS, VOCAB, Letters, assert_same, engine_for, make, mixed_requests, prompts
 from sampling_cases import own_logprobs
 from support import Launches
 from tiny import own_greedy
@@ -153,13 +153,6 @@ def test_ends():
     engine = engine_for(model)
     assert engine.generate([], GREEDY) == []
     assert engine.generate([Request(prompt, num_samples=0)], GREEDY) == []
-
-
-class Letters:
-    """A tokenizer whose token i is a letter."""
-
-    def decode(self, ids, **kwargs) -> str:
-        return "".join(chr(ord("A") + i) for i in ids)
 
 
 def test_stop_strings():
