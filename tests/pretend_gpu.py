@@ -149,31 +149,6 @@ def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: GPUTensor(x) if isinstance(x, torch.Tensor) else x, out)
 
 
-class Upload(torch.autograd.Function):
-    """To the device; a copy, as it is on a real one."""
-
-    @staticmethod
-    def forward(context: Any, here: torch.Tensor) -> torch.Tensor:
-        return GPUTensor(here.detach().clone())
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].numbers.clone()  # type: ignore[attr-defined]
-
-
-class Download(torch.autograd.Function):
-    """To the host, which waits for it."""
-
-    @staticmethod
-    def forward(context: Any, there: torch.Tensor) -> torch.Tensor:
-        GPUTensor.waits["to the host"] += 1
-        return there.numbers.clone()  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        return GPUTensor(gradients[0].clone())
-
-
 class PretendGPU(TorchFunctionMode):
     """Makes and moves tensors where ``device`` says, "cuda" included."""
 
@@ -186,8 +161,6 @@ class PretendGPU(TorchFunctionMode):
                 gradient = torch.ones_like(args[0])
                 run_backward((args[0],), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
                 return None
-        if func is torch.Tensor.pin_memory:
-            return args[0]
         if func is torch.Tensor.to:
             given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
             where = next((found for x in given if (found := device_of(x))), None)
@@ -198,7 +171,6 @@ class PretendGPU(TorchFunctionMode):
             moved = args[0] if where is None else move(args[0], where)
             return moved if dtype is None else func(moved, dtype, copy=kwargs.get("copy", False))
         where = device_of(kwargs.get("device"))
-        kwargs.pop("pin_memory", None)
         if where in (None, "meta") or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
         kwargs["device"] = torch.device("cpu")
@@ -218,9 +190,14 @@ def device_of(value: Any) -> str | None:
 
 
 def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
+    """A copy on the other device, as it is on a real one; the host waits for what comes to it."""
     if where == tensor.device.type:
         return tensor
-    return Upload.apply(tensor) if where == "cuda" else Download.apply(tensor)
+    assert not (tensor.requires_grad and torch.is_grad_enabled()), "no gradient goes from one device to the other"
+    if where == "cuda":
+        return GPUTensor(tensor.detach().clone())
+    GPUTensor.waits["to the host"] += 1
+    return tensor.numbers.clone()  # type: ignore[attr-defined]
 
 
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
