@@ -136,10 +136,15 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
 
 
 def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
+    """Rounds of dynamic sampling are one step of history."""
     sampling = {"num_generations": 2, "prompts_per_step": 4, "dynamic_sampling": True}
-    trainer = run("plain", steps=3, enabled=[], rollout=sampling)
+    trainer = run("rounds", steps=3, rollout=sampling, rare_share=0)
     names = {prompt_key(example.prompt) for example in trainer.task.train}
-    trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
+    database = RetrospectiveDatabase(str(tmp_path / "history.db"))
+    trajectory = database.trajectory(1)
+    assert [record.step for record in trajectory] == [1, 2, 3]
+    assert sum(len(record.outcomes["answers"]) for record in trajectory) == trainer.state.prompts > 12
+    assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
     for record in trajectory:
         outcomes = record.outcomes
         assert set(outcomes["answers"].tolist()) == {2} and (outcomes["right"] <= 2).all()

@@ -93,17 +93,6 @@ def test_retrodiction_learns_from_what_was_not_trained_on(filled, rhyme_config, 
     assert network.features.std(0).count_nonzero() > 5 and any(row["rhyme/stored_answers"] > 0 for row in rows)
 
 
-def test_rounds_of_dynamic_sampling_are_one_step_of_history(rhyme_config, tmp_path):
-    path, rollout = tmp_path / "history.db", {"dynamic_sampling": True, "max_sampling_rounds": 3}
-    config = rhyme_config(path, {"history_ratio": 0.0}, max_steps=4, rollout=rollout, task={"reward": "conftest:even"})
-    trainer = train(config, tmp_path / "run")
-    database = RetrospectiveDatabase(str(path))
-    trajectory = database.trajectory(1)
-    assert [s.step for s in trajectory] == [1, 2, 3, 4]
-    assert sum(len(step.outcomes["answers"]) for step in trajectory) == trainer.state.prompts > 16
-    assert len(database.samples()) == len(trainer.accelerators[0].bank) > 0
-
-
 def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_path):
     """Whatever the run that found them thought of them; those that are wrong now are not used."""
 
