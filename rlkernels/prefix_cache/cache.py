@@ -231,12 +231,6 @@ class PagedKVCache:
         result = (group_tables.masked_fill(beyond, -1), blocks.int() * size, group_starts, own_tables, lens)
         return tuple(t.to(self.device) for t in result)
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a PagedKVCache holds the memory of a device and open sequences: it cannot be copied or pickled, make a "
-            "new one"
-        )
-
     @property
     def stats(self) -> dict[str, int]:
         """Return ``hits``, ``misses`` (tokens found / not found by ``open``), ``evictions`` (of blocks that could still

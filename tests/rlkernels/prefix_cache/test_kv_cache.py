@@ -240,11 +240,10 @@ def test_wrong_tokens(cache, bad, error, message):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_neither_a_cache_nor_a_sequence_is_copied(cache, duplicate):
+def test_a_sequence_is_not_copied(cache, duplicate):
     """Closing the copy would leave the other with blocks, in the end with the tokens, of somebody else."""
-    for one, message in ((cache, "it cannot be copied or"), (cache.open([1, 2]), "a Sequence cannot be copied or")):
-        with pytest.raises(TypeError, match=f"{message} pickled"):
-            duplicate(one)
+    with pytest.raises(TypeError, match="a Sequence cannot be copied or pickled"):
+        duplicate(cache.open([1, 2]))
 
 
 def test_sequences_may_come_one_by_one(cache):
