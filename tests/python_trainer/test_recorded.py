@@ -104,12 +104,3 @@ def test_a_run_goes_on_when_its_database_is_deleted(run, tmp_path, monkeypatch, 
         patched.setattr(RunRecorder, "after_update", delete_first)
         run("run", enabled=enabled, database=str(file))
     assert not file.exists() and capsys.readouterr().err.count("note: this run is not recorded ") == 1
-
-
-def test_a_run_that_begins_anew_takes_the_place_of_what_it_left(run, tmp_path):
-    named = {"database": str(tmp_path / "history.db")}
-    run("run", steps=1, **named)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "metrics.jsonl").unlink()  # as after a kill in the first step
-    run("run", steps=2, **named)
-    assert steps_of(tmp_path / "history.db") == [[1, 2]]
