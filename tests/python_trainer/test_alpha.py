@@ -35,24 +35,6 @@ class Model(torch.nn.Module):
         self.embed = torch.nn.Embedding(5, 24, dtype=dtype)
 
 
-class Context:
-    """What the accelerator uses of a step; the accuracy at the gate is a function of the weights."""
-
-    once = staticmethod(lambda function: function())
-
-    def __init__(self, model, optimizer, quality):
-        self.run, self.telemetry, self.step = self, {}, 1
-        self.policy, self.optimizer, self.engine, self.quality = model, optimizer, Mock(), quality
-        self.task = SimpleNamespace(gate=range(GATE))
-        self.evaluated = []
-
-    def evaluate_each(self, split, rows):
-        assert split == "gate"
-        share = self.quality(self.policy)
-        self.evaluated.append(rows)
-        return [float(HARDNESS[i] < share) for i in rows]
-
-
 DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
 
 
@@ -64,12 +46,23 @@ def progress(model, start):
 def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     """An accelerator, its context and the start of the model after 12 real Adam steps along one direction.
 
-    The accuracies of the steps are made up: by default they would reach 1 at step 24.
+    The accuracies of the steps are made up: by default they would reach 1 at step 24. That at the gate is ``quality``
+    of how far the weights have come.
     """
     model = Model(dtype)
     optimizer = PolicyOptimizer(model, OptimizerConfig())
     start = model.proj.weight.detach().float().clone()
-    context = Context(model, optimizer, lambda m: quality(progress(m, start)))
+
+    def evaluate_each(split, rows):
+        assert split == "gate"
+        share = quality(progress(model, start))
+        return [float(HARDNESS[i] < share) for i in rows]
+
+    context = SimpleNamespace(
+        policy=model, optimizer=optimizer, engine=Mock(), evaluate_each=Mock(side_effect=evaluate_each),
+        task=SimpleNamespace(gate=range(GATE)), once=lambda function: function(),
+    )  # fmt: skip
+    context.run = context
     options = {"first_step": 1000, "track_steps": 1, "horizon": 2.0} | settings
     alpha = Alpha(AlphaSettings(**options))
     alpha.begin(context.run)
@@ -105,7 +98,7 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0] and "refused" not in event
     assert progress(context.policy, start) == pytest.approx(0.024, rel=0.1)
     assert event["tries"][0]["after"] > event["tries"][0]["before"]
-    assert context.engine.policy_updated.call_count == len(context.evaluated), "the cache never outlives weights"
+    assert context.engine.policy_updated.call_count == context.evaluate_each.call_count, "no cache outlives weights"
     after = everything(context)
     assert not after["proj.weight"]["exp_avg"].any() and state["proj.weight"]["exp_avg"].any()
     for name, key in (("proj.weight", "exp_avg_sq"), ("proj.weight", "step"), ("embed.weight", "exp_avg")):
@@ -135,7 +128,7 @@ def test_too_far_is_shrunk_until_it_helps():
 def test_refusals_cost_no_evaluation_and_are_tried_again():
     alpha, context, _ = trained(lambda p: 0.5, rise=0.0027, first_step=9, every=50)  # 0.02 within eight steps
     assert [e.get("refused") for e in alpha.events] == ["flat accuracy"] * 2 + [None]
-    assert alpha.events[0]["detail"].startswith("rose by") and len(context.evaluated) == 4
+    assert alpha.events[0]["detail"].startswith("rose by") and context.evaluate_each.call_count == 4
     assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
 
 
@@ -145,7 +138,8 @@ def test_the_papers_preset_goes_once_and_keeps_rank_1_alone(dtype):
     alpha, context, start = trained(lambda p: 1 / 0, dtype=dtype, preset="paper", first_step=12)
     (event,) = alpha.events
     assert event["accepted"] and event["tries"] == [] and context.telemetry["alpha/accepted"] == 1
-    assert not context.evaluated and context.engine.policy_updated.call_count == 1 and alpha.next_attempt > 1000
+    context.evaluate_each.assert_not_called()
+    assert context.engine.policy_updated.call_count == 1 and alpha.next_attempt > 1000
     u, s, vh = torch.linalg.svd(context.optimizer.masters["proj.weight"].detach() - start)
     noise = torch.stack([torch.randn(16, 24, generator=torch.Generator().manual_seed(i)) for i in range(1, 13)])
     moved = 1e-3 * (12 * DIRECTION - 0.02 * noise.sum(0))
