@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from datetime import datetime
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -173,14 +174,11 @@ def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
 def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch, tmp_path, tiny_policy):
     """Those of an adapter and of its base, which a dry run must not fetch."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/tiny"}')
-    folders, asked = {"someone/adapter": tmp_path, "someone/tiny": tiny_policy}, {}
-
-    def snapshot(name, revision, *, files, **_):
-        asked[name] = files
-        return folders[name]
-
+    folders = {"someone/adapter": tmp_path, "someone/tiny": tiny_policy}
+    snapshot = Mock(side_effect=lambda name, *_, **__: folders[name])
     monkeypatch.setattr("python_trainer.hub.snapshot", snapshot)
     assert read_shape(ModelConfig(path="someone/adapter"), "cpu").vocab == 64
+    asked = {call.args[0]: call.kwargs["files"] for call in snapshot.call_args_list}
     assert asked == dict.fromkeys(folders, ("*.json", "*.py"))
 
 
