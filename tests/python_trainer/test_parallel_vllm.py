@@ -4,8 +4,7 @@ import copy
 import json
 import sys
 from contextlib import ExitStack
-from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -245,18 +244,14 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
 
 def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):
     """Those of training: an evaluation has prompts of its own, which are not drafted."""
-    seen, shared = [], SimpleNamespace(history=None)
-
-    def share_history(history):
-        shared.history = history
+    seen, integration, made = [], Mock(), FakeLLM.generate
 
     def generate(self, *args, **kwargs):
-        seen.append(shared.history)
+        seen.append(integration.share_history.call_args.args[0])
         return made(self, *args, **kwargs)
 
     install(monkeypatch, sleeps=False)
-    monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", SimpleNamespace(share_history=share_history))
-    made = FakeLLM.generate
+    monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", integration)
     monkeypatch.setattr(FakeLLM, "generate", generate)
     drafts = {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 5}}
     config = make_config(max_steps=2, rollout={"engine": "vllm"}, accelerators=drafts)
@@ -264,7 +259,7 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
     assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
     assert seen == [None, history, history, None] and history.stats["tokens"] > 0
-    assert shared.history is None, "let go of at the end"
+    assert integration.share_history.call_args.args == (None,), "let go of at the end"
     row = read_metrics(tmp_path / "drafts")[-1]
     assert row["drafts/tokens_per_step"] == 1 and "drafts/pass_overhead" not in row
     train(make_config(max_steps=1, rollout={"engine": "vllm"}).model_dump(), tmp_path / "plain")
