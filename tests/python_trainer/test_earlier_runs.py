@@ -26,16 +26,14 @@ def odd(prompts, completions, completion_ids, **_):
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-@pytest.fixture(autouse=True)
-def every_run_is_better(monkeypatch):
-    """No random policy is clearly better than another; which are is for test_better_runs.py."""
-    monkeypatch.setattr(replay, "clearly_better", Mock(return_value=True))
-
-
 @pytest.fixture
 def run(history_run, tmp_path, monkeypatch):
-    """As :func:`history_run`, on one database by default, without stored answers in groups."""
+    """As :func:`history_run`, on one database by default, without stored answers in groups; every run is better.
+
+    No random policy is clearly better than another; which are is for test_better_runs.py.
+    """
     monkeypatch.setattr(sampling, "RESCUERS", 0)
+    monkeypatch.setattr(replay, "clearly_better", Mock(return_value=True))
 
     def make(folder, rehearsals=3, database=tmp_path / "history.db", **changes):
         monkeypatch.setattr(accelerator, "REHEARSALS", rehearsals)
@@ -151,7 +149,7 @@ def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
         assert outcomes["right"].sum().item() / outcomes["answers"].sum().item() == pytest.approx(record.accuracy)
         assert {bytes(key).hex() for key in outcomes["prompts"].tolist()} <= names
     assert any(record.accuracy for record in trajectory)
-    run("share", steps=1, enabled=[], task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
+    run("share", steps=1, enabled=[], task={"reward": "conftest:digits"})  # nothing is right or wrong
     assert RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(2)[0].outcomes == {}
 
 
@@ -170,12 +168,8 @@ def test_other_rewards_judge_again(run, tmp_path):
     run("first")
     run("second", seed=1, task={"reward": "test_dynamic_sampling:coins"})
     assert found(tmp_path, "second") == 0
-    run("third", seed=1, task={"reward": "test_earlier_runs:share"})  # nothing is right or wrong
+    run("third", seed=1, task={"reward": "conftest:digits"})  # nothing is right or wrong
     assert found(tmp_path, "third") == 0
-
-
-def share(prompts, completions, completion_ids, **_):
-    return [sum(token % 2 for token in ids) / (len(ids) + 1) for ids in completion_ids]
 
 
 def settings_of_ranks(settings, database, steps):
