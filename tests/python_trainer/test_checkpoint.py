@@ -1,4 +1,4 @@
-"""Checkpoints and run directories: exact resume, nothing that a kill can damage, full disks, several trainers."""
+"""Checkpoints and run directories: exact resume, kills, full disks, several trainers, and the best checkpoint."""
 
 import io
 import os
@@ -10,13 +10,18 @@ import pytest
 import torch
 from conftest import QUIET, full_disk, kill_in_the_fourth_step, train
 from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.faults.training import differences
 from python_trainer.accelerators import drafts
+from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
+from python_trainer.evaluation import Evaluator
 from python_trainer.logger import Logger
 from python_trainer.run_directory import locked, read_metrics
+from python_trainer.run_state import RunState, best_evaluated
+from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 
 
@@ -269,3 +274,62 @@ def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
     save_checkpoint(tmp_path / "run" / "checkpoints", 1, {"step": 1, "accelerators": {}, "model": {}}, keep=1)
     with pytest.raises(UserError, match="written by another version of the trainer or something else"):
         Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
+
+
+JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
+
+
+@pytest.fixture
+def grades(monkeypatch):
+    """Accuracies that evaluations find, by step."""
+    found = [0.1, 0.2, 0.6, 0.3, 0.4]
+
+    def answer(evaluator, asked, rows):
+        accuracy = found[evaluator.prompts.state.step]
+        return Scores({}, [-accuracy] * 6, [accuracy] * 6)
+
+    monkeypatch.setattr(Evaluator, "answer", answer)
+    return found
+
+
+def test_best_of_those_that_are_there():
+    state = RunState(evaluations=[[0, 0.9, -1], [2, 0.5, 0.5], [4, 0.5, 0.4], [6, 0.1, 0.8]])
+    assert best_evaluated(state, [2, 4, 5, 6]) == 4 and best_evaluated(state, [5]) is None
+
+
+class Unjudged(Callback):
+    def on_step(self, trainer, step, metrics):
+        trainer.state.judged = step == 1
+
+
+def test_rewards_decide_between_all_checkpoints_once_nothing_is_right_or_wrong(make_config, tmp_path, grades):
+    """Also those that were evaluated before a reward has shown it."""
+    grades[1] = 0.9  # the fewer right, the higher the reward here
+    options = {"task": JUDGED, "evaluation": {"eval_steps": 1}, "save": {"save_steps": 1, "save_total_limit": 9}}
+    config = make_config(max_steps=3, **options)
+    train(config, tmp_path / "run", callbacks=[Unjudged])
+    assert not (tmp_path / "run" / "best").exists()  # the last is
+
+
+def test_the_best_checkpoint_is_kept_and_written_as_a_model(make_config, tmp_path, grades):
+    save = {"save_steps": 1, "save_total_limit": 1}
+    finished = train(make_config(task=JUDGED, evaluation={"eval_steps": 1}, save=save), tmp_path / "run")
+    kept = list_checkpoints(finished.checkpointer.checkpoints)
+    assert [path.name for path in kept] == ["step-000002", "step-000004"]
+    for name, checkpoint in (("best", kept[0]), ("model", kept[1])):
+        folder = finished.folder / name
+        saved = load_checkpoint(checkpoint)["model"]
+        got = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(got[name], value) for name, value in saved.items())
+        assert AutoTokenizer.from_pretrained(folder)("AB")["input_ids"] == finished.policy.encode(["AB"])[0]
+    last = load_checkpoint(kept[1])["model"]
+    assert all(torch.equal(p, last[name]) for name, p in finished.policy.model.named_parameters() if name in last)
+
+
+def test_a_last_step_that_is_the_best_is_the_model_alone(make_config, tmp_path, grades):
+    options = {"task": JUDGED, "evaluation": {"eval_steps": 1}, "save": {"save_steps": 1}}
+    train(make_config(**options), tmp_path / "run")
+    assert (tmp_path / "run" / "best").is_dir()
+    grades.append(0.9)
+    train(make_config(max_steps=5, **options), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "model").is_dir() and not (tmp_path / "run" / "best").exists()

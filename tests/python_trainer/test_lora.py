@@ -1,13 +1,15 @@
-"""Adapters: only they train, everybody else sees a plain model."""
+"""Adapters: only they train, everybody else sees a plain model; those that a run writes and begins with."""
 
+import json
 import sys
 
 import pytest
 import torch
 from conftest import LORA, QUIET, train
 from paged import make
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
@@ -147,3 +149,82 @@ def test_bad_settings_are_named(tiny_policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"model.lora needs PEFT .*pip install peft"):
         load_policy(ModelConfig(path=str(tiny_policy), device="cpu", lora=LORA))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([[1, 2, 3, 40, 5]])).logits
+
+
+def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_config, tmp_path, tiny_policy):
+    peft = pytest.importorskip("peft")
+    lora, optimizer = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}, {"learning_rate": 0.05}
+    train(make_config(max_steps=2, model={"lora": lora}, optimizer=optimizer), tmp_path / "run")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    base = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    assert (logits(merged) - logits(base)).abs().max() > 1e-2
+    adapter = tmp_path / "run" / "adapter"
+    wanted = json.loads((adapter / "adapter_config.json").read_text())
+    assert sorted(wanted["target_modules"]) == ["down_proj", "q_proj"]
+    assert wanted["base_model_name_or_path"] == str(tiny_policy)
+    ours = load_policy(ModelConfig(path=str(adapter), device="cpu")).model
+    for model in (ours, peft.PeftModel.from_pretrained(base, adapter)):
+        torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-4)
+    again = make_config(max_steps=1, model={"path": str(adapter), "lora": lora}, optimizer=optimizer)
+    train(again, tmp_path / "again")
+    further = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
+    assert not torch.equal(logits(further), logits(merged))
+    upon = load_policy(ModelConfig(path=str(tmp_path / "again" / "adapter"), device="cpu"))  # an adapter upon another
+    torch.testing.assert_close(logits(upon.model), logits(further), rtol=1e-4, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
+    tokenizer.eos_token, tokenizer.chat_template = "A", "{{ messages }}"
+    tokenizer.save_pretrained(adapter)  # as trainers of adapters do
+    policy = load_policy(ModelConfig(path=str(adapter), device="cpu"))
+    assert policy.eos_token_ids == [17, 63] and policy.tokenizer.chat_template
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: weight * torch.nan for name, weight in weights.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"4 weights of {adapter} hold NaN or infinity"):
+        load_policy(ModelConfig(path=str(adapter), device="cpu"))
+    other = {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}
+    save_file(other, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="does not fit its model: Found missing adapter keys"):
+        load_policy(ModelConfig(path=str(adapter), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"base_model_name_or_path": "gone"}, r"the base of the adapter .*there is no folder gone"),
+        ({"base_model_name_or_path": "small"}, "lacks adapter_model.safetensors"),
+        ({}, "names no base model"),
+    ],
+)
+def test_an_adapter_without_its_base_is_named(tmp_path, config, message):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        load_policy(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_an_adapter_on_tied_embeddings_is_merged_as_it_computes(tmp_path, tiny_policy, options):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    assert base.config.tie_word_embeddings
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, base_model_name_or_path=str(tiny_policy), **options)
+    adapted = peft.get_peft_model(base, settings).eval()
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = load_policy(ModelConfig(path=str(tmp_path / "adapter"), device="cpu")).model
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=1e-3)
+    assert not merged.config.tie_word_embeddings
