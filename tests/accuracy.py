@@ -65,3 +65,19 @@ def check_linear_logprobs(backend: str, tensors: Sequence[torch.Tensor | None], 
 
     plain, exact = (with_gradients(wanted, inputs, *grads) for inputs in (given, [t.double() for t in given]))
     assert_as_plain(with_gradients(ours, given, *grads), plain, exact, **slack)
+
+
+def check_blocks(backend: str) -> None:
+    """Blocks of the vocabulary that are ruled out by the bias, all of one and a part of the next; NaN in a state stays
+    in its row, NaN in the bias is in every row."""
+    hidden, weight, bias = torch.randn(4, 8), torch.randn(40, 8), torch.zeros(40)
+    hidden[2, 0], bias[:17], ids = torch.nan, -torch.inf, torch.tensor([17, 3, 30, 39])
+    score = partial(rlkernels.linear_token_logprobs, ids=ids, bias=bias, return_entropy=True, chunk=10, backend=backend)
+    *found, grad, _ = with_gradients(score, [hidden, weight], *torch.ones(2, 4))
+    wanted = reference.linear_token_logprobs(hidden, weight, ids, 1.0, bias)
+    assert wanted[0][1] == -torch.inf and wanted[0].isnan().tolist() == [False, False, True, False]
+    torch.testing.assert_close(found, list(wanted), equal_nan=True)
+    assert torch.equal(grad.isnan().any(1), found[0].isnan())
+    for rest, entry in ((-torch.inf, -torch.inf), (-torch.inf, torch.nan), (0.0, torch.nan)):
+        bias[:], bias[4] = rest, entry
+        assert score(hidden, weight)[0].isnan().all()

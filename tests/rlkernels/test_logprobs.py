@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 import torch
-from accuracy import check_linear_logprobs, check_logprobs, with_gradients
+from accuracy import check_blocks, check_linear_logprobs, check_logprobs, with_gradients
 from hypothesis import strategies as st
 from support import Launches
 
@@ -252,18 +252,8 @@ def test_a_frozen_part_gets_no_gradient_and_changes_none(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_and_rows_that_are_ruled_out(backend):
-    hidden, weight, _, _ = problem(4, 40)
-    bias = torch.zeros(40)
-    bias[:17] = -torch.inf  # all of the first block and a part of the second
-    ids = torch.tensor([17, 30, 3, 39])
-    reached = outputs(ours(ids, chunk=10, backend=backend), hidden, weight, bias)
-    assert reached[0][2] == -torch.inf
-    some = torch.tensor([0, 1, 3])
-    for value, gold in zip(reached[:2], reference.linear_token_logprobs(hidden[some], weight[17:], ids[some] - 17)):
-        torch.testing.assert_close(value[some], gold)
-    nothing = linear_token_logprobs(hidden, weight, ids, bias=torch.full((40,), -torch.inf), chunk=10, backend=backend)
-    assert nothing.isnan().all()
+def test_blocks_that_are_ruled_out_and_nan(backend):
+    check_blocks(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -275,18 +265,6 @@ def test_a_block_is_summed_up_without_waiting_for_it(backend):
     assert not launches.waits
     assert (top[1], log_sum[1], entropy[1]) == (-torch.inf, -torch.inf, 0)
     assert log_sum.isfinite().tolist() == [True, False, True, False] and log_sum[3].isnan() and entropy[3].isnan()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_stays_in_its_row(backend):
-    hidden, weight, _, ids = problem(4, 60, bias=False)
-    hidden[1, 3] = torch.nan
-    logprobs, entropy, grad, *_ = outputs(ours(ids, chunk=16, backend=backend), hidden, weight, None)
-    bad = torch.tensor([False, True, False, False])
-    for value in (logprobs, entropy, grad.sum(1)):
-        assert torch.equal(value.isnan(), bad)
-    weight[45] = torch.nan  # one entry of one block spoils every row
-    assert linear_token_logprobs(hidden, weight, ids, chunk=16, backend=backend).isnan().all()
 
 
 def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
