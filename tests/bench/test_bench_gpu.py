@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -250,28 +250,17 @@ def test_build_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, answering, done):
-    waited = []
-
-    class Slow:
-        found = {"ok": True, "seconds": 1.0}  # noqa: RUF012
-
-        def __init__(self, device):
-            assert device == "cpu"
-
-        def done(self, seconds):
-            waited.append(seconds)
-            return done
-
-        def stop(self):
-            waited.append("stop")
-
+    build = Mock(found={"ok": True, "seconds": 1.0})
+    build.done.return_value, start = done, Mock(return_value=build)
     worker, proved = answering(time=[ROW], model=[ROW]), []
-    monkeypatch.setattr(command, "Build", Slow)
+    monkeypatch.setattr(command, "Build", start)
     monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
     path = tmp_path / "record.jsonl"
     options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--budget-seconds", "100"]
     assert command.main(options) == 0
-    assert waited[-1] == "stop" and all(0 <= s <= 50 for s in waited[:-1])
+    start.assert_called_once_with("cpu")
+    *waited, last = build.mock_calls
+    assert last == call.stop() and all(0 <= one.args[0] <= 50 for one in waited)
     assert len(of(read(path), "build")) == done == len(proved)
     # what needs no extension did not wait, and what needs it is left for the next call where it is not there
     timed = [job["op"] for job in worker.asked if job["kind"] == "time"]
