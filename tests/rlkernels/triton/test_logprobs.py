@@ -27,7 +27,8 @@ def test_log_probabilities_alone_and_rows_without_a_distribution():
 
 
 def test_an_id_outside_the_vocabulary_is_nan_as_in_plain_torch(monkeypatch):
-    monkeypatch.setattr(_check, "indices", lambda *_: None)  # which does not look on a GPU
+    """Where nobody looks at ids, as on a GPU: -100 of padding would else end the process."""
+    monkeypatch.setattr(_check, "indices", lambda *_: None)
     values, ids = torch.randn(4, 5), torch.tensor([1, -100, 5, 4])
     found = {}
     for backend in ("torch", "triton"):
