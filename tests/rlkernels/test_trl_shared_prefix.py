@@ -305,12 +305,8 @@ def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, k
 
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
-    module = importlib.import_module("rlkernels.integrations.transformers_attention")
-
-    def wrong(query, key, value, layout, *, scale):
-        return query * 0.5
-
-    monkeypatch.setattr(module, "grouped_attention", wrong)
+    attention = "rlkernels.integrations.transformers_attention.grouped_attention"
+    monkeypatch.setattr(attention, lambda query, *_, scale: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
         found = train()
     assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text

@@ -2,6 +2,7 @@
 
 import importlib
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -146,20 +147,15 @@ def test_drafts_stay_within_the_model():
 def test_feedback(monkeypatch):
     """A draft of which vLLM verified only a part, for lack of room, is not taken for a wrong one."""
     history = shared((PROMPTS[0], ANSWER))
-    seen = []
-    observe = rlkernels.RolloutHistory.observe
-
-    def spy(self, handles, offered, accepted):
-        seen.append((list(offered), list(accepted)))
-        observe(self, handles, offered, accepted)
-
-    monkeypatch.setattr(rlkernels.RolloutHistory, "observe", spy)
+    observe = Mock(side_effect=history.observe)
+    monkeypatch.setattr(history, "observe", observe)
     drafter = proposer()
     tokens = list(PROMPTS[0])
     for new in (ANSWER[:1], ANSWER[1:10], ANSWER[10:13], [*ANSWER[13:15], 1]):
         tokens += new
         step(drafter, [(tokens, new)])
-    assert seen == [([0], [0]), ([8], [8]), ([2], [2]), ([8], [2])]
+    counts = [(list(offered), list(accepted)) for (_, offered, accepted), _ in observe.call_args_list]
+    assert counts == [([0], [0]), ([8], [8]), ([2], [2]), ([8], [2])]
     assert history.stats["handles"] == 1
 
 
