@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <system_error>
 
 #include "bindings.h"
 
@@ -24,25 +23,11 @@ std::span<const T> view(const Array<T>& array) {
   return {array.data(), size_t(array.size())};
 }
 
-// Runs f without the interpreter lock; a failed system call becomes OSError.
+// Runs f without the interpreter lock.
 template <class F>
 auto unlocked(F&& f) {
-  try {
-    const py::gil_scoped_release release;
-    return f();
-  } catch (const std::system_error& error) {
-    errno = error.code().value();
-    const std::string what = error.what();
-    PyErr_SetFromErrnoWithFilename(PyExc_OSError, what.substr(0, what.rfind(": ")).c_str());
-    throw py::error_already_set();
-  }
-}
-
-// A path as the system takes it, whatever its bytes are; one with a null byte raises.
-std::string path_of(const py::handle& path) {
-  PyObject* bytes = nullptr;
-  if (!PyUnicode_FSConverter(path.ptr(), &bytes)) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(bytes);
+  const py::gil_scoped_release release;
+  return f();
 }
 
 void check_length(const LongArray& array, py::ssize_t length, const char* name) {
@@ -95,12 +80,6 @@ void bind_rollout_history(py::module_& m) {
       .def("release", [](History& h, int64_t handle) { unlocked([&] { h.release(handle); }); })
       .def("longest_prompt",
            [](History& h, const IdArray& ids) { return unlocked([&] { return h.longest_prompt(view(ids)); }); })
-      .def("save",
-           [](History& h, const py::object& path) { unlocked([&, to = path_of(path)] { h.save(to); }); })
-      .def_static("load",
-                  [](const py::object& path) {
-                    return unlocked([from = path_of(path)] { return std::unique_ptr<History>(History::load(from)); });
-                  })
       .def("to_bytes",
            [](History& h) {
              const std::string bytes = unlocked([&] { return h.to_bytes(); });
@@ -109,11 +88,8 @@ void bind_rollout_history(py::module_& m) {
              return out;
            })
       .def_static("from_bytes",
-                  [](const Array<uint8_t>& data) {
-                    return unlocked([&] {
-                      const std::string bytes(data.data(), data.data() + data.size());
-                      return std::unique_ptr<History>(History::from_bytes(bytes, "the tensor"));
-                    });
+                  [](const std::string& bytes, const std::string& name) {
+                    return unlocked([&] { return std::unique_ptr<History>(History::from_bytes(bytes, name)); });
                   })
       .def("stats", [](History& h) {
         const History::Stats s = unlocked([&] { return h.stats(); });

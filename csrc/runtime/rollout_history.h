@@ -46,9 +46,8 @@ class RolloutHistory {
   int64_t longest_prompt(Ids ids);  // length of the longest prompt with answers that ids begin with; 0: none
 
   std::string to_bytes();  // the rollouts, not the handles
-  static RolloutHistory* from_bytes(const std::string& bytes, const std::string& name);  // std::invalid_argument
-  void save(const std::string& path);  // std::system_error when the file cannot be written
-  static RolloutHistory* load(const std::string& path);  // std::invalid_argument when it is damaged
+  // `name` stands in messages; std::invalid_argument when they are damaged
+  static RolloutHistory* from_bytes(const std::string& bytes, const std::string& name);
 
   struct Stats {
     int64_t tokens, rollouts, prompts, handles, evicted, bytes;

@@ -1,18 +1,11 @@
 // A rollout history as bytes, little-endian: magic, version, CRC-32 and size of the payload, payload. The payload
 // is a header, the prompts (length, tokens) and the rollouts, oldest first (prompt, length, reward, epoch, tokens).
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <stdexcept>
-#include <system_error>
 
 #include "rollout_history.h"
 
@@ -44,45 +37,6 @@ void append(std::string& out, const T& value) {
 }
 
 void append_ids(std::string& out, Ids ids) { out.append(reinterpret_cast<const char*>(ids.data()), ids.size_bytes()); }
-
-[[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
-
-// Writes a file next to `path` and renames it into place, so that a crash leaves the old file or the new one. Its name
-// is random: threads, and processes with equal numbers on different machines, may save to the same path at once.
-void write_atomically(const std::string& path, const std::string& data) {
-  std::random_device word;
-  char suffix[24];
-  std::snprintf(suffix, sizeof suffix, ".tmp%08x%08x", word(), word());
-  const std::string temporary = path + suffix;
-  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (file < 0) fail(path);
-  size_t done = 0;
-  bool ok = true;
-  while (ok && done < data.size()) {
-    const ssize_t wrote = write(file, data.data() + done, data.size() - done);
-    ok = wrote >= 0 || errno == EINTR;
-    done += wrote > 0 ? size_t(wrote) : 0;
-  }
-  ok = ok && fsync(file) == 0;
-  int error = errno;
-  if (close(file) != 0 && ok) ok = false, error = errno;
-  if (ok && std::rename(temporary.c_str(), path.c_str()) == 0) return;
-  if (ok) error = errno;
-  unlink(temporary.c_str());
-  errno = error;
-  fail(path);
-}
-
-std::string read_whole(const std::string& path) {
-  std::FILE* raw = std::fopen(path.c_str(), "rb");
-  if (!raw) fail(path);
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(raw, &std::fclose);
-  std::string data;
-  char buffer[1 << 16];
-  while (const size_t got = std::fread(buffer, 1, sizeof buffer, raw)) data.append(buffer, got);
-  if (std::ferror(raw)) fail(path);
-  return data;
-}
 
 // Reads from a payload and never beyond its end.
 struct Reader {
@@ -149,10 +103,6 @@ std::string RolloutHistory::to_bytes() {
   append(data, uint64_t(payload.size()));
   return data + payload;
 }
-
-void RolloutHistory::save(const std::string& path) { write_atomically(path, to_bytes()); }
-
-RolloutHistory* RolloutHistory::load(const std::string& path) { return from_bytes(read_whole(path), path); }
 
 RolloutHistory* RolloutHistory::from_bytes(const std::string& data, const std::string& name) {
   if (data.size() < kPreamble || std::memcmp(data.data(), kMagic, sizeof kMagic) != 0)

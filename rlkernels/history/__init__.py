@@ -2,6 +2,7 @@
 
 import os
 import reprlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,7 +170,17 @@ class RolloutHistory:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rollouts (not the handles) to one file atomically."""
-        self._core.save(os.fsdecode(path))
+        folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=folder) as aside:
+                draft = os.path.join(aside, "draft")
+                with open(draft, "xb") as file:
+                    file.write(self._core.to_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(draft, path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":
@@ -178,9 +189,8 @@ class RolloutHistory:
         Raises:
             ValueError: not such a file, another version, or damaged.
         """
-        history = cls.__new__(cls)
-        history._core = _implementation(backend).load(os.fsdecode(path))
-        return history
+        with open(path, "rb") as file:
+            return cls._read(file.read(), os.fsencode(path).decode(errors="replace"), backend)
 
     def to_bytes(self) -> torch.Tensor:
         """Return the content of a saved file as a tensor uint8 [N] on the CPU, for checkpoints."""
@@ -190,8 +200,12 @@ class RolloutHistory:
     def from_bytes(cls, data: torch.Tensor, *, backend: str = "auto") -> "RolloutHistory":
         """Undo :meth:`to_bytes`; raises ValueError as :meth:`load` does."""
         _check.tensor("data", data, ndim=1, dtype=torch.uint8)
+        return cls._read(data.numpy(force=True).tobytes(), "the tensor", backend)
+
+    @classmethod
+    def _read(cls, data: bytes, name: str, backend: str) -> "RolloutHistory":
         history = cls.__new__(cls)
-        history._core = _implementation(backend).from_bytes(data.numpy(force=True))
+        history._core = _implementation(backend).from_bytes(data, name)
         return history
 
     @property

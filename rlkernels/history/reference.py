@@ -1,7 +1,5 @@
 """Rollout history in plain Python: the single source of truth for tests, and the fallback without the extension."""
 
-import os
-import secrets
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -256,30 +254,8 @@ class History:
         whole = MAGIC + struct.pack("<IIQ", VERSION, zlib.crc32(payload), len(payload)) + payload
         return np.frombuffer(bytearray(whole), np.uint8)
 
-    def save(self, path: str) -> None:
-        data = self.to_bytes().tobytes()
-        temporary = f"{path}.tmp{secrets.token_hex(8)}"
-        with open(temporary, "xb") as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-
     @classmethod
-    def load(cls, path: str) -> "History":
-        with open(path, "rb") as file:
-            return cls._read(file.read(), path)
-
-    @classmethod
-    def from_bytes(cls, data: np.ndarray) -> "History":
-        return cls._read(data.tobytes(), "the tensor")
-
-    @classmethod
-    def _read(cls, data: bytes, name: str) -> "History":
+    def from_bytes(cls, data: bytes, name: str) -> "History":
         payload = data[24:]
         if len(data) < 24 or data[:8] != MAGIC:
             raise ValueError(f"{name} is not a rollout history (bad magic)")

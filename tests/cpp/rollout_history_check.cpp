@@ -1,10 +1,8 @@
 // Exercises csrc/runtime/rollout_history.cpp without Python. Built by tests/rlkernels/test_csrc.py.
-//   rollout_history_check FILE [STEPS_OF_A_THREAD [SEED]]
+//   rollout_history_check [STEPS_OF_A_THREAD [SEED]]
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -30,16 +28,15 @@ Tokens random_tokens(std::mt19937& rng, int longest, int vocabulary) {
   return out;
 }
 
-// Random use by one thread; several run at once on the same history and save it to the same file.
-void use(RolloutHistory& history, const std::string& path, long steps, unsigned seed) {
+RolloutHistory* copy(RolloutHistory& history) { return RolloutHistory::from_bytes(history.to_bytes(), "a copy"); }
+
+// Random use by one thread; several run at once on the same history.
+void use(RolloutHistory& history, long steps, unsigned seed) {
   std::mt19937 rng(seed);
   std::vector<int64_t> handles;
   for (long step = 0; step < steps; ++step) {
     const Tokens prompt{int32_t(rng() % 5)};
-    if (step % 500 == 499) {
-      history.save(path);
-      CHECK(std::unique_ptr<RolloutHistory>(RolloutHistory::load(path))->stats().tokens > 0);
-    }
+    if (step % 500 == 499) CHECK(std::unique_ptr<RolloutHistory>(copy(history))->stats().tokens > 0);
     switch (rng() % 6) {
       case 0:
         history.add(prompt, random_tokens(rng, 60, 4), double(rng() % 3), step / 500);
@@ -69,19 +66,19 @@ void use(RolloutHistory& history, const std::string& path, long steps, unsigned 
 }
 
 int main(int argc, char** argv) {
-  const std::string path = argv[1];
-  const long steps = argc > 2 ? std::atol(argv[2]) : 3000;
-  const unsigned first = argc > 3 ? unsigned(std::atol(argv[3])) : 0;
+  const long steps = argc > 1 ? std::atol(argv[1]) : 3000;
+  const unsigned first = argc > 2 ? unsigned(std::atol(argv[2])) : 0;
+  std::string data;
   for (int64_t limit : {int64_t(-1), int64_t(500)}) {
     RolloutHistory history(limit, 0.02, 24);
     std::vector<std::thread> threads;
     for (unsigned seed = first; seed < first + 4; ++seed)
-      threads.emplace_back(use, std::ref(history), path, steps, seed);
+      threads.emplace_back(use, std::ref(history), steps, seed);
     for (std::thread& thread : threads) thread.join();
     const auto stats = history.stats();
     CHECK(stats.handles == 0 && stats.tokens > 0 && (limit < 0 || stats.tokens <= limit));
-    history.save(path);
-    const std::unique_ptr<RolloutHistory> again(RolloutHistory::load(path));
+    data = history.to_bytes();
+    const std::unique_ptr<RolloutHistory> again(copy(history));
     CHECK(again->stats().tokens == stats.tokens && again->stats().rollouts == stats.rollouts);
     std::mt19937 rng(9);
     for (int i = 0; i < 300; ++i) {
@@ -92,9 +89,7 @@ int main(int argc, char** argv) {
   RolloutHistory ages(-1, 0.02, 24);  // as far apart as epochs can be
   for (int64_t epoch : {INT64_MIN, INT64_MAX}) ages.add(Tokens{1}, Tokens{5, 6, epoch < 0 ? 7 : 8}, 0, epoch);
   CHECK(ages.draft(Tokens{1}, Tokens{5, 6}, 1) == Tokens{8});
-  // whatever byte of the file is wrong: an error, never a crash
-  std::ifstream in(path, std::ios::binary);
-  const std::string data((std::istreambuf_iterator<char>(in)), {});
+  // whatever byte is wrong: an error, never a crash
   std::mt19937 rng(1);
   for (int i = 0; i < 400; ++i) {
     std::string bad = data;
@@ -102,9 +97,8 @@ int main(int argc, char** argv) {
       bad.resize(rng() % data.size());
     else
       bad[rng() % data.size()] ^= char(1 + rng() % 255);
-    std::ofstream(path, std::ios::binary) << bad;
     try {
-      delete RolloutHistory::load(path);
+      delete RolloutHistory::from_bytes(bad, "bytes");
       CHECK(!"refused");
     } catch (const std::invalid_argument&) {
     }
