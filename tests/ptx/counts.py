@@ -57,7 +57,7 @@ def main(arch: int) -> None:
             counts = [f"{number:,.0f}" for number in (total, *parts, total - sum(parts), moved)]
             times = peaks.microseconds(total * block.warps, moved, flops)
             marked = [f"**{time:.2f}**" if time == max(times) else f"{time:.2f}" for time in times]
-            name = next(iter(named(launch)), launch.name.split(":")[1])
+            name = named(launch) or launch.kernel.__name__
             print(f"| {' | '.join([name, case, *counts, *marked])} |", flush=True)
 
 

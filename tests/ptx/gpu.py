@@ -4,7 +4,7 @@
         out = rlkernels.grouped_attention(query, key, value, layout, scale=0.1, backend="triton")  # tensors of the CPU
 
 Launchers, specialisation and compiler are those of a GPU. What ``torch.empty`` made counts as unwritten until a kernel
-writes it.
+writes it. ``Gpu(90, execute=False)`` compiles the kernels and runs none, for any architecture that Triton knows.
 """
 
 import random
@@ -42,17 +42,18 @@ COMPILED: dict[Any, Any] = {}  # by kernel, architecture and specialisation
 
 @dataclass
 class Launch:
-    """What ran: "module:function", what it was compiled with, and what its blocks did."""
+    """A kernel, its constants and options, what it was compiled to, and what ran its blocks."""
 
-    name: str
+    kernel: Any
     constants: dict[str, Any]
-    options: dict[str, Any]
-    block: Block
+    built: Any
+    block: Block | None = None
 
 
 class Gpu:
-    def __init__(self, arch: int, order: str = "forward", change: Callable[[str], str] = lambda ptx: ptx) -> None:
-        self.arch, self.order, self.change = arch, ORDERS[order], change
+    def __init__(self, arch: int, order: str = "forward", change: Callable[[str], str] = lambda ptx: ptx, *,
+                 execute: bool = True) -> None:  # fmt: skip
+        self.arch, self.order, self.change, self.execute = arch, ORDERS[order], change, execute
         self.memory, self.launches = Global(), list[Launch]()
         self._blocks: dict[Any, Block] = {}
         self._patches = ExitStack()
@@ -81,8 +82,9 @@ class Gpu:
             self._patches.enter_context(patch.object(owner, name, self._noting(getattr(owner, name))))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> bool:
         self._patches.close()
+        return not self.execute and error is AssertionError  # about results that no kernel wrote
 
     def _noting(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,12 +112,15 @@ class Gpu:
             source = ASTSource(kernel, signature, constants, attributes)
             COMPILED[place] = triton.compile(source, target=target, options=options.__dict__)
         built = COMPILED[place]
+        named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
+        launch = Launch(kernel, named | options.__dict__, built)
+        self.launches.append(launch)
+        if not self.execute:
+            return
         given = [self._argument(bound[name], kind) for name, kind in signature.items() if kind != "constexpr"]
         scratch = [bytes(8)] * 2  # which the compiler may ask for, and no kernel of ours does
-        block = self.run(built.asm["ptx"], kernel.__name__, [*given, *scratch], grid, 32 * options.num_warps,
-                         built.metadata.shared)  # fmt: skip
-        named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
-        self.launches.append(Launch(f"{kernel.__module__}:{kernel.__name__}", named, options.__dict__, block))
+        launch.block = self.run(built.asm["ptx"], kernel.__name__, [*given, *scratch], grid, 32 * options.num_warps,
+                                built.metadata.shared)  # fmt: skip
 
     def _argument(self, value: Any, kind: str) -> bytes:
         return self.pointer(value) if isinstance(value, torch.Tensor) else np.array(value, NUMBERS[kind]).tobytes()
