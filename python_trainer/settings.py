@@ -104,7 +104,9 @@ class Registry(Generic[T]):
             maker = self._makers.get(prefix) if argument else None
             found = self._load(found) if maker is None else resolve_name(maker)(argument)
         if not self._fits(found):
-            raise PluginError(f"{self.kind} {plugin!r} is not {self._wanted()}")
+            form = "a subclass" if self._classes else "an instance"
+            wanted = "a function" if self._type is None else f"{form} of {self._type.__name__}"
+            raise PluginError(f"{self.kind} {plugin!r} is not {wanted}")
         return cast(T, found)
 
     def _load(self, name: str) -> Any:
@@ -119,18 +121,14 @@ class Registry(Generic[T]):
         except Exception as error:
             raise PluginError(f"{self.kind} {name!r}: importing failed: {type(error).__name__}: {error}") from error
 
+    def _fits(self, found: object) -> bool:
+        if self._classes:
+            return isinstance(found, type) and issubclass(found, self._type)
+        return callable(found) if self._type is None else isinstance(found, self._type)
+
+    @property
     def _type(self) -> Any:
         return resolve_name(self._of) if isinstance(self._of, str) else self._of
-
-    def _fits(self, found: object) -> bool:
-        of = self._type()
-        if self._classes:
-            return isinstance(found, type) and issubclass(found, of)
-        return callable(found) if of is None else isinstance(found, of)
-
-    def _wanted(self) -> str:
-        of = self._type()
-        return "a function" if of is None else f"{'a subclass' if self._classes else 'an instance'} of {of.__name__}"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = core_schema.no_info_before_validator_function(self._named, handler(source))
