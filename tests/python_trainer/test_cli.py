@@ -27,9 +27,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--help"], ["on reference answers probe", "accelerators.rhyme.database has recorded"]),  # a whole line on each
-    (["train", "--help"], ["usage: python -m python_trainer train"]),
-    (["compare", "--help"], ["usage: python -m python_trainer compare"]),
-    (["report", "--help"], ["usage: python -m python_trainer report"]),
+    *[([command, "--help"], [f"usage: python -m python_trainer {command}"])
+      for command in ("train", "compare", "sft", "probe", "report", "history")],
     (["train", "--help-settings"],
      ["optimizer.learning_rate: float = 1.0e-05", "Peak learning rate.", "algorithm.loss_type: grpo | dapo"]),
 ])  # fmt: skip
