@@ -94,9 +94,7 @@ class Config(Section):
     """Experiment trackers beside TensorBoard, and your own Callback classes (docs/quickstart.md)."""
     sft: SftConfig = SftConfig()
     """Supervised steps, by the command `sft` alone."""
-    accelerators: SerializeAsAny[AcceleratorsConfig] = Field(
-        default_factory=lambda: AcceleratorsConfig.model_validate({})
-    )
+    accelerators: SerializeAsAny[AcceleratorsConfig] = AcceleratorsConfig.model_validate({})
     """Plug-ins that make training cheaper."""
 
     @model_validator(mode="after")
