@@ -29,47 +29,32 @@ aten = torch.ops.aten
 BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # which may lie on the host
 
 
-def flash_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q: Any, starts_k: Any
-                ) -> Iterator[Any]:  # fmt: skip
-    """Rows of queries and of keys, of FlashAttention of torch, for which it has no kernels on a CPU."""
-    for row in range(len(starts_q) - 1):
-        q, k = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
-        yield q, query[q], k, key[k], value[k]
-
-
 def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale):
     """``aten._flash_attention_forward``: a query without keys gives 0, and inf as its log-sum-exp."""
     assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
     out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
-    for rows, q, _, k, v in flash_parts(query, key, value, starts_q, starts_k):
-        if len(k):
-            found, found_lse = reference.attend(q, k, v, scale, causal)
+    for row in range(len(starts_q) - 1):
+        rows, keys = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
+        if keys.start < keys.stop:
+            found, found_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal)
             out[rows], lse[:, rows] = found.to(query.dtype), found_lse.T
     return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
 
 def flash_backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, seed, unused,
                    *, scale):  # fmt: skip
-    """``aten._flash_attention_backward``, by its formulas: here torch records nothing that it could differentiate."""
-    grads = [torch.zeros_like(t) for t in (query, key, value)]
-    for rows, q, keys, k, v in flash_parts(query, key, value, starts_q, starts_k):
-        q, k, v, do, o = (t.float() for t in (q, k, v, grad[rows], out[rows]))
-        times = q.shape[1] // max(k.shape[1], 1)
-        k, v = (t.repeat_interleave(times, 1) for t in (k, v))
-        score = torch.einsum("qhd,khd->hqk", q, k) * scale
-        if causal:
-            score = score.masked_fill(~reference.causal(len(q), len(k), q.device), -torch.inf)
-        weight = (score - lse[:, rows, None]).exp()
-        slope = weight * (torch.einsum("qhd,khd->hqk", do, v) - (do * o).sum(-1).T[..., None]) * scale
-        found = (
-            torch.einsum("hqk,khd->qhd", slope, k),
-            torch.einsum("hqk,qhd->khd", slope, q).unflatten(1, (-1, times)).sum(2),
-            torch.einsum("hqk,qhd->khd", weight, do).unflatten(1, (-1, times)).sum(2),
-        )
-        for whole, place, part in zip(grads, (rows, keys, keys), found):
-            whole[place] += part.to(whole.dtype)
-    return tuple(grads)
+    """``aten._flash_attention_backward``, by autograd, from which torch hides dispatched operations."""
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    places = starts_q, starts_k, max_q, max_k
+    recorded, views = (
+        torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, key), False)
+        for key in ("AutogradFunctionality", "ADInplaceOrView")
+    )
+    with torch.enable_grad(), recorded, views:
+        again, lse_again, *_ = flash_forward(*leaves, *places, dropout, causal, False, scale=scale)
+        assert torch.equal(again, out) and torch.equal(lse_again, lse)
+        return torch.autograd.grad(again, leaves, grad)
 
 
 STAND_INS = {
