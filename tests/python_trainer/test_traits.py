@@ -32,22 +32,12 @@ from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
 
-class Convolution(torch.nn.Module):
-    """Depth-wise over the tokens [1, T, H], each of which sees its neighbours."""
-
-    def __init__(self, width: int, *, causal: bool):
-        super().__init__()
-        self.causal, self.inner = causal, torch.nn.Conv1d(width, width, 3, padding=2 if causal else 1, groups=width)
-
-    def forward(self, states):
-        return self.inner(states.transpose(1, 2))[..., : states.shape[1]].transpose(1, 2)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_convolution_among_the_tokens_is_refused(tokenizer, causal):
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_token_that_sees_its_neighbour_outside_attention_is_refused(tokenizer, shift):
+    """The one before, as a causal convolution does, or the one after."""
     model = make()
-    layer = model.model.layers[1]
-    layer.mlp = torch.nn.Sequential(Convolution(SIZES["hidden_size"], causal=causal), layer.mlp)
+    hook = model.model.layers[1].mlp.register_forward_pre_hook
+    hook(lambda module, inputs: inputs[0] + torch.nn.functional.pad(inputs[0], (0, 0, shift, -shift)))
     message = r"cannot run mixed \(Qwen2ForCausalLM\) on flattened tokens: .* nothing but attention may mix tokens"
     with pytest.raises(UserError, match=message):
         Policy(model, tokenizer, name="mixed")
