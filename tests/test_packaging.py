@@ -121,13 +121,10 @@ def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 1")
 
-    def build(version):
-        code = f"import runpy, setuptools, sys; setuptools.__version__ = {version!r}; sys.argv = ['', 'build_ext']\n"
-        command = [sys.executable, "-c", code + "runpy.run_path('setup.py', run_name='__main__')"]
-        env = {**os.environ, "RLKERNELS_NO_EXTENSION": "1"}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False).returncode
-
-    assert build("76.0") == 0 != build("77.0")
+    for version, refused in (("76.0", False), ("77.0", True)):
+        known = f"setuptools.__version__ = {version!r}"
+        done = isolated(["build_ext"], known, cwd=tmp_path, RLKERNELS_NO_EXTENSION="1")
+        assert bool(done.returncode) == refused, done.stderr
 
 
 def test_source_distribution_can_be_built_and_tested(tmp_path):
@@ -234,11 +231,9 @@ torch.__version__, torch.__spec__ = "2.9.1+cu128", importlib.machinery.ModuleSpe
 """
 
 
-def isolated(command, more="", **env):
-    code = HIDE.format(more=more, command=command)
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False
-    )
+def isolated(command, more="", cwd=ROOT, **env):
+    python = [sys.executable, "-c", HIDE.format(more=more, command=command)]
+    return subprocess.run(python, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
 
 
 def test_an_isolated_build_finds_the_torch_of_its_python():

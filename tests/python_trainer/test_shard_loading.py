@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -119,12 +120,10 @@ def every_case(paths):
             ShardedGroup().load(ModelConfig(path=str(paths[name]), device="cpu"))
 
 
-def with_weights(folder, changed):
-    """Writes other weights into the only file of a folder."""
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    path.unlink()  # the other folder must not change with it
-    save_file(changed(weights), path, {"format": "pt"})
+def copy_with_weights(source, folder, changed):
+    """A copy of a folder that has other weights in its only file."""
+    shutil.copytree(source, folder)
+    save_file(changed(load_file(source / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
 
 
 def save_adapter(folder, base):
@@ -146,14 +145,12 @@ def test_loaded_in_shards_is_cut_from_a_whole(tmp_path):
     paths = {name: tmp_path / name for name in ("tied", "plain", "adapter", "untied", "nan", "lacking")}
     save_tiny_policy(paths["tied"], vocab=65)  # does not divide by two
     save_tiny_policy(paths["plain"], tie_word_embeddings=False)
-    shutil.copytree(paths["tied"], paths["untied"])
-    with_weights(paths["untied"], lambda weights: weights | {"lm_head.weight": weights[EMBEDDINGS] + 1})
     save_adapter(paths["adapter"], paths["tied"])
-    shutil.copytree(paths["tied"], paths["nan"])
     bad = torch.tensor([1.0] * 31 + [torch.nan])  # in the part of the last rank
-    with_weights(paths["nan"], lambda weights: weights | {NORM: bad})
-    shutil.copytree(paths["tied"], paths["lacking"])
-    with_weights(paths["lacking"], lambda weights: {name: weights[name] for name in weights if name != NORM})
+    copied = partial(copy_with_weights, paths["tied"])
+    copied(paths["untied"], lambda weights: weights | {"lm_head.weight": weights[EMBEDDINGS] + 1})
+    copied(paths["nan"], lambda weights: weights | {NORM: bad})
+    copied(paths["lacking"], lambda weights: {name: weights[name] for name in weights if name != NORM})
     run_on_ranks(tmp_path, every_case, paths)
 
 

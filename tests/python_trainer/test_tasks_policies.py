@@ -14,6 +14,7 @@ from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.hub import policy_folder
 from python_trainer.model.policy import load_policy
+from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.tasks.rewards import score
@@ -28,24 +29,27 @@ PROMPTS = 128
 SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 
 
+def judge(policy, task, examples, longest, sampling, samples=1):
+    """Accuracy of so many answers to each example."""
+    requests = [
+        Request(ids, num_samples=samples, sample_id=samples * i, max_new_tokens=longest)
+        for i, ids in enumerate(policy.encode([example.prompt for example in examples]))
+    ]
+    engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
+    ids = [rollout.response_ids for rollout in engine.generate(requests, sampling)]
+    owners = [example for example in examples for _ in range(samples)]
+    return score(task, owners, [policy.decode(row) for row in ids], ids).accuracy
+
+
 def test_the_small_policy_leaves_room():
     """About half of the answers are right at temperature 1; the standard error is 0.04. So pretraining finds."""
-    policy = AutoModelForCausalLM.from_pretrained(POLICIES / "small", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(POLICIES / "small")
-    task = SumsSettings(variant="short").load()
-    examples = task.test[:PROMPTS]
-    engine = PagedEngine(policy, eos_token_ids=tokenizer.eos_token_id)
-    requests = [
-        Request(tokenizer.encode(example.prompt), sample_id=index, max_new_tokens=320)
-        for index, example in enumerate(examples)
-    ]
-    found = {}
+    policy = load_policy(ModelConfig(path="small", device="cpu", dtype="float32"))
+    task, found = SumsSettings(variant="short").load(), {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        ids = [completion.ids for completion in engine.generate(requests, SamplingParams(temperature=temperature))]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        found[name] = sum(score(task, examples, texts, ids).accuracy) / PROMPTS
+        right = judge(policy, task, task.test[:PROMPTS], 320, SamplingParams(temperature=temperature))
+        found[name] = sum(right) / PROMPTS
     assert 0.3 <= found["sampled"] <= 0.7 and found["greedy"] >= 0.6
-    assert pretrain.right_answers(policy, "short", PROMPTS) == found
+    assert pretrain.right_answers(policy.model, "short", PROMPTS) == found
 
 
 def test_together_they_are_small():
@@ -151,15 +155,7 @@ PROMISED = {"sums": (0.49, 0.63), "lattice_paths": (0.32, 0.74)}
 def test_policies_are_as_right_as_promised(name):
     config = load_config(CONFIGS / f"{name}.yaml")
     task, policy = config.task.load(), load_policy(config.model)
-    examples = task.test[:64]
-    requests = [
-        Request(ids, num_samples=8, sample_id=8 * i, max_new_tokens=config.rollout.max_completion_length)
-        for i, ids in enumerate(policy.encode([example.prompt for example in examples]))
-    ]
-    engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
-    ids = [rollout.response_ids for rollout in engine.generate(requests, SamplingParams(seed=1))]
-    owners = [example for example in examples for _ in range(8)]
-    right = score(task, owners, [policy.decode(row) for row in ids], ids).accuracy
+    right = judge(policy, task, task.test[:64], config.rollout.max_completion_length, SamplingParams(seed=1), samples=8)
     groups = [sum(right[8 * i : 8 * i + 8]) for i in range(64)]
     p, alike = PROMISED[name]
     assert sum(right) / 512 == pytest.approx(p, abs=0.07)
