@@ -3,6 +3,7 @@
 import io
 import json
 from statistics import fmean
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 from tiny import weights
 
 from python_trainer.accelerators.base import Accelerator
-from python_trainer.accelerators.settings import AcceleratorSettings
+from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.batch import Batch
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_evaluations, read_metrics
@@ -136,34 +137,25 @@ def test_another_seed_gives_other_weights(make_config, tmp_path):
     assert not same(*(train(make_config(max_steps=1, seed=seed), tmp_path / str(seed)) for seed in (3, 4)))
 
 
-class SpySettings(AcceleratorSettings):
-    name = "spy"
-    accelerator = "test_trainer:Spy"
+def test_accelerators_are_called_in_order_and_may_change_the_groups(make_config, tmp_path):
+    """This one turns the groups around, and gives the first of them a beginning."""
 
-
-class Spy(Accelerator):
-    """Notes when it is called, turns the groups around, and gives the first one a beginning."""
-
-    calls: list = []  # noqa: RUF012
-
-    def plan(self, context, groups):
-        self.calls.append(("plan", context.step))
+    def plan(context, groups):
         groups[0].prefix_ids = [1, 2, 3]
         return groups[::-1]
 
-    def collect(self, context, rollouts):
-        self.calls.append(("collect", context.step))
+    def collect(context, rollouts):
         assert [r.response_ids[: r.prefix_len] for r in rollouts] == [[]] * 12 + [[1, 2, 3]] * 4
         return rollouts
 
-    def after_update(self, context):
-        self.calls.append(("after", context.step))
-
-
-def test_accelerators_are_called_in_order_and_may_change_the_groups(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Spy, "calls", [])
-    train(make_config(max_steps=2, accelerators={"enabled": ["test_trainer:SpySettings"]}), tmp_path / "run")
-    assert Spy.calls == [(name, step) for step in (1, 2) for name in ("plan", "collect", "after")]
+    spy = Mock(wraps=Accelerator(RPOSettings()))
+    spy.configure_mock(name="spy", **{"plan.side_effect": plan, "collect.side_effect": collect})
+    trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=QUIET)
+    trainer.accelerators = [spy]
+    trainer.run()
+    step = ["before_step", "plan", "collect", "after_update", "state_dict"]
+    assert [name for name, *_ in spy.method_calls] == ["begin", *step, *step, "summary"]
+    assert [call.args[0].step for call in spy.after_update.call_args_list] == [1, 2]
 
 
 def test_time_limit_ends_after_a_step_with_evaluation_and_checkpoint(make_config, tmp_path):
