@@ -2,17 +2,14 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("make_docs", Path(__file__).parents[1] / "tools" / "make_docs.py")
-make_docs = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(make_docs)
+from tools import make_docs
+
 EVERYWHERE = {"backend"}  # the same argument of every op, explained in rlkernels.backend
 
 

@@ -255,8 +255,11 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     assert not calls  # nothing long enough to share
 
 
-def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
-    """As on a GPU without proven kernels: plain torch, and FlashAttention, which is one launch here."""
+def test_launches_of_a_decode_pass_are_few(monkeypatch):
+    """As on a GPU without proven kernels: plain torch, and FlashAttention, which is one launch here.
+
+    test_pretend_gpu counts how often the host waits.
+    """
     engine = engine_for(make(), fused=False)
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
     monkeypatch.setattr(library, "takes", lambda query, cache: True)
@@ -267,27 +270,17 @@ def test_launches_and_waits_of_a_decode_pass_are_few(monkeypatch):
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
     monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
     engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
-    reads = []
-    read = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or read(self))
     found = []
     with torch.no_grad(), attend_by(engine.model):
         run = engine._runner(17)
         for _ in range(3):
-            reads.clear()
             with Launches() as launches:
                 engine._step(run)
-            found.append((launches, list(reads)))
-    for launches, lists in found[1:]:  # the first computes the prompts
-        # of write_kv, which looks at the slots on a CPU only
-        assert launches.waits == ["aten._local_scalar_dense.default"] * 2 * len(engine.cache.key_cache)
-        # lengths in the first layer; tokens, accepted drafts and log-probabilities at once
-        assert lists == [(3,), (3 * 8,)]
-        assert not {"sort", "argsort", "topk"} & launches.counts.keys()
-        # 3 layers of Transformers with attention, sampling, nothing of the random numbers
-        assert launches.counts.total() <= 351, (launches.counts.total(), launches.counts)
-        assert "bitwise_xor" not in launches.counts
-    assert len(found) == 3
+            found.append(launches.counts)
+    for counts in found[1:]:  # the first computes the prompts
+        assert not {"sort", "argsort", "topk", "bitwise_xor"} & counts.keys(), "nothing of the random numbers"
+        # 3 layers of Transformers with attention, sampling
+        assert 100 < counts.total() <= 351, (counts.total(), counts)
 
 
 def test_recorded_passes_draw_the_same(monkeypatch):
@@ -400,12 +393,9 @@ def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
         assert engine.fused == fused
         error = []
         for answer in engine.generate(mixed_requests(), sampling):
-            ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])
-            start = len(answer.prompt_ids) + answer.prefix_len  # of what was drawn
-            with torch.no_grad():
-                logprobs = exact(input_ids=ids).logits[0].log_softmax(-1)
-            gold = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
-            error.append((torch.tensor(answer.logprobs).double() - gold).abs())
+            context = [*answer.prompt_ids, *answer.response_ids[: answer.prefix_len]]
+            gold = own_logprobs(exact, context, answer.ids, sampling)
+            error.append((torch.tensor(answer.logprobs) - torch.tensor(gold)).abs())
         errors.append(torch.cat(error).mean().item())
     assert errors[0] <= 2 * errors[1] < 0.2
 

@@ -28,10 +28,6 @@ def environment():
     return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
 
 
-def children(pid):
-    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     """SIGTERM to one of two; then the same run in a single process, to an exported model."""
@@ -46,7 +42,8 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
         while not (metrics.exists() and len(read_metrics(run)) > 2):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(children(process.pid)[-1], signal.SIGTERM)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGTERM)
         errors = process.communicate(timeout=120)[1]
     finally:
         process.kill()
@@ -64,6 +61,10 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run / "model")) == 64
 
 
+# as gloo puts it where another process was killed
+LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39313."
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("error", "said"), [
@@ -72,18 +73,28 @@ def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     (UserError("model.path: there is no model here"), "model.path: there is no model here"),
     (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
     (OSError(errno.EACCES, "Permission denied"), "[Errno 13] Permission denied"),  # the runs of somebody else
+    (RuntimeError(LOST), "another process has ended: its own message says why, or the report of torchrun"),
 ])  # fmt: skip
 def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, said):
     """Of what all raise together the first tells; what one has alone the others may never know."""
     raised = type(error)(*error.args)
+    raised.add_note("step 2 is saved")
     if shared:
         mark_shared(raised)
     monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=raised))
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["report", str(tmp_path)]) == 2
-    alone, together = f"error: process {rank} of 2: {said}\n", {"0": f"error: {said}\n", "1": ""}[rank]
+    told = f"{said}; step 2 is saved\n"
+    alone, together = f"error: process {rank} of 2: {told}", {"0": f"error: {told}", "1": ""}[rank]
     assert capsys.readouterr().err == (together if shared else alone)
+
+
+def test_a_single_process_has_lost_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=RuntimeError(LOST)))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        main(["report", str(tmp_path)])
 
 
 @pytest.mark.parametrize("command", ["compare", "sft", "probe"])

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bench.faults.training import load_whole
-from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import start
@@ -164,18 +163,3 @@ def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, er
         if error is not None:
             raise error
     assert calls == (["joined"] if left else ["joined", "left"])
-
-
-@pytest.mark.parametrize("size", ["1", "2"])
-def test_a_process_that_is_left_alone_says_so(tmp_path, monkeypatch, capsys, size):
-    """As gloo puts it where another process was killed."""
-    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39313.")
-    lost.add_note("step 2 is saved: --resume continues from it")
-    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=lost))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", size)
-    with nullcontext() if size == "2" else pytest.raises(RuntimeError):
-        assert main(["report", str(tmp_path)]) == 2
-        said = "another process has ended: its own message says why, or the report of torchrun"
-        note = "step 2 is saved: --resume continues from it"
-        assert capsys.readouterr().err == f"error: process 0 of 2: {said}; {note}\n"
