@@ -2,11 +2,11 @@
 
 import os
 import signal
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from conftest import QUIET, train
+from conftest import QUIET, digits, train
 
 from bench.faults.training import differences
 from python_trainer import commands
@@ -33,22 +33,20 @@ def test_an_optimizer_step_that_is_not_finite_changes_nothing():
         assert all(p.grad is None for p in model.parameters()) and not optimizer.adamw.state
 
 
-def huge(prompts, completions, completion_ids, **columns):
-    """From the third step on one reward is more than float32 holds: its group's advantages are NaN."""
-    huge.calls += 1
-    rewards = [sum(token < 10 for token in ids) / len(ids) for ids in completion_ids]
-    rewards[-4:] = [1.0] * 4  # a group that teaches nothing
-    if huge.calls >= 4:  # the evaluation at the start was the first call
-        rewards[5] = 1e300
-    return rewards
-
-
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": "gae", "scale_rewards": "none", "num_minibatches": 2}])
 def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr("python_trainer.tasks.rewards.LARGEST", 1e300)  # else the reward itself is refused
-    huge.calls = 0
-    task = {"reward": "test_staying_up:huge"}
-    config = make_config(max_steps=6, task=task, algorithm=algorithm, save={"save_steps": 1})
+
+    def huge(prompts, completions, completion_ids):
+        """From the third step on one reward is more than float32 holds: its group's advantages are NaN."""
+        rewards = digits(prompts, completions, completion_ids)
+        if reward.call_count >= 4:  # the evaluation at the start was the first call
+            rewards[5], rewards[-4:] = 1e300, [1.0] * 4  # and a group teaches nothing
+        return rewards
+
+    reward = Mock(side_effect=huge, wraps=digits, __name__="digits")
+    monkeypatch.setattr("conftest.digits", reward)
+    config = make_config(max_steps=6, algorithm=algorithm, save={"save_steps": 1})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     said = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
     with pytest.raises(UserError, match=said):
@@ -56,7 +54,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
-    huge.calls = -100
+    reward.side_effect = None
     Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()  # the reward was mended
     assert read_metrics(tmp_path / "run")[-1]["step"] == 6
 
@@ -95,14 +93,6 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
     assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
-def broken(prompts, completions, completion_ids, **columns):
-    """Fails at call ``broken.at``, once."""
-    broken.calls += 1
-    if broken.calls == broken.at:
-        raise broken.error
-    return [sum(token < 10 for token in ids) / len(ids) for ids in completion_ids]
-
-
 @pytest.mark.parametrize(("at", "error", "accelerators"), [
     (4, SystemExit(7), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
     (6, ValueError("no verdict"), []),  # in the evaluation after step 4
@@ -110,15 +100,14 @@ def broken(prompts, completions, completion_ids, **columns):
 ])  # fmt: skip
 def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, monkeypatch, at, error, accelerators):
     monkeypatch.setattr("python_trainer.accelerators.drafts.measure_overhead", lambda engine: 20.0)
-    broken.calls, broken.at, broken.error = 0, -1, error
-    config = make_config(
-        max_steps=5, task={"reward": "test_staying_up:broken"}, accelerators={"enabled": accelerators},
-        save={"save_steps": 0}, evaluation={"eval_steps": 4},
-    )  # fmt: skip
+    options = {"accelerators": {"enabled": accelerators}, "save": {"save_steps": 0}, "evaluation": {"eval_steps": 4}}
+    config, reward = make_config(max_steps=5, **options), Mock(wraps=digits, __name__="digits")
+    monkeypatch.setattr("conftest.digits", reward)
     Trainer(config, tmp_path / "whole", console=QUIET).run()
-    broken.calls, broken.at = 0, at
-    with pytest.raises(UserError, match="reward function broken") as raised:
+    reward.side_effect = [DEFAULT] * (at - 1) + [error]
+    with pytest.raises(UserError, match="reward function digits") as raised:
         Trainer(config, tmp_path / "parts", console=QUIET).run()
+    reward.side_effect = None
     kept = {4: 2, 6: 4, 8: 5}[at]
     assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
@@ -134,10 +123,10 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     assert read_evaluations(tmp_path / "parts").keys() == {"start", "final"}
     lost = {4: [], 6: ["evaluations", "rows"], 8: ["rows"]}[at]
     assert [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")] == lost
-    last, calls = read_metrics(tmp_path / "parts")[-1], broken.calls
+    last, calls = read_metrics(tmp_path / "parts")[-1], reward.call_count
     assert last["step"] == 5 and last["eval/accuracy"] == trainer.state.evaluations[-1][1]
     train(config, tmp_path / "parts", resume=True)
-    assert broken.calls == calls  # the checkpoint holds the evaluation
+    assert reward.call_count == calls  # the checkpoint holds the evaluation
 
 
 def test_out_of_memory_is_said_in_one_line(run, monkeypatch):
