@@ -210,30 +210,18 @@ def test_callbacks_are_called_in_order(make_config, tmp_path):
     assert all(len(call.args[2]) == 16 for call in log.on_rollouts.call_args_list)
 
 
-class Fails(Callback):
-    def __init__(self, error):
-        self.error = error
-
-    def on_step(self, trainer, step, metrics):
-        if step == 3:
-            raise self.error
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError("no luck"), SystemExit(0)])
-def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path, error):
-    with pytest.raises(UserError, match=f"callback Fails.on_step raised {type(error).__name__}: {error}"):
-        Trainer(make_config(), tmp_path / "run", callbacks=[Fails(error)], console=QUIET).run()
+def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(Callback, "on_step", Mock(side_effect=[None, None, error]))
+    with pytest.raises(UserError, match=f"callback Callback.on_step raised {type(error).__name__}: {error}"):
+        Trainer(make_config(), tmp_path / "run", callbacks=[Callback], console=QUIET).run()
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
 
 
-class OfAnotherTrainer(Callback):
-    def on_step_end(self, *arguments):
-        raise AssertionError
-
-
 def test_what_is_no_callback_is_refused(make_config, tmp_path):
+    other = type("OfAnotherTrainer", (Callback,), {"on_step_end": print})
     with pytest.raises(UserError, match=r"OfAnotherTrainer\.on_step_end would never be called: there are on_rollouts"):
-        Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[OfAnotherTrainer()])
+        Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[other()])
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="callback wandb needs its package: pip install wandb"):
         CALLBACKS.resolve("wandb")()
