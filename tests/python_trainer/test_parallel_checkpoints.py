@@ -107,15 +107,6 @@ def failing_runs(settings, folder):
     generation_that_fails(settings, folder)
 
 
-def with_offload_and_without(settings, folder):
-    """Going on from either with the other."""
-    plain, moved = merged(settings, LOW_PRECISION), merged(settings, OFFLOAD)
-    train(plain, folder / "plain", "fsdp2")
-    for name, first, then in (("plain to offloaded", plain, moved), ("offloaded to plain", moved, plain)):
-        train(first | {"max_steps": 1}, folder / name, "fsdp2")
-        train(then, folder / name, "fsdp2", resume=True)
-
-
 def several(settings, folder):
     """All that two processes do here and that ends well."""
     train(settings | HALF, folder / "sharded half", "fsdp2")
@@ -127,7 +118,11 @@ def several(settings, folder):
     train(settings, folder / "sharded to sharded", "fsdp2", resume=True)
     train(settings, folder / "one to sharded", "fsdp2", resume=True)
     train(settings, folder / "sharded", "fsdp2")
-    with_offload_and_without(settings, folder)
+    plain, moved = merged(settings, LOW_PRECISION), merged(settings, OFFLOAD)
+    train(plain, folder / "plain", "fsdp2")
+    for name, first, then in (("plain to offloaded", plain, moved), ("offloaded to plain", moved, plain)):
+        train(first | {"max_steps": 1}, folder / name, "fsdp2")
+        train(then, folder / name, "fsdp2", resume=True)
 
 
 @pytest.fixture(scope="module")

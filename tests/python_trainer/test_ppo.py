@@ -137,18 +137,14 @@ def test_empty_answers_and_an_empty_batch():
         assert not batch.advantages[batch.present].isnan().any()
 
 
-def critic_of(policy, separate):
+@pytest.mark.parametrize("separate", [False, True])
+def test_values_are_those_of_the_state_before_each_token(policy, answers, separate):
+    """And so are their gradients."""
     critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig(), RankGroup())
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
         critic.head.bias.fill_(0.3)
-    return critic
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_values_are_those_of_the_state_before_each_token(policy, answers, separate):
-    """And so are their gradients."""
-    critic, calls, total = critic_of(policy, separate), [], 0.0
+    calls, total = [], 0.0
     model = critic.body if separate else policy.model.model
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     packed = pack(answers, range(len(answers)))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import QUIET, digits, even, run_settings, same, train
+from conftest import QUIET, digits, even, merged, run_settings, same, train
 
 from bench.faults.training import differences
 from python_trainer.accelerators.rhyme import accelerator, replay
@@ -31,10 +31,9 @@ def steps_of(path):
 def first_run(tiny_policy, jsonl_files, tmp_path_factory):
     """Folder of a run of 9 steps, every prompt three times, that wrote into history.db beside it."""
     folder = tmp_path_factory.mktemp("history")
-    values = dict(run_settings(tiny_policy, jsonl_files), max_steps=9)
-    values["task"] = values["task"] | JUDGED
-    values["accelerators"] = {"enabled": ["rhyme"], "rhyme": {"database": str(folder / "history.db")}}
-    train(load_config(values), folder / "run")
+    rhyme = {"enabled": ["rhyme"], "rhyme": {"database": str(folder / "history.db")}}
+    changes = {"max_steps": 9, "task": JUDGED, "accelerators": rhyme}
+    train(load_config(merged(run_settings(tiny_policy, jsonl_files), changes)), folder / "run")
     return folder
 
 

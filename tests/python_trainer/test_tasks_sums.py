@@ -12,10 +12,6 @@ from tools.policies.sums import CARRY, CHANCE, carries, slip_chance, slipping_so
 terms_lists = st.lists(st.integers(10, 99), min_size=2, max_size=24)
 
 
-def terms_of(prompt):
-    return [int(t) for t in re.fullmatch(r"(\d\d(?:\+\d\d)+)=", prompt)[1].split("+")]
-
-
 FINGERPRINTS = {
     "all": "c1fd65d38ea7391d3aae3b1933fdacc0",
     "short": "9a8fdfec646da507984eaf2f6bf67b10",
@@ -31,7 +27,7 @@ def test_prompts_are_always_the_same_and_disjoint_and_answers_are_sums(variant):
     examples = [*task.train, *task.gate, *task.test]
     assert len({example.prompt for example in examples}) == len(examples)
     for example in examples:
-        terms = terms_of(example.prompt)
+        terms = [int(term) for term in re.fullmatch(r"(\d\d(?:\+\d\d)+)=", example.prompt)[1].split("+")]
         assert example.columns == {"answer": sum(terms), "terms": len(terms)}
         assert len(terms) in TERMS[variant] and len(set(terms)) == len(terms)
 
