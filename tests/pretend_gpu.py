@@ -15,7 +15,6 @@ import pytest
 import torch
 from support import waits
 from torch._library.custom_ops import OPDEFS
-from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -143,9 +142,7 @@ class PretendGPU(TorchFunctionMode):
             return move(args[0], "cuda" if func is torch.Tensor.cuda else "cpu")
         if func is torch.Tensor.backward:  # which may compute layers again
             with self:
-                gradient = torch.ones_like(args[0])
-                run_backward((args[0],), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-                return None
+                return torch.autograd.backward(args[0])
         if func is torch.Tensor.to:
             given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
             where = next((found for x in given if (found := device_of(x))), None)
@@ -201,20 +198,14 @@ def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.
 @contextmanager
 def pretended() -> Iterator[Counter[str]]:
     """Within it there is a GPU -> how often the host waited for it, by operation."""
-    name = "a GPU that is not there"
-    properties = SimpleNamespace(name=name, total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
+    facts = {"total_memory": MEMORY, "major": 9, "minor": 0, "multi_processor_count": 132}
     answers = {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
-        "get_device_name": name,
-        "get_device_capability": (9, 0),
-        "get_device_properties": properties,
+        "get_device_properties": SimpleNamespace(name="a GPU that is not there", **facts),
         "mem_get_info": (MEMORY, MEMORY),
         "synchronize": None,
-        "empty_cache": None,
-        "cudart": SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
-        "max_memory_allocated": 1 << 30,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": None,
     }
