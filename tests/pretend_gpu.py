@@ -85,9 +85,6 @@ class GPUTensor(torch.Tensor):
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
-    def get_device(self) -> int:
-        return 0
-
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
 

@@ -131,8 +131,7 @@ def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
 
 
 def test_supervised_steps_and_a_probe(lessons, tmp_path):
-    changes = {"model": {"device": "cuda"}, "sft": {"epochs": 2}}
-    config = load_config(merged(lessons, changes))
+    config = load_config(merged(lessons, {"model": {"device": "cuda"}, "sft": {"epochs": 2}}))
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
         found = probe(config, seconds=1)
