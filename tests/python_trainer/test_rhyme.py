@@ -50,8 +50,7 @@ def no_replay(monkeypatch):
 
 
 def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_path, no_replay):
-    config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1)
-    trainer = train(config, tmp_path / "run")
+    trainer = train(rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1), tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert rows[0]["rhyme/stored_answers"] == 0  # nothing is trusted before there is anything to compare
     assert max(row["rhyme/stored_answers"] for row in rows) >= 1

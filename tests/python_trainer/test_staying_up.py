@@ -141,8 +141,7 @@ def test_out_of_memory_is_said_in_one_line(run, monkeypatch):
 
 
 def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_path, monkeypatch, capsys):
-    config = make_config(max_steps=1)
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    trainer = Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET)
     original = trainer.policy.save
 
     def save(folder):
