@@ -4,16 +4,6 @@ from sampling_cases import check_no_gradient, rows_of_every_kind
 
 import rlkernels
 
-SETTINGS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 0.8, 7), (0.0, 1.0, 0)]
-
-
-@pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.bfloat16), (37, torch.float32), (37, torch.bfloat16)])
-def test_equals_the_reference_token_for_token(vocab, dtype):
-    logits = torch.cat([torch.randn(2, vocab) * 3, torch.randn(1, vocab).round() * 2, torch.zeros(1, vocab)]).to(dtype)
-    logits[0, 1::2] = -torch.inf
-    for setting in SETTINGS:
-        assert_as_the_reference(logits, *setting)
-
 
 def assert_as_the_reference(logits, temperature, top_p, top_k):
     u = rlkernels.keyed_uniform(7, torch.arange(len(logits)), torch.arange(len(logits)))
@@ -24,7 +14,7 @@ def assert_as_the_reference(logits, temperature, top_p, top_k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [4097, 16_411])
+@pytest.mark.parametrize("vocab", [1, 37, 4097, 16_411])
 def test_every_kind_of_row_with_every_filter(vocab, dtype):
     """Peaked, flat, tied across blocks, ruled out: candidates that are few, and a whole row where they are not."""
     rows = torch.cat([rows_of_every_kind(vocab)[::3], torch.randn(4, vocab).round() * 1e-30]).to(dtype)
