@@ -35,10 +35,6 @@ class Problem:
     def tables(self) -> tuple[torch.Tensor, ...]:
         return self.key_cache, self.value_cache, self.block_tables, self.seq_lens, self.query_starts
 
-    def to(self, dtype: torch.dtype) -> "Problem":
-        floats = (t.to(dtype) for t in (self.query, self.key_cache, self.value_cache))
-        return Problem(*floats, self.block_tables, self.seq_lens, self.query_starts, self.scale)
-
 
 def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32) -> Problem:
     blocks = sum(-(-n // block_size) for n in lens) + 3

@@ -75,9 +75,7 @@ def test_non_contiguous_query_and_cache(cpu_isa):
 def test_query_and_cache_of_different_dtypes(cpu_isa):
     problem = paged([30, 70], [3, 1], dtype=torch.bfloat16)
     problem.query = problem.query.float()
-    out = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
-    exact, _ = reference.paged_attention(*problem.to(torch.float64).args(), problem.scale)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    check_attention("paged_attention", problem.args(), problem.scale, "cpu")
 
 
 @pytest.mark.parametrize("bits", [0x7FC00001, -1])  # -1: memory full of ones
