@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_as_plain, with_gradients
+from torch.nn.utils.rnn import pad_sequence
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -65,9 +66,7 @@ def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
     for b, g in enumerate(group_of.tolist()):
         parts = ((group_tables[g], int(group_lens[g])), (own[b], int(lens[b])))
         rows.append([int(t[i // block_size]) * block_size + i % block_size for t, n in parts for i in range(n)])
-    tables = torch.full((len(rows), max(map(len, rows), default=0)), -1, dtype=torch.int32)
-    for table, row in zip(tables, rows):
-        table[: len(row)] = torch.tensor(row, dtype=torch.int32)
+    tables = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in rows], batch_first=True, padding_value=-1)
     total = torch.tensor([len(row) for row in rows], dtype=torch.int32)
     single = [c.flatten(0, 1)[:, None] for c in caches]
     return shared, (problem.query, *single, tables, total, query_starts), problem.scale
