@@ -1,6 +1,7 @@
 """Attention by FlashAttention of torch, with a stand-in on a CPU."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,25 +12,18 @@ from rlkernels.prefix_cache import GroupedLayout, library, reference
 from rlkernels.proof.cases import attention
 
 CPU, F32 = torch.device("cpu"), torch.float32
-calls = []
-
-
-def forward(*args, scale):
-    max_q, max_k, _, causal, _ = args[5:]
-    calls.append((max_q, max_k, causal))
-    return flash_forward(*args, scale=scale)
 
 
 @pytest.fixture(autouse=True)
-def flash(monkeypatch):
-    real = torch.ops.aten
-    names = {"_flash_attention_forward": forward, "_flash_attention_backward": flash_backward,
-             "embedding_dense_backward": real.embedding_dense_backward}  # fmt: skip
-    monkeypatch.setattr(library, "aten", SimpleNamespace(**names))
+def launches(monkeypatch):
+    """The calls of FlashAttention, whose arguments 5, 6 and 8 are the longest query, the longest key and ``causal``."""
+    forward = Mock(side_effect=flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     monkeypatch.setattr(library, "takes", lambda query, cache: True)
     monkeypatch.setattr(library, "suits", lambda *tensors: True)
     monkeypatch.setattr(library, "_known", {})
-    calls.clear()
+    return forward.call_args_list
 
 
 @pytest.mark.parametrize("case", [
@@ -38,12 +32,12 @@ def flash(monkeypatch):
     (attention.shared, [0, 33, 257], 3, [1, 18, 64], 1, (8, 2, 16), 16),
     (attention.shared, [5, 103], 2, [7, 20], 4, (4, 2, 32), 8),
 ])  # fmt: skip
-def test_paged_attention(case):
+def test_paged_attention(case, launches):
     make, *args = case
     problem = make(*args, F32, CPU)
     for mine, exact in zip(problem.call("torch"), problem.exact()):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
-    assert calls and all(causal == (max_q > 1) for max_q, _, causal in calls if make is attention.paged)
+    assert launches and all(args[8] == (args[5] > 1) for args, _ in launches if make is attention.paged)
 
 
 @pytest.mark.parametrize("piece", [1 << 26, 300])
@@ -70,21 +64,20 @@ def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch
     assert len(alone) == 1, "prompts are computed one by one"
 
 
-def test_prefixes_are_gathered_once_per_group():
+def test_prefixes_are_gathered_once_per_group(launches):
     problem = attention.shared([40, 40], 8, [4], 1, (4, 2, 16), 8, F32, CPU)
     problem.call("torch")
-    assert sorted(calls) == [(1, 4, False), (8, 40, False)]
+    assert sorted((args[5], args[6], args[8]) for args, _ in launches) == [(1, 4, False), (8, 40, False)]
 
 
 def test_the_host_waits_in_the_first_layer_only(monkeypatch):
-    waits, tolist = [], torch.Tensor.tolist
     problem = attention.shared([40, 40], 8, [4], 1, (4, 2, 16), 8, F32, CPU)
     problem.call("torch")
     monkeypatch.setattr(rlkernels.prefix_cache, "_check_lengths", lambda *_: None)  # a CPU looks at all numbers
     monkeypatch.setattr(rlkernels.prefix_cache, "_check_values", lambda *_: None)
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: waits.append(self) or tolist(self))
+    monkeypatch.setattr(torch.Tensor, "tolist", read := Mock())
     problem.call("torch")
-    assert not waits
+    read.assert_not_called()
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -102,11 +95,11 @@ def test_lengths_that_change_in_place_are_noticed(inference):
 
 @pytest.mark.parametrize("layout", [([5, 33], [1, 18, 64, 0, 5], [0, 2, 5]), ([0, 3], [2, 4], [0, 1, 2]),
                                     ([4], [], [0, 0])])  # fmt: skip
-def test_grouped_attention_and_its_gradients(layout):
+def test_grouped_attention_and_its_gradients(layout, launches):
     problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
     for mine, exact in zip(problem.call("torch"), problem.exact()):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1, "one launch for all groups"
+    assert len(launches) == 1, "one launch for all groups"
 
 
 def test_between_the_passes_no_gathered_key_is_held():
