@@ -1,9 +1,11 @@
 """soft_dtw: value and gradient against autograd in float64, the reference, and finite differences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from accuracy import with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,10 +35,8 @@ def by_autograd(x, y, gamma, dtype, *, shifted=False):
 
 
 def by_rlkernels(x, y, gamma):
-    x, y = (t[None].clone().requires_grad_() for t in (x, y))
-    value = rlkernels.soft_dtw(x, y, gamma=gamma)
-    value.backward(torch.ones(1))
-    return [t[0].double() for t in (value.detach(), x.grad, y.grad)]
+    found = with_gradients(partial(rlkernels.soft_dtw, gamma=gamma), (x[None], y[None]), torch.ones(1))
+    return [t[0].double() for t in found]
 
 
 def check_error(x, y, gamma):
@@ -110,14 +110,10 @@ def test_value_and_gradient_equal_the_reference(gamma, band, features):
     if features is None:
         x, y = x[..., 0], y[..., 0]
     settings = {"gamma": gamma, "x_lengths": x_lengths, "y_lengths": y_lengths, "band": band}
-    results = []
-    for function in (rlkernels.soft_dtw, reference.soft_dtw):
-        leaves = [t.clone().requires_grad_() for t in (x, y)]
-        value = function(*leaves, **settings)
-        results.append([value.detach(), *torch.autograd.grad(value[[1, 3, 4, 5]].sum(), leaves)])
-    for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected, equal_nan=True)
-    value, grad_x, grad_y = results[0]
+    functions, kept = (rlkernels.soft_dtw, reference.soft_dtw), torch.tensor([0, 1, 0, 1, 1, 1])
+    ours, expected = (with_gradients(partial(f, **settings), (x, y), kept) for f in functions)
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+    value, grad_x, grad_y = ours
     assert value[0].isnan() and value[1] == value[2] == math.inf and value[3] == 0
     assert not grad_x[[0, 1, 2, 3]].any() and not grad_x[4, 9:].any() and not grad_y[4, 12:].any()
     assert grad_x[4].any() and grad_y[5, :7].any()
