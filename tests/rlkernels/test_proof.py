@@ -175,16 +175,15 @@ def test_the_winner_has_won_every_workload():
     assert verdicts.winner([verdict(), verdict(chosen="torch")]) == "torch"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"op": 5}', json.dumps({**verdict(), "backend": "gone"}),
+@pytest.mark.parametrize("text", ["", "\xff\xfe", "{", "[]", "{}", '{"op": 5}',
+                                  json.dumps({**verdict(), "backend": "gone"}),
                                   json.dumps({**verdict(), "candidates": []}),
                                   json.dumps({**verdict(), "candidates": {"triton": {"wins": True}}})])  # fmt: skip
 def test_a_damaged_cache_is_ignored_and_that_of_another_owner(monkeypatch, text):
     verdicts.store(verdict(), 0)
     (file,) = verdicts.folder().glob("*.json")
     monkeypatch.setattr(verdicts, "_memory", {})
-    file.write_text(text)
-    assert verdicts.load(OP, 0) == []
-    file.write_bytes(b"\xff\xfe")
+    file.write_text(text, encoding="latin1")
     assert verdicts.load(OP, 0) == []
     verdicts.store(verdict(), 0)
     monkeypatch.setattr(verdicts, "_memory", {})
@@ -308,13 +307,12 @@ def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
 
 
 def test_command(monkeypatch, capsys, tmp_path):
-    asked = []
     left_out = dict.fromkeys(["dtw", "dtw_topk"], "no time left of 5 s")
     result = {"device": FACTS, "verdicts": {OP: verdict()}, "left_out": left_out}
-    monkeypatch.setattr("rlkernels.proof.cli.prove", lambda ops, **options: asked.append((ops, options)) or result)
+    monkeypatch.setattr("rlkernels.proof.cli.prove", asked := Mock(return_value=result))
     record = tmp_path / "records/x.json"
     assert main(["prove", "--ops", OP, "dtw", "--seconds", "5", "--record", str(record)]) == 1
-    ((ops, options),) = asked
+    (ops,), options = asked.call_args
     assert ops == [OP, "dtw"] and options["seconds"] == 5 and not options["again"]
     printed = capsys.readouterr().out
     assert "triton: 0.50 of the time of plain torch" in printed and "no time left of 5 s: dtw, dtw_topk\n" in printed
