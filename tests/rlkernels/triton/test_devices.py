@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -26,22 +27,18 @@ def launched(monkeypatch):
     held, names, kind = [], set(), type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
     run = kind.run
 
-    class Device:
-        def __init__(self, index):
-            self.index = index
-
-        def __enter__(self):
-            held.append(self.index)
-
-        def __exit__(self, *_):
-            held.pop()
+    @contextmanager
+    def device(index):
+        held.append(index)
+        yield
+        held.pop()
 
     def checked(kernel, *args, **settings):
         assert held and {a.get_device() for a in args if isinstance(a, torch.Tensor)} == {held[-1]}, kernel.fn
         names.add(kernel.fn)
         return run(kernel, *args, **settings)
 
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(kind, "run", checked)
     return names
 
