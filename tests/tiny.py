@@ -1,5 +1,7 @@
 """A tiny policy that tests write, and a reward that it can learn."""
 
+import importlib
+
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -37,6 +39,18 @@ def own_greedy(model, prompt, count, eos=None):
     ends = eos or model.generation_config.eos_token_id
     out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=ends, **options)
     return out[0, len(prompt) :].tolist()
+
+
+def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, **parts):
+    """TRL's GRPOTrainer, or a class derived from it, on a CPU with groups of four answers."""
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    args = trl.GRPOConfig(
+        output_dir=str(folder), num_generations=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        lr_scheduler_type="constant", **{"bf16": False, "learning_rate": 1e-2, "logging_steps": 1, **settings},
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"prompt": prompts})
+    make = trainer_class or trl.GRPOTrainer
+    return make(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
 
 
 def weights(trainer):

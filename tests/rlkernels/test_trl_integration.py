@@ -1,6 +1,5 @@
 """Suffix rollouts and gated extrapolation inside TRL's own GRPOTrainer, on a tiny random model."""
 
-import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny import LENIENT, digits, save_tiny_policy, weights
+from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
 from rlkernels import RolloutHistory
 
@@ -22,17 +21,10 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def make_trainer(trl_integration, policy, tmp_path):
-    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-
-    def make(reward=digits, steps=3, prompts=("ABC", "DE"), settings=(), **parts):
-        args = trl.GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=2 * SIZE, num_generations=SIZE,
-            max_completion_length=LONGEST, max_steps=steps, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[],
-            save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, lr_scheduler_type="constant",
-            beta=0.0, **{"logging_steps": 1, **dict(settings)},
-        )  # fmt: skip
-        data = datasets.Dataset.from_dict({"prompt": list(prompts)})
-        return trl.GRPOTrainer(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
+    def make(reward=digits, steps=3, settings=(), **parts):
+        settings = {"per_device_train_batch_size": 2 * SIZE, "max_completion_length": LONGEST, "max_steps": steps,
+                    "gradient_checkpointing": False, **dict(settings)}  # fmt: skip
+        return grpo_trainer(tmp_path, policy, ["ABC", "DE"], reward, settings, **parts)
 
     return make
 

@@ -9,40 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import LENIENT, digits, save_tiny_policy, weights
+from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
 pytestmark = pytest.mark.slow  # two processes train with TRL
 
 SIZE = 4
 
 
-def make_trainer(name, policy, folder, rollout, reward=digits, callbacks=(), **settings):
-    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    import datasets
-    import trl
-
-    from rlkernels.integrations import trl as ours
+def make_trainer(shared, policy, folder, rollout, reward=digits, callbacks=(), **settings):
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
 
     torch.manual_seed(0)
-    args = trl.GRPOConfig(
-        output_dir=str(folder), per_device_train_batch_size=SIZE, num_generations=SIZE, max_completion_length=8,
-        learning_rate=1e-2, optim="sgd", bf16=False, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
-        lr_scheduler_type="constant", logging_steps=1, **settings,
-    )  # fmt: skip
-    data = datasets.Dataset.from_dict({"prompt": ["ABC", "DE", "FGHI", "J"]})
-    trainer = getattr(ours if name.startswith("Shared") else trl, name)(
-        model=str(policy), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
-        callbacks=list(callbacks),
-    )  # fmt: skip
+    settings |= {"per_device_train_batch_size": SIZE, "max_completion_length": 8, "optim": "sgd"}
+    cls, prompts = SharedPrefixGRPOTrainer if shared else None, ["ABC", "DE", "FGHI", "J"]
+    parts = {"rollout_func": rollout, "callbacks": list(callbacks)}
+    trainer = grpo_trainer(folder, policy, prompts, reward, settings, cls, **parts)
     assert trainer.accelerator.num_processes == 2
     return trainer
-
-
-def from_all(value):
-    found = [None, None]
-    dist.all_gather_object(found, value)
-    return found
 
 
 def answers(prompts, trainer):
@@ -55,8 +40,8 @@ def answers(prompts, trainer):
 
 def train_both_ways(policy, folder):
     found = []
-    for name in ("GRPOTrainer", "SharedPrefixGRPOTrainer"):
-        trainer = make_trainer(name, policy, folder, answers, max_steps=3)
+    for shared in (False, True):
+        trainer = make_trainer(shared, policy, folder, answers, max_steps=3)
         before = weights(trainer)
         trainer.train()
         found.append(weights(trainer))
@@ -98,6 +83,8 @@ def shard(policy, folder):
 
 
 def extrapolate(policy, folder):
+    from accelerate.utils import gather_object
+
     from rlkernels import RolloutHistory
     from rlkernels.integrations.trl import GatedExtrapolation, HistoryRecorder, SuffixRollouts
 
@@ -110,15 +97,13 @@ def extrapolate(policy, folder):
     gated = GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=LENIENT)
     recorder, suffixes = HistoryRecorder(folder / "history.bin", every=2), SuffixRollouts(right=-1)
     reward = recorder.watch(suffixes.watch(digits))
-    trainer = make_trainer(
-        "SharedPrefixGRPOTrainer", policy, folder, suffixes, reward, [gated, recorder], max_steps=4, temperature=0.5
-    )
+    trainer = make_trainer(True, policy, folder, suffixes, reward, [gated, recorder], max_steps=4, temperature=0.5)
     trainer.train()
     (event,) = gated.events
-    assert event["accepted"] and from_all(json.dumps(event))[0] == json.dumps(event)
-    first, second = from_all(seen)
+    assert event["accepted"] and gather_object([json.dumps(event)])[0] == json.dumps(event)
+    first, second = gather_object([seen])
     assert [list(a) + list(b) for a, b in zip(first, second, strict=True)] == [list(range(10))] * 2
-    for name, (one, other) in ((name, from_all(weight)) for name, weight in weights(trainer).items()):
+    for name, (one, other) in ((name, gather_object([weight])) for name, weight in weights(trainer).items()):
         assert torch.equal(one, other), name
     dist.barrier()
     history = RolloutHistory.load(folder / "history.bin")

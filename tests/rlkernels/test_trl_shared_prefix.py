@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import save_letters
+from tiny import grpo_trainer, save_letters
 
 LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
 BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
@@ -55,8 +55,8 @@ def reward(completion_ids, **columns):
 class Answers:
     """A rollout function whose prompts have 1 to 30 tokens and whose answers are of any length, the same every time."""
 
-    def __init__(self, longest=LONGEST, logprobs=False):
-        self.calls, self.longest, self.logprobs = 0, longest, logprobs
+    def __init__(self, logprobs=False):
+        self.calls, self.logprobs = 0, logprobs
 
     def __call__(self, prompts, trainer):
         prompt_ids, completion_ids = [], []
@@ -65,8 +65,8 @@ class Answers:
             prompt_ids.append([draw.randrange(EOS) for _ in range(1 + draw.randrange(30))])
             draw = random.Random(f"{prompt}{self.calls}")
             self.calls += 1
-            ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(self.longest))]
-            completion_ids.append(ids if len(ids) == self.longest else [*ids[:-1], EOS])
+            ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(LONGEST))]
+            completion_ids.append(ids if len(ids) == LONGEST else [*ids[:-1], EOS])
         logprobs = [[-1 - draw.random() for _ in ids] for ids in completion_ids] if self.logprobs else None
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
@@ -74,40 +74,32 @@ class Answers:
 @pytest.fixture
 def train(trl_integration, policy, tmp_path):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
-    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
-
-    class Gradients(transformers.TrainerCallback):
-        def __init__(self):
-            self.steps = []
-
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            self.steps.append(found)
 
     def run(
         kind="qwen2", shared=True, lora=False, rollout=None, sampler=False, trainer_class=None, options=(), **settings
     ):
-        gradients, rollout = Gradients(), Answers(logprobs=sampler) if rollout is None else rollout
-        cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else trl.GRPOTrainer)
+        callback, steps = transformers.TrainerCallback(), []
+
+        def note_gradients(args, state, control, model, **kwargs):
+            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+        callback.on_pre_optimizer_step = note_gradients
+        cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else None)
         torch.manual_seed(0)
-        args = trl.GRPOConfig(
-            output_dir=str(tmp_path), num_generations=SIZE, max_completion_length=LONGEST, use_cpu=True, report_to=[],
-            save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", logging_steps=1, seed=3,
-            **{"bf16": False, "learning_rate": 1e-2, "optim": "sgd", "max_steps": 2, **BASIC, **settings},
-        )  # fmt: skip
+        usual = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
         more = {"init_lora_weights": False} if lora is True else lora or {}
         adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
-        data = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(12)]})
-        trainer = cls(
-            model=str(policy(kind)), args=args, train_dataset=data, reward_funcs=reward, rollout_func=rollout,
-            callbacks=[gradients], peft_config=adapter if lora else None, **dict(options),
+        parts = {"callbacks": [callback], "peft_config": adapter if lora else None, **dict(options)}
+        trainer = grpo_trainer(
+            tmp_path, policy(kind), [f"p{i}" for i in range(12)], reward, usual | settings, cls,
+            rollout_func=Answers(logprobs=sampler) if rollout is None else rollout, **parts,
         )  # fmt: skip
         if sampler:  # as if vLLM had drawn the answers
             trainer.use_vllm, trainer._last_loaded_step = True, -1
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer.train()
-        return trainer, gradients.steps
+        return trainer, steps
 
     return run
 
