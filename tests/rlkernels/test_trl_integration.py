@@ -1,12 +1,13 @@
 """Suffix rollouts and gated extrapolation inside TRL's own GRPOTrainer, on a tiny random model."""
 
 import re
-from pathlib import Path
-from types import SimpleNamespace
+import runpy
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
+from support import ROOT
 from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
 from rlkernels import RolloutHistory
@@ -101,20 +102,18 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
 
 def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
     """On a stand-in for its ``vllm_generation``, whose arguments and results are TRL's."""
-    suffixes, asked = trl_integration.SuffixRollouts(seed=1), []
+    suffixes = trl_integration.SuffixRollouts(seed=1)
     suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
-
-    def generate(prompts, images, num_generations):
-        asked.append((prompts, images, num_generations))
-        return prompts, [[7, EOS] for _ in prompts], [[[-0.5], [-0.25]] for _ in prompts], None
-
-    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(generate=generate)
+    trainer.use_vllm, trainer.vllm_generation = True, Mock(spec=["generate"])
+    generate = trainer.vllm_generation.generate
+    generate.return_value = [], [[7, EOS]] * SIZE, [[[-0.5], [-0.25]]] * SIZE, None
     trainer.model.train()
     trainer.state.global_step = 3
     out = suffixes(["ABC"] * SIZE, trainer)
     begun = suffixes.beginning("ABC", 3, LONGEST)
-    assert begun and asked == [([[17, 18, 19, *begun]] * SIZE, None, SIZE)]
+    generate.assert_called_once_with(prompts=[[17, 18, 19, *begun]] * SIZE, images=None, num_generations=SIZE)
+    assert begun
     assert out["completion_ids"] == [[*begun, 7, EOS]] * SIZE
     assert out["logprobs"] == [[*[0.0] * len(begun), -0.5, -0.25]] * SIZE
 
@@ -154,11 +153,11 @@ def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path
     """And none of an evaluation, which may come before training."""
     rewards = [True, False, None, float("nan"), torch.tensor(0.5), 1, 0.25, torch.tensor(True)]
     recorder = trl_integration.HistoryRecorder(tmp_path / "history.bin")
-    added = []
-    recorder.history = SimpleNamespace(add=lambda *_, reward, epoch: added.append(reward), save=lambda path: None)
+    recorder.history = Mock()
     trainer = make_trainer(recorder.watch(lambda **columns: rewards), steps=1, callbacks=[recorder])
     trainer.evaluate(trainer.train_dataset)
     trainer.train()
+    added = [call.kwargs["reward"] for call in recorder.history.add.call_args_list]
     assert added == [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.25, 1.0] and set(map(type, added)) == {float}
 
 
@@ -236,13 +235,9 @@ def test_refusals_are_noted(trl_integration, make_trainer):
 def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     """With limits by which its extrapolation is tried."""
     monkeypatch.chdir(tmp_path)
-    script = (Path(__file__).parents[2] / "examples/trl_sums.py").read_text()
-    made = trl_integration.GatedExtrapolation
-    monkeypatch.setattr(
-        trl_integration, "GatedExtrapolation", lambda *args, **kwargs: made(*args, **kwargs, limits=LENIENT)
-    )
-    names: dict = {"__name__": "__main__"}
-    exec(compile(script, "trl_sums.py", "exec"), names)
+    lenient = partial(trl_integration.GatedExtrapolation, limits=LENIENT)
+    monkeypatch.setattr(trl_integration, "GatedExtrapolation", lenient)
+    names = runpy.run_path(str(ROOT / "examples/trl_sums.py"), run_name="__main__")
     printed = capsys.readouterr().out
     before, after = re.search(r"prompts: (0\.\d\d) before, (\d\.\d\d) after", printed).groups()
     assert 0.4 < float(before) < 0.7 and float(after) > float(before) + 0.1
