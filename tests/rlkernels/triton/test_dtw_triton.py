@@ -16,17 +16,12 @@ def test_dtw(rows, columns, features, band):
     x_lengths[0], y_lengths[0], y_lengths[1] = rows, columns, 0
     x[0], y[0] = x[0].nan_to_num(1), y[0].nan_to_num(1)
     y[2, 0], y_lengths[2] = math.inf, columns
-    settings = {"x_lengths": x_lengths, "y_lengths": y_lengths, "band": band}
-    ours = rlkernels.dtw(x, y, **settings, backend="triton")
-    torch.testing.assert_close(ours, rlkernels.dtw(x, y, **settings, backend="torch"), rtol=0, atol=0, equal_nan=True)
-    if band is None:
-        settings = {**settings, "mode": "subsequence"}
-        del settings["band"]
-        for got, expected in zip(*(rlkernels.dtw(x, y, **settings, backend=b) for b in ("triton", "torch"))):
-            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    for options in ({"band": band}, {"mode": "subsequence"}):
+        options |= {"x_lengths": x_lengths, "y_lengths": y_lengths}
+        ours, wanted = (rlkernels.dtw(x, y, **options, backend=b) for b in ("triton", "torch"))
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_topk():
     x, y = torch.randint(0, 3, (2, 3)).float(), torch.randint(0, 3, (5, 4)).float()
-    for got, expected in zip(*(rlkernels.dtw_topk(x, y, 3, backend=b) for b in ("triton", "torch"))):
-        assert torch.equal(got, expected)
+    assert all(map(torch.equal, *(rlkernels.dtw_topk(x, y, 3, backend=b) for b in ("triton", "torch"))))
