@@ -203,21 +203,17 @@ def test_layers_of_liger_share_prefixes(train, monkeypatch):
 def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
     """Of rows of at most 15 tokens with 22 columns, in the second batch, beyond the original length of 16."""
 
-    class Growing(Answers):
-        def __call__(self, prompts, trainer):
-            found, self.calls = super().__call__(prompts, trainer), self.calls + 1
-            lengths = (
-                [(12, 3) if i < SIZE else (3, 10) for i in range(len(prompts))] if self.calls > 10 else [(4, 4)] * 8
-            )
-            draws = [random.Random(prompt) for prompt in prompts]
-            found["prompt_ids"] = [[draw.randrange(EOS) for _ in range(p)] for draw, (p, _) in zip(draws, lengths)]
-            found["completion_ids"] = [[random.randrange(EOS) for _ in range(a)] for _, a in lengths]
-            return found
+    def growing(prompts, trainer):
+        lengths = [(12, 3)] * SIZE + [(3, 10)] * SIZE if trainer.state.global_step else [(4, 4)] * 2 * SIZE
+        draws = [random.Random(prompt) for prompt in prompts]
+        prompt_ids = [[draw.randrange(EOS) for _ in range(p)] for draw, (p, _) in zip(draws, lengths, strict=True)]
+        completion_ids = [[random.randrange(EOS) for _ in range(a)] for _, a in lengths]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
     both = []
     for shared in (True, False):
         random.seed(0)
-        both.append(train("phi3", shared=shared, rollout=Growing()))
+        both.append(train("phi3", shared=shared, rollout=growing))
     assert_same(*both)
     assert both[0][0]._compared and "where rotary factors change" in caplog.text
 
