@@ -60,8 +60,7 @@ def test_gradient_of_one_output_alone():
         outs = [f(residual, x, weight[0], 1e-6)[place].square().sum()
                 for f in (decoder.add_rms_norm, reference.add_rms_norm)]  # fmt: skip
         grads = [torch.autograd.grad(out, (residual, x, weight), allow_unused=True) for out in outs]
-        for ours, plain in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("q_heads", "k_heads", "dim"), [(1, 1, 2), (4, 2, 16), (6, 2, 32), (3, 3, 48), (2, 1, 128)])
