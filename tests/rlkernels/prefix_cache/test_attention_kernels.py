@@ -157,12 +157,9 @@ def test_the_reference_equals_sequences_that_share_nothing(name):
 
 def test_wrong_groups():
     shared, _, scale = paged_problems.shared_prefix(GROUPS["decode"], torch.float32, 2, 2, 64)
-    for backend in ("cpu", "torch"):
+    faults = (5, -1, 5, "group_starts must rise from 0 to 6"), (3, (0, 1), 10_000, "group_tables must hold blocks")
+    for backend, (number, place, value, message) in product(("cpu", "torch"), faults):
         wrong = [t.clone() for t in shared]
-        wrong[5][-1] -= 1
-        with pytest.raises(ValueError, match="group_starts must rise from 0 to 6"):
-            rlkernels.shared_prefix_attention(*wrong, scale=scale, backend=backend)
-        wrong = [t.clone() for t in shared]
-        wrong[3][0, 1] = 10_000
-        with pytest.raises(ValueError, match="group_tables must hold blocks"):
+        wrong[number][place] = value
+        with pytest.raises(ValueError, match=message):
             rlkernels.shared_prefix_attention(*wrong, scale=scale, backend=backend)
