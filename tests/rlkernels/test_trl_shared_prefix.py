@@ -77,7 +77,7 @@ def train(trl_integration, policy, tmp_path):
     transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
 
     def run(
-        kind="qwen2", shared=True, lora=False, rollout=None, sampler=False, trainer_class=None, options=(), **settings
+        kind="qwen2", shared=True, lora=None, rollout=None, sampler=False, trainer_class=None, options=(), **settings
     ):
         callback, steps = transformers.TrainerCallback(), []
 
@@ -88,9 +88,8 @@ def train(trl_integration, policy, tmp_path):
         cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else None)
         torch.manual_seed(0)
         usual = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
-        more = {"init_lora_weights": False} if lora is True else lora or {}
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)
-        parts = {"callbacks": [callback], "peft_config": adapter if lora else None, **dict(options)}
+        adapter = lora and peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
+        parts = {"callbacks": [callback], "peft_config": adapter, **dict(options)}
         trainer = grpo_trainer(
             tmp_path, policy(kind), [f"p{i}" for i in range(12)], reward, usual | settings, cls,
             rollout_func=Answers(logprobs=sampler) if rollout is None else rollout, **parts,
@@ -140,7 +139,7 @@ CASES = {
     "no checkpointing": {"gradient_checkpointing": False},
     "reentrant checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "head in float32": {"cast_lm_head_to_fp32": True},
-    "LoRA": {**SPLIT, "lora": True, "beta": 0.1},
+    "LoRA": {**SPLIT, "lora": {"init_lora_weights": False}, "beta": 0.1},
     **{f"loss {name}": {**SPLIT, "loss_type": name} for name in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")},
     "sequence ratios": {**SPLIT, "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
 }  # fmt: skip
