@@ -58,8 +58,8 @@ def train(dim, short=4096):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_grouped, "SHORT", short)
         patch.setattr(triton_grouped, "AT_ONCE", 10**6)
-        check_grouped(partial(rlkernels.grouped_attention, backend="triton"), layout, 4, 2, dim, BF16)
-        assert triton_grouped.key_tiles(layout, 64, 2, 2)[1] == (short < 4096)
+        check_grouped(partial(rlkernels.grouped_attention, backend="triton"), layout, 8, 2, dim, BF16)
+        assert triton_grouped.key_tiles(layout, 64, 4, 2)[1] == (short < 4096)
 
 
 def write(dim=128, dtype=BF16, spare=0):
@@ -149,7 +149,7 @@ def warp(length=140, dims=1):
 
 def tile(rows: int, warps: int, stages: int) -> dict[str, Any]:
     """Of an attention kernel."""
-    return {"BLOCK_M": rows, "BLOCK_N": 64, "UPCAST": False, "num_warps": warps, "num_stages": stages}
+    return {"GROUP": 4, "BLOCK_M": rows, "BLOCK_N": 64, "UPCAST": False, "num_warps": warps, "num_stages": stages}
 
 
 PARTS = {"forward": 64, "query": 64, "key": 32}  # kernels of grouped attention, and the rows of their tiles
