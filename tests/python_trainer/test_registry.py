@@ -264,7 +264,10 @@ def test_mistakes_of_a_caller_are_named(settings, tmp_path):
     refused(r"overrides must be a list of texts like \"max_steps=20\", got 'max_steps=1'", settings, "max_steps=1")
     refused("overrides must be a list of texts like .*, got {'max_steps': 1}", settings, {"max_steps": 1})
     refused("source must be a file, .* a mapping or None, got 5", 5)
-    refused("task .*:TaskSettings: TaskSettings must have a method load", {"task": {"name": TaskSettings}})
+    refused(
+        "task python_trainer.tasks.settings:TaskSettings: TaskSettings must have a method load",
+        {"task": {"name": TaskSettings}},
+    )
     with pytest.raises(UserError, match="config must be a Config, as load_config returns one, got 'smoke'"):
         Trainer("smoke", tmp_path / "run")
 

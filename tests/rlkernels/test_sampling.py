@@ -109,10 +109,10 @@ def test_without_filters_nothing_is_sorted_and_the_tokens_are_the_same(temperatu
     logits, u = torch.randn(64, 2053) * 3, uniforms(64)
     logits[:, 5], logits[3, 7:] = -torch.inf, -torch.inf
     logits[9, 4], logits[11] = torch.nan, -torch.inf
-    drafts, options = torch.ones(63).long(), {"temperature": temperature, "validate": False, "backend": "torch"}
+    options = {"temperature": temperature, "validate": False, "backend": "torch"}
     with Launches() as plain:
         got = rlkernels.sample_tokens(logits, u, **options)
-        rlkernels.verify_drafts(logits, drafts, [0, 64], u, **options)
+        rlkernels.verify_drafts(logits, [[1] * 63], [0, 64], u, **options)
     with Launches() as sorted_:  # nothing is cut off, but that is known row by row only
         wanted = rlkernels.sample_tokens(logits, u, top_p=torch.ones(64), **options)
     sorts = {"sort", "argsort", "topk", "msort"}
@@ -269,6 +269,15 @@ def test_ragged_batch_equals_one_sequence_at_a_time():
         )
         assert alone[0].item() == accepted[b]
         assert torch.equal(alone[1], ids[rows]) and torch.equal(alone[2], logprobs[rows])
+
+
+def test_verification_without_validation_waits_for_nothing():
+    drafts, logits, u = torch.tensor([3, 4, 5, 6, 7, 8]), torch.randn(9, 20), uniforms(9)
+    wanted = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u)
+    with Launches() as launches:
+        got = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u, validate=False, backend="torch")
+    assert not launches.waits
+    torch.testing.assert_close(got, wanted, atol=2e-7, rtol=2e-7)
 
 
 @pytest.mark.parametrize(("drafts", "starts", "error", "message"), [
