@@ -39,7 +39,7 @@ class Problem:
 
 def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32) -> Problem:
     blocks = sum(-(-n // block_size) for n in lens) + 3
-    pages = Pages(blocks, block_size, kv_heads, dim, dtype, torch.device("cpu"))
+    pages = Pages(blocks, block_size, kv_heads, dim, dtype, torch.empty(0).device)
     query, tables = torch.randn(sum(q_lens), heads, dim).to(dtype), pages.table(lens)
     starts = pages.ints([0, *itertools.accumulate(q_lens)])
     return Problem(query, *pages.finished(), tables, pages.ints(lens), starts, dim**-0.5)

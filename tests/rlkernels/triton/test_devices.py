@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,18 +26,21 @@ def launched(monkeypatch):
     held, names, kind = [], set(), type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
     run = kind.run
 
-    @contextmanager
-    def device(index):
-        held.append(index)
-        yield
-        held.pop()
+    class Device(torch.cuda.device):  # torch asks whether something is one
+        def __enter__(self):
+            held.append(self.idx)
+            super().__enter__()
+
+        def __exit__(self, *exception):
+            held.pop()
+            return super().__exit__(*exception)
 
     def checked(kernel, *args, **settings):
         assert held and {a.get_device() for a in args if isinstance(a, torch.Tensor)} == {held[-1]}, kernel.fn
         names.add(kernel.fn)
         return run(kernel, *args, **settings)
 
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(kind, "run", checked)
     return names
 
