@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-from bench.gpu import model, presets, train
+from bench.gpu import model, train
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import load_config
 from python_trainer.run_directory import read_metrics
@@ -94,22 +94,6 @@ def test_a_child_ends_in_time(script, stop, kill, expected):
     now = time.monotonic()
     ended = train.run_child(["-c", script], now + stop, now + kill)
     assert ended.endswith(expected) and bool(ended) == bool(expected)
-
-
-@pytest.mark.slow
-def test_presets_train_and_what_fails_is_named(tmp_path, capsys, monkeypatch):
-    shipped = {path.stem.removeprefix("gpu_") for path in (presets.ROOT / "configs").glob("gpu_*.yaml")}
-    assert {preset for preset, _ in presets.RUNS.values()} == shipped - {"7b_8x80gb"}  # for eight GPUs
-    options = ["--device", "cpu", "--steps", "4", "--output", str(tmp_path / "record.json"), "--only"]
-    assert presets.main([*options, "0.5b_24gb, accelerators", "1.5b_lora_24gb"]) == 0
-    rows = json.loads((tmp_path / "record.json").read_text())["runs"]
-    assert [row["preset"] for row in rows] == ["0.5b_24gb, accelerators", "1.5b_lora_24gb"]
-    for row in rows:
-        assert row["ok"] and row["tokens"] > 0 and row["rollout_s"] > 0 and row["update_s"] > 0
-        assert row["taken"].keys() == row["told"].keys() == {"generation", "the update"}
-    monkeypatch.setenv("RLKERNELS_BACKEND", "cuda")  # which a CPU lacks
-    assert presets.main([*options, "0.5b_24gb"]) == 1
-    assert "failed: 0.5b_24gb: " in capsys.readouterr().out
 
 
 CPU = torch.device("cpu")
