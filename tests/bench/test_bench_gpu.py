@@ -1,5 +1,6 @@
 """The GPU command without a GPU: also with providers that misbehave, with a kill, and with a process that stays."""
 
+import itertools
 import json
 import os
 import re
@@ -45,36 +46,16 @@ def test_the_proof_comes_first_of_all_that_needs_the_extension():
     assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
 
 
-OPTIONS = ["--device", "cpu", "--no-build", "--no-tests", "--seconds", "0.001", "--commit", "abc"]
+OPTIONS = ["--device", "cpu", "--seconds", "0.001", "--commit", "abc"]
+QUICK = ("--no-build", "--no-tests")
 
 
-def dry_run(path, *arguments, cases="bench.gpu.cases:CASES"):
+def dry_run(path, *arguments, without=QUICK, cases="bench.gpu.cases:CASES"):
     """Runs the command without a build and tests -> (exit code, entries of the record)."""
-    return command.main([*OPTIONS, "--output", str(path), *arguments], cases), read(path)
+    return command.main([*OPTIONS, *without, "--output", str(path), *arguments], cases), read(path)
 
 
-class Answers:
-    """In place of the worker: answers with what it is given, by kind of job."""
-
-    def __init__(self, **found):
-        self.asked, self.found = [], found
-
-    def __call__(self, command, env):
-        return self
-
-    def ask(self, job, limit, end, hear):
-        self.asked.append(job)
-        answer = self.found.get(job["kind"], {"ok": True})
-        for message in answer if isinstance(answer, list) else []:
-            of_job = {"op": job["op"], "shape": job["case"]}
-            hear(message | {"row": message["row"] | of_job} if "row" in message else message)
-        return {"ok": True} if isinstance(answer, list) else dict(answer)
-
-    def close(self):
-        pass
-
-
-ROW = {"row": {**asdict(Row("", "torch", "")), "ok": True, "median_s": 1.0}}
+ROW = {**asdict(Row("", "torch", "")), "ok": True, "median_s": 1.0}
 
 
 def of(entries, kind):
@@ -83,13 +64,21 @@ def of(entries, kind):
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Makes the worker that answers as it is told; the proof is skipped, and counts as done."""
+    """Has jobs answered by kind, with rows or a message, and gives those asked for; the proof counts as done."""
     monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
 
     def make(**found):
-        worker = Answers(**found)
-        monkeypatch.setattr(command, "Worker", worker)
-        return worker
+        asked = []
+
+        def ask(job, limit, end, hear):
+            asked.append(job)
+            answer = found.get(job["kind"], [])
+            for row in answer if isinstance(answer, list) else []:
+                hear({"row": row | {"op": job["op"], "shape": job["case"]}})
+            return {"ok": True} if isinstance(answer, list) else answer
+
+        monkeypatch.setattr(command, "Worker", Mock(return_value=Mock(ask=ask)))
+        return asked
 
     return make
 
@@ -108,19 +97,18 @@ def test_dry_run_leaves_a_record_and_one_of_the_proof(tmp_path, capsys):
 
 
 def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
-    path, worker = tmp_path / "record.jsonl", answering(time=[ROW], model=[ROW])
+    path, asked = tmp_path / "record.jsonl", answering(time=[ROW], model=[ROW])
     monkeypatch.setattr(command.Session, "test", lambda self, job: self.finish(job))
     jobs = command.plan(CASES, "cpu", 0.001, sanitizer=False)
     _, first = dry_run(path, "--ops", "delta_matvec")
-    assert first[-1]["finished"] and [job["op"] for job in worker.asked[1:]] == ["delta_matvec"]
+    assert first[-1]["finished"] and [job["op"] for job in asked[1:]] == ["delta_matvec"]
     _, second = dry_run(path)
     assert second[-1]["finished"] and second[-1]["left_out"] == [] and second[: len(first)] == first
-    done = [{k: v for k, v in job.items() if k != "without"} for job in worker.asked if job["kind"] != "device"]
-    wanted = (command.name_of(job) for job in jobs if job["kind"] in ("time", "model"))
-    assert sorted(map(command.name_of, done)) == sorted(wanted)
-    count = len(worker.asked)
+    done = sorted(command.name_of(job) for job in asked if job["kind"] != "device")
+    assert done == sorted(command.name_of(job) for job in jobs if job["kind"] in ("time", "model"))
+    count = len(asked)
     dry_run(path)
-    assert len(worker.asked) == count
+    assert len(asked) == count
     # of other code, or of code that no commit names, nothing is kept, and nothing is lost
     assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", "abd")[1], "row")) == 1
     assert read(path.with_name("record.jsonl.before"))[0]["commit"] == "abc"
@@ -130,16 +118,16 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
 
 
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):
-    worker = answering(time={"ok": False, "message": "the process died with code 7: [/]"})
+    asked = answering(time={"ok": False, "message": "the process died with code 7: [/]"})
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     (row,) = of(entries, "row")
     assert code == 1 and row["provider"] == "the inputs and the reference" and "code 7: [/]" in row["missing"]
-    assert sum(job["kind"] == "time" for job in worker.asked) == 1
+    assert sum(job["kind"] == "time" for job in asked) == 1
     assert {"kind": "done", "job": "time top1_delta: 257 x 1023"} in entries
 
 
 def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, answering, capsys):
-    absent = {"row": {**ROW["row"], "provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}}
+    absent = ROW | {"provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}
     answering(time=[ROW, absent])
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     printed = " ".join(capsys.readouterr().out.split())
@@ -167,9 +155,9 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     monkeypatch.setitem(command.LIMITS_S, "tests", 100.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
     answering()
-    options = ["--device", "cpu", "--no-build", "--output", str(tmp_path / "record.jsonl"), "--commit", "abc"]
-    assert command.main(options) == 1
-    entries = read(tmp_path / "record.jsonl")
+    run_tests = partial(dry_run, tmp_path / "record.jsonl", without=("--no-build",))
+    code, entries = run_tests()
+    assert code == 1
     found = {Path(test["file"]).stem.removeprefix("test_"): test for test in of(entries, "tests")}
     assert {name: test["ok"] for name, test in found.items()} == {"right": True, "wrong": False, "endless": False}
     assert "1 failed" in found["wrong"]["closing"] and "1 passed" in found["right"]["closing"]
@@ -177,7 +165,7 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     assert any("test_what_fails" in line for line in found["wrong"]["failures"])
     # what was tested is not tested again
     monkeypatch.setattr(command, "run", None)
-    assert command.main(options) == 1
+    assert run_tests()[0] == 1
 
 
 def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
@@ -252,20 +240,19 @@ def test_build_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
 def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, answering, done):
     build = Mock(found={"ok": True, "seconds": 1.0})
     build.done.return_value, start = done, Mock(return_value=build)
-    worker, proved = answering(time=[ROW], model=[ROW]), []
+    asked, proved = answering(time=[ROW], model=[ROW]), []
     monkeypatch.setattr(command, "Build", start)
     monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
-    path = tmp_path / "record.jsonl"
-    options = ["--device", "cpu", "--no-tests", "--output", str(path), "--commit", "abc", "--budget-seconds", "100"]
-    assert command.main(options) == 0
+    code, entries = dry_run(tmp_path / "record.jsonl", "--budget-seconds", "100", without=("--no-tests",))
+    assert code == 0
     start.assert_called_once_with("cpu")
     *waited, last = build.mock_calls
     assert last == call.stop() and all(0 <= one.args[0] <= 50 for one in waited)
-    assert len(of(read(path), "build")) == done == len(proved)
+    assert len(of(entries, "build")) == done == len(proved)
     # what needs no extension did not wait, and what needs it is left for the next call where it is not there
-    timed = [job["op"] for job in worker.asked if job["kind"] == "time"]
+    timed = [job["op"] for job in asked if job["kind"] == "time"]
     assert timed[0] == "paged_attention" and {*timed} == {*PROVABLE}
-    left = read(path)[-1]["left_out"]
+    left = entries[-1]["left_out"]
     assert any(line.startswith("prove") for line in left) and not any(line.startswith("model") for line in left)
 
 
@@ -300,7 +287,7 @@ def planted(monkeypatch, tmp_path):
 
 
 def rows(entries):
-    return {(e["shape"], e["provider"]): e for e in entries if e["kind"] == "row"}
+    return {(e["shape"], e["provider"]): e for e in of(entries, "row")}
 
 
 @pytest.mark.slow
@@ -340,7 +327,8 @@ SLOW = ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")
 def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path, planted):
     path = tmp_path / "record.jsonl"
     script = "import sys; from bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:], 'planted:TIMED'))"
-    killed = subprocess.Popen([sys.executable, "-c", script, *OPTIONS, "--output", str(path), "--ops", *SLOW], cwd=ROOT)
+    options = [*OPTIONS, *QUICK, "--output", str(path), "--ops", *SLOW]
+    killed = subprocess.Popen([sys.executable, "-c", script, *options], cwd=ROOT)
     while not (path.exists() and sum('"row"' in text for text in path.read_text().splitlines()) >= 4):
         assert killed.poll() is None
         time.sleep(0.05)
@@ -351,14 +339,13 @@ def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path, planted)
         assert time.monotonic() < deadline
         time.sleep(0.05)
     kept = read(path)
-    assert 4 <= sum(e["kind"] == "row" for e in kept) < 12 and "end" not in {e["kind"] for e in kept}
+    assert 4 <= len(of(kept, "row")) < 12 and "end" not in {e["kind"] for e in kept}
     with path.open("a") as file:
         file.write('{"kind": "row", "of": "ti')  # a line that was being written
     code, entries = planted(path, "--ops", *SLOW)
     assert code == 0 and entries[: len(kept)] == kept
-    assert {e["provider"] for e in entries if e["kind"] == "row"} == {"cpu", "triton", "torch"}
-    assert len({(e["op"], e["provider"]) for e in entries if e["kind"] == "row"}) == 12
-    assert sum(e["kind"] == "row" for e in entries) == 12
+    timed = sorted((e["op"], e["provider"]) for e in of(entries, "row"))
+    assert timed == sorted(itertools.product(SLOW, ("cpu", "triton", "torch")))
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
