@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 from transformers import LlamaConfig
@@ -22,24 +23,13 @@ class Enough(Exception):
     """Ends a trainer that trains without end."""
 
 
-class TwoSteps(Turns):
-    """Ends the trainer after the reports of two steps."""
-
-    def __init__(self):
-        self.got = []
-
-    def end_turn(self, report=None):
-        self.got.append(report)
-        if len(self.got) == 3:
-            raise Enough
-
-
 @pytest.mark.parametrize("run", [_trl.run_ours, _trl.run_trl])
 def test_each_turn_is_a_step_and_reports_it(trl_integration, tmp_path, run):
-    config, turns = load_config("configs/sums.yaml", [*trl.COMMON, *SMALL]), TwoSteps()
+    config, pipe = load_config("configs/sums.yaml", [*trl.COMMON, *SMALL]), Mock()
+    pipe.send.side_effect = None, None, Enough  # after the reports of two steps
     with pytest.raises((Enough, UserError)):
-        run(turns, config.model_dump(mode="json"), tmp_path / "run")
-    ready, *steps = turns.got
+        run(Turns(pipe), config.model_dump(mode="json"), tmp_path / "run")
+    ready, *steps = (sent.args[0] for sent in pipe.send.call_args_list)
     assert ready is None and len(steps) == 2
     for step in steps:
         assert 0 < step.rollout_s < step.seconds and 8 <= step.generated_tokens <= 8 * 16
