@@ -45,19 +45,12 @@ def _access(block: Block, s: Statement) -> Action:
             found = block.memory.read(at, size, count, s.text)
         else:
             found = block.shared.read(at, warps, size, count, s.text)
-        scatter(block, registers, found.view(signed), chosen, on)
+        values = np.zeros((count, block.threads), signed)
+        values[:, chosen] = found.view(signed).T
+        for register, loaded in zip(registers, values):
+            block.write(register, loaded, on)
 
     return run
-
-
-def scatter(block: Block, registers: list[str], found: np.ndarray, chosen: np.ndarray, on: Mask) -> None:
-    """found [threads that take part, registers] -> the registers."""
-    for i, register in enumerate(registers):
-        values = found[:, i]
-        if on is not None:
-            values = np.zeros(block.threads, found.dtype)
-            values[chosen] = found[:, i]
-        block.write(register, values, on)
 
 
 @instruction("cp")

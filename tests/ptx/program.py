@@ -32,7 +32,6 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    name: str
     parameters: dict[str, tuple[int, int]]  # name -> first byte, bytes
     registers: dict[str, str]  # "%r" for all of %r0, %r1, ..., or a whole name -> type
     labels: dict[str, int]  # -> index of a statement
@@ -71,7 +70,7 @@ def parse(text: str, entry: str) -> Program:
             registers[one[2]] = one[1]
         elif line and not line.startswith("."):
             statements.append(statement(line))
-    return Program(entry, _parameters(found[1]), registers, labels, statements)
+    return Program(_parameters(found[1]), registers, labels, statements)
 
 
 def statement(line: str) -> Statement:

@@ -150,7 +150,13 @@ def _asynchronous(block: Block, s: Statement) -> Action:
         for register in results:
             block.write(register, UNKNOWN, on)
         block.running |= totals
-        block.products[-1].append(lambda: _finish_sums(block, totals))
+
+        def finish() -> None:
+            for register, values in totals.items():
+                if block.running.get(register) is values:  # and no later product has taken it over
+                    block.write(register, block.running.pop(register), None)
+
+        block.products[-1].append(finish)
 
     return run
 
@@ -191,12 +197,6 @@ def _read_asynchronously(block: Block, at: np.ndarray, first_warp: int, text: st
 
     block.products[-1].append(finish)
     return shared.bytes.read(at.ravel(), 2, 1, text).reshape(at.shape).astype(np.uint32)
-
-
-def _finish_sums(block: Block, totals: dict[str, np.ndarray]) -> None:
-    for register, values in totals.items():
-        if block.running.get(register) is values:  # and no later product has taken it over
-            block.write(register, block.running.pop(register), None)
 
 
 @instruction("fence")
