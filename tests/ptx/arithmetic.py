@@ -11,7 +11,7 @@ from ptx.program import TYPES, Statement, unbrace
 np.seterr(all="ignore")
 FLOATS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative, "abs": np.abs,
-    "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt, "min": np.fmin, "max": np.fmax,
+    "ex2": np.exp2, "rcp": np.reciprocal, "sqrt": np.sqrt, "min": np.fmin, "max": np.fmax,
     "fma": lambda a, b, c: _fused(a, b, c),
 }  # fmt: skip
 INTEGERS = {
@@ -22,15 +22,12 @@ INTEGERS = {
     "bfe": lambda a, first, length: _field(a, first, length), "popc": np.bitwise_count,
     "prmt": lambda a, b, choice: _permute(a, b, choice),
 }  # fmt: skip
-PREDICATES = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
-# comparisons are false where a number is missing, but for those that end in u
+# those that our kernels use; false where a number is missing, but for those that end in u
 COMPARISONS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
     "ne": lambda a, b: (a != b) & ~_missing(a, b),
-    "neu": np.not_equal, "equ": lambda a, b: (a == b) | _missing(a, b), "ltu": lambda a, b: ~(a >= b),
-    "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "neu": np.not_equal, "leu": lambda a, b: ~(a > b), "geu": lambda a, b: ~(a < b),
     "nan": lambda a, b: _missing(a, b), "num": lambda a, b: ~_missing(a, b),
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
@@ -77,35 +74,37 @@ def _permute(a: np.ndarray, b: np.ndarray, choice: np.ndarray) -> np.ndarray:
     return out.astype(a.dtype)
 
 
+def _apply(block: Block, s: Statement, function: Callable[..., np.ndarray], kinds: list[str]) -> Action:
+    """The first operand becomes this function of the others, which are read as of these types."""
+    reads = [block.read(operand, kind) for operand, kind in zip(s.operands[1:], kinds, strict=True)]
+    return lambda on: block.write(s.operands[0], function(*[read() for read in reads]), on)
+
+
 @instruction("add", "sub", "min", "max", "and", "or", "xor", "not", "neg", "abs", "div", "rem", "shl", "shr", "bfe",
-             "popc", "prmt", "fma", "ex2", "lg2", "rcp", "sqrt")  # fmt: skip
+             "popc", "prmt", "fma", "ex2", "rcp", "sqrt")  # fmt: skip
 def _compute(block: Block, s: Statement) -> Action:
-    table = FLOATS if s.kind[0] == "f" else PREDICATES if s.kind == "pred" else INTEGERS
-    function = table[s.name]
+    function = (FLOATS if s.kind[0] == "f" else INTEGERS)[s.name]
     if "NaN" in s.parts:
         function = {"min": np.minimum, "max": np.maximum}[s.name]
     if s.kind in ("bf16", "bf16x2"):
         return _extremes(block, s, function if "NaN" in s.parts else FLOATS[s.name])
     # a count of bits is of 32 bits whatever is shifted
     kinds = [s.kind if i == 0 or s.name not in ("shl", "shr", "bfe") else "u32" for i in range(len(s.operands) - 1)]
-    reads = [block.read(operand, kind) for operand, kind in zip(s.operands[1:], kinds)]
-    return lambda on: block.write(s.operands[0], function(*[read() for read in reads]), on)
+    return _apply(block, s, function, kinds)
 
 
 def _extremes(block: Block, s: Statement, function: Callable[..., np.ndarray]) -> Action:
     """Minima or maxima of bfloat16, one or two in 32 bits, which need no rounding."""
     assert s.name in ("min", "max"), s.text
     if s.kind == "bf16":
-        numbers = [block.read(operand, s.kind) for operand in s.operands[1:]]
-        return lambda on: block.write(s.operands[0], to_bfloat16(function(*[read() for read in numbers])), on)
-    pairs = [block.read(operand, "u32") for operand in s.operands[1:]]
+        return _apply(block, s, lambda *numbers: to_bfloat16(function(*numbers)), [s.kind] * 2)
 
-    def run(on: Mask) -> None:
-        low = to_bfloat16(function(*[(read() << 16).view(np.float32) for read in pairs]))
-        high = to_bfloat16(function(*[(read() & 0xFFFF0000).view(np.float32) for read in pairs]))
-        block.write(s.operands[0], high.astype(np.uint32) << 16 | low, on)
+    def both(*pairs: np.ndarray) -> np.ndarray:
+        low = to_bfloat16(function(*[(pair << 16).view(np.float32) for pair in pairs]))
+        high = to_bfloat16(function(*[(pair & 0xFFFF0000).view(np.float32) for pair in pairs]))
+        return high.astype(np.uint32) << 16 | low
 
-    return run
+    return _apply(block, s, both, ["u32"] * 2)
 
 
 @instruction("mul", "mad")
@@ -115,32 +114,27 @@ def _multiply(block: Block, s: Statement) -> Action:
         return _compute(block, s)
     half, size = s.parts[1], TYPES[s.kind].itemsize
     wide = f"{s.kind[0]}{16 * size}"
-    reads = [block.read(operand, s.kind) for operand in s.operands[1:3]]
-    more = [block.read(operand, wide if half == "wide" else s.kind) for operand in s.operands[3:]]
 
-    def run(on: Mask) -> None:
-        a, b = (read() for read in reads)
+    def multiply(a: np.ndarray, b: np.ndarray, *more: np.ndarray) -> np.ndarray:
         if half == "lo":
             product = a * b
         else:
             product = a.astype(TYPES[wide]) * b.astype(TYPES[wide])
             product = (product >> np.array(8 * size, product.dtype)).astype(a.dtype) if half == "hi" else product
-        block.write(s.operands[0], sum((read() for read in more), product), on)
+        return sum(more, product)
 
-    return run
+    kinds = [s.kind, s.kind, wide if half == "wide" else s.kind]
+    return _apply(block, s, multiply, kinds[: len(s.operands) - 1])
 
 
 @instruction("setp")
 def _compare(block: Block, s: Statement) -> Action:
-    a, b = (block.read(operand, s.kind) for operand in s.operands[1:])
-    return lambda on: block.write(s.operands[0], COMPARISONS[s.parts[1]](a(), b()), on)
+    return _apply(block, s, COMPARISONS[s.parts[1]], [s.kind] * 2)
 
 
 @instruction("selp")
 def _select(block: Block, s: Statement) -> Action:
-    a, b = (block.read(operand, s.kind) for operand in s.operands[1:3])
-    first = block.read(s.operands[3], "pred")
-    return lambda on: block.write(s.operands[0], np.where(first(), a(), b()), on)
+    return _apply(block, s, lambda a, b, first: np.where(first, a, b), [s.kind, s.kind, "pred"])
 
 
 @instruction("mov", "cvta")
@@ -148,8 +142,7 @@ def _move(block: Block, s: Statement) -> Action:
     """A register, or one of several parts taken apart or put together."""
     to, source = s.operands
     if not to.startswith("{") and not source.startswith("{"):
-        read = block.read(source, s.kind)
-        return lambda on: block.write(to, read(), on)
+        return _apply(block, s, lambda value: value, [s.kind])
     parts = unbrace(to if to.startswith("{") else source)
     bits = 8 * TYPES[s.kind].itemsize // len(parts)
     if to.startswith("{"):
@@ -174,27 +167,23 @@ def _convert(block: Block, s: Statement) -> Action:
     to, source = s.parts[-2:]
     if to.endswith("x2"):  # the first operand becomes the high half
         narrow = to_bfloat16 if to == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
-        high, low = (block.read(operand, source) for operand in s.operands[1:])
-        return lambda on: block.write(
-            s.operands[0], narrow(high()).astype(np.uint32) << np.uint32(16) | narrow(low()), on
+        return _apply(
+            block, s, lambda high, low: narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low), [source] * 2
         )
-    read, wanted = block.read(s.operands[1], source), TYPES[to]
     if to == "bf16":
-        return lambda on: block.write(s.operands[0], to_bfloat16(read()), on)
+        return _apply(block, s, to_bfloat16, [source])
     rounding = next((ROUNDINGS[part] for part in s.parts if part in ROUNDINGS), None)
-    from_float = source[0] == "f" or source == "bf16"
+    wanted, from_float = TYPES[to], source[0] == "f" or source == "bf16"
     if not from_float or to[0] == "f":
-        return lambda on: block.write(
-            s.operands[0], (rounding(read()) if rounding and from_float else read()).astype(wanted), on
-        )
+        return _apply(block, s, lambda value: (rounding(value) if rounding else value).astype(wanted), [source])
     least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
 
-    def run(on: Mask) -> None:
+    def to_whole(value: np.ndarray) -> np.ndarray:
         """Beyond the range its end; 0 where a number is missing."""
-        value = rounding(read().astype(np.float64))
+        value = rounding(value.astype(np.float64))
         inside = (value > float(least)) & (value < float(most))
         whole = np.where(inside, value, 0).astype(wanted)
         ends = np.where(value > 0, np.array(most, wanted), np.array(least, wanted))
-        block.write(s.operands[0], np.where(inside | np.isnan(value), whole, ends), on)
+        return np.where(inside | np.isnan(value), whole, ends)
 
-    return run
+    return _apply(block, s, to_whole, [source])

@@ -36,11 +36,9 @@ class Block:
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.warps = threads // 32
         self.parameters = np.zeros(4096, np.uint8)
-        constants = {"%tid.x": self.thread, "%ntid.x": threads, "%laneid": self.lane}
-        self.registers = {name: np.broadcast_to(np.uint32(v), threads).copy() for name, v in constants.items()}
         self.places = {f"%{what}.{axis}": np.zeros(threads, np.uint32) for what in ("ctaid", "nctaid") for axis in AXES}
-        self.fixed = {*self.registers, *self.places}
-        self.registers |= self.places
+        self.registers = {"%tid.x": self.thread.astype(np.uint32), **self.places}
+        self.fixed = {*self.registers}
         # groups of asynchronous copies and of products; the last one is open
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.products: list[list[Callable[[], None]]] = [[]]
@@ -49,7 +47,13 @@ class Block:
         # blocks that ran; bytes between them and global memory; operations of tensor cores
         self.runs, self.moved, self.flops = 0, 0, 0
         self.guards = [self.read(s.guard, "pred") if s.guard else None for s in program.statements]
-        self.actions = [None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s) for s in program.statements]
+        self.actions = [self._action(s) for s in program.statements]
+
+    def _action(self, s: Statement) -> Action | None:
+        try:
+            return None if s.name in CONTROL else INSTRUCTIONS[s.name](self, s)
+        except KeyError as missing:
+            raise NotImplementedError(f"{missing} in {s.text}") from missing
 
     def launch(self, arguments: Sequence[bytes], grid: tuple[int, int, int]) -> None:
         """Makes ready for the blocks of one grid."""
@@ -175,7 +179,7 @@ class Block:
                     counter[on if taking is None else taking] = self.program.labels[statement.operands[0]]
                 elif statement.name == "bar" and statement.parts[1] != "warp":
                     counter[on], waiting[on] = at, True
-                elif statement.name in ("ret", "exit"):
+                elif statement.name == "ret":
                     counter[on] = at
                     counter[on if taking is None else taking] = end
                 else:
@@ -191,7 +195,7 @@ class Block:
                 finish()
 
 
-CONTROL = ("bra", "bar", "ret", "exit", "membar")
+CONTROL = ("bra", "bar", "ret")
 
 
 def count_warps(on: np.ndarray) -> int:
