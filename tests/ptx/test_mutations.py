@@ -49,39 +49,30 @@ MORE = [
 ]  # fmt: skip
 
 
-class Planted:
-    """Changes one kernel at the place ``number`` of a kind, and counts the places."""
-
-    def __init__(self, kernel: str, kind: str, number: int) -> None:
-        self.kernel, self.number, self.places = kernel, number, 0
-        self.pattern, self.instead = KINDS[kind]
-
-    def __call__(self, ptx: str) -> str:
-        if f".entry {self.kernel}(" not in ptx:
-            return ptx
-        found = list(re.finditer(self.pattern, ptx))
-        self.places = len(found)
-        if self.number >= len(found):
-            return ptx
-        place = found[self.number]
-        return ptx[: place.start()] + place.expand(self.instead) + ptx[place.end() :]
-
-
 def attempt(case: str, kind: str, number: int, arch: int) -> tuple[str, int]:
     """-> what was noticed, "nothing" for a survivor; places of that kind."""
-    run, kernel = CASES[case]
-    planted = Planted(kernel, kind, number)
+    (run, kernel), (pattern, instead), places = CASES[case], KINDS[kind], []
+
+    def plant(ptx: str) -> str:
+        if f".entry {kernel}(" not in ptx:
+            return ptx
+        places[:] = re.finditer(pattern, ptx)
+        if number >= len(places):
+            return ptx
+        place = places[number]
+        return ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
+
     torch.manual_seed(0)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with Gpu(arch, change=planted) as gpu:
+        with Gpu(arch, change=plant) as gpu:
             run(gpu)
     except Fault as fault:
-        return f"fault: {str(fault).split(':')[0]}", planted.places
+        return f"fault: {str(fault).split(':')[0]}", len(places)
     except AssertionError:
-        return "a wrong result", planted.places
-    return "nothing", planted.places
+        return "a wrong result", len(places)
+    return "nothing", len(places)
 
 
 @pytest.mark.parametrize(
