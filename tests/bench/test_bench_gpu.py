@@ -279,8 +279,7 @@ def test_unknown_op_and_missing_gpu_are_named(capsys):
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
     """Runs the command on the cases of tests/planted.py, of which nothing is proved."""
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]), prepend=os.pathsep)
     monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
     monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
     return partial(dry_run, cases="planted:TIMED")

@@ -69,16 +69,12 @@ def _place(out: np.ndarray, row: np.ndarray, column: np.ndarray, pairs: np.ndarr
     out[:, row, column + 1] = FLOAT16[kind](pairs >> 16)
 
 
-def _sum_places(registers: int) -> tuple[slice, np.ndarray, np.ndarray]:
-    """Where in a float32 result [warps, 16, 8 n] lies what the registers hold -> [warps, registers, lanes]."""
-    i = np.arange(registers)[:, None]
-    return slice(None), ROW + 8 * (i >> 1 & 1), COLUMN + (i & 1) + 8 * (i >> 2)
-
-
 def _totals(out: np.ndarray, held: list[np.ndarray], keep: np.ndarray | bool) -> np.ndarray:
     """The product ``out`` [warps, 16, 8 n] and what registers held where it is kept -> [registers, threads]."""
     before = np.stack([values.reshape(-1, 32) for values in held], 1)
-    totals = (out[_sum_places(len(held))] + np.where(keep, before, 0)).astype(np.float32)
+    i = np.arange(len(held))[:, None]
+    product = out[:, ROW + 8 * (i >> 1 & 1), COLUMN + (i & 1) + 8 * (i >> 2)]  # [warps, registers, lanes]
+    totals = (product + np.where(keep, before, 0)).astype(np.float32)
     return np.ascontiguousarray(totals.transpose(1, 0, 2)).reshape(len(held), -1)
 
 
