@@ -155,17 +155,20 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     monkeypatch.setitem(command.LIMITS_S, "tests", 100.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
     answering()
-    run_tests = partial(dry_run, tmp_path / "record.jsonl", without=("--no-build",))
-    code, entries = run_tests()
+    path = tmp_path / "record.jsonl"
+    code, entries = dry_run(path, without=("--no-build",))
     assert code == 1
     found = {Path(test["file"]).stem.removeprefix("test_"): test for test in of(entries, "tests")}
     assert {name: test["ok"] for name, test in found.items()} == {"right": True, "wrong": False, "endless": False}
     assert "1 failed" in found["wrong"]["closing"] and "1 passed" in found["right"]["closing"]
     assert "cut after 2 s" in found["endless"]["closing"]
     assert any("test_what_fails" in line for line in found["wrong"]["failures"])
-    # what was tested is not tested again
-    monkeypatch.setattr(command, "run", None)
-    assert run_tests()[0] == 1
+    # what was tested is not tested again, also where the rest was not
+    path.write_text("".join(line for line in path.open() if '"done"' not in line and "test_right" not in line))
+    again = Mock(return_value=(0, "1 passed"))
+    monkeypatch.setattr(command, "run", again)
+    code, entries = dry_run(path, without=("--no-build",))
+    assert code == 1 and entries[-1]["finished"] and [c.args[0][3] for c in again.mock_calls] == [files["right"]]
 
 
 def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
