@@ -1,26 +1,17 @@
 """The tasks and environments in examples/: their rewards, and a short run of each."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from calculator import Calculator, calculate, right_number
+from countdown import CountdownSettings, reward
 from rich.console import Console
 
 from python_trainer.config import load_config
 from python_trainer.trainer import Trainer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["max_steps=1", "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=2",
          "rollout.max_completion_length=16"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield
-    for name in ("calculator", "countdown"):
-        sys.modules.pop(name, None)
 
 
 def run(folder, settings, *overrides):
@@ -29,8 +20,6 @@ def run(folder, settings, *overrides):
 
 
 def test_calculator_answers_calls():
-    from calculator import Calculator, calculate
-
     env = Calculator()
     assert env.step("so <calc>12*(3+4)-1/2</calc>") == ("=83.5\n", 0.0, False)
     assert env.step("<calc>1,000*3</calc> \n") == ("=3000\n", 0.0, False)
@@ -43,8 +32,6 @@ def test_calculator_answers_calls():
 
 
 def test_calculator_rewards_the_last_number():
-    from calculator import right_number
-
     texts = ["<calc>2*3</calc>=6\nso 6", "5,999,994.", "60", ""]
     assert right_number([], texts, [], answer=[6, "5999994", 6, 6]) == [1.0, 1.0, 0.0, 0.0]
 
@@ -64,14 +51,10 @@ def test_calculator_runs(tmp_path):
      ("A:3*7+4", False), ("A:3+7+15)", False), ("A:15+7+3", True), ("", False)],
 )  # fmt: skip
 def test_countdown_judges_the_last_line(text, right):
-    from countdown import reward
-
     assert reward([], [text], [], numbers=[[3, 7, 15]], target=[25]) == [float(right)]
 
 
 def test_countdown_targets_can_be_reached(tmp_path):
-    from countdown import CountdownSettings
-
     task = CountdownSettings(train_size=50, test_size=20).load()
     assert len(task.train) == 50 and not {e.prompt for e in task.train} & {e.prompt for e in task.test}
     assert all(str(example.columns["target"]) in example.prompt for example in task.train)

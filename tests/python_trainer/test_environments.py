@@ -2,18 +2,17 @@
 
 import copy
 import json
-import sys
 import threading
 import time
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import yaml
 from conftest import QUIET, merged, same, train
 from paged import Letters, engine_for, make, prompts
 from sampling_cases import own_logprobs
+from support import ROOT
 
 from python_trainer.config import load_config
 from python_trainer.data import Example, Group
@@ -223,14 +222,10 @@ def test_rewards_get_what_the_environment_gave():
         function([], [], [])
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 @pytest.fixture
-def playing(tiny_policy, monkeypatch):
+def playing(tiny_policy):
     """Settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    settings = yaml.safe_load((EXAMPLES / "guessing_game.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "examples" / "guessing_game.yaml").read_text())
     changes = {
         "max_steps": 3,
         "task": {"numbers": 3, "max_turns": 2},
@@ -239,8 +234,7 @@ def playing(tiny_policy, monkeypatch):
         "optimizer": {"learning_rate": 1e-2},
         "save": {"save_steps": 2},
     }
-    yield merged(settings, changes)
-    sys.modules.pop("guessing_game", None)
+    return merged(settings, changes)
 
 
 def reached(trainer, accuracy):

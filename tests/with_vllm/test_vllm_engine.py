@@ -1,7 +1,6 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import yaml
 from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
 from sampling_cases import own_logprobs
+from support import ROOT
 from tiny import own_greedy
 from transformers import AutoTokenizer
 
@@ -228,11 +228,9 @@ def test_training(folder, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["in_process", "server"])
-def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_path, monkeypatch, request):
+def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_path, request):
     """The guessing game of the examples: hints are put between turns, and what vLLM drew is what is trained on."""
-    examples = Path(__file__).parents[2] / "examples"
-    monkeypatch.syspath_prepend(str(examples))
-    settings = yaml.safe_load((examples / "guessing_game.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "examples" / "guessing_game.yaml").read_text())
     rollout = {"engine": "vllm", "prompts_per_step": 3, "num_generations": 8, "max_completion_length": 12}
     if where == "server":
         rollout |= {"vllm_server": request.getfixturevalue("address"), "stop": ["0", "1", "2", "3"]}
