@@ -1,11 +1,11 @@
 """Memory told before a run: against hand-worked numbers, against a process, and what is said where it does not fit."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import QUIET, merged, save_tiny_policy
+from support import ROOT
 from transformers import Qwen2Config
 
 import python_trainer.memory
@@ -18,7 +18,6 @@ from python_trainer.memory import Device, device_here, needs_recomputing, parse_
 from python_trainer.model.policy import recomputes
 from python_trainer.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 # hidden, layers, heads, KV heads, intermediate, vocabulary, whether the output layer is the embeddings
 QWEN = {
     "0.5b": (896, 24, 14, 2, 4864, 151_936, True),
@@ -126,7 +125,7 @@ def dry_run(values, tmp_path, capsys, *arguments):
 
 
 def test_a_dry_run_prints_settings_and_memory_and_writes_nothing(small, tmp_path, capsys):
-    (Path(small["model"]["path"]) / "model.safetensors").unlink()  # weights are not read
+    (tmp_path / "policy" / "model.safetensors").unlink()  # weights are not read
     before = sorted(tmp_path.rglob("*"))
     code, said = dry_run(small, tmp_path, capsys, "--gpus", "24", "--set", "max_steps=7")
     assert code == 0 and not said.err

@@ -2,17 +2,14 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import python_trainer.tasks
-from python_trainer.config import load_config
+from python_trainer.config import load_config, read_yaml
 from python_trainer.data import Request
-from python_trainer.hub import policy_folder
+from python_trainer.hub import SHIPPED, policy_folder
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import SamplingParams
@@ -24,9 +21,7 @@ from tools.policies import training
 from tools.policies.sums import ALL, SHORT, Aim, Phase, Sums
 from tools.policies.training import byte_tokenizer, new_policy, save, train
 
-POLICIES = Path(python_trainer.tasks.__file__).parent / "policies"
 PROMPTS = 128
-SHIPPED = sorted(folder.name for folder in POLICIES.iterdir())
 
 
 def judge(policy, task, examples, longest, sampling, samples=1):
@@ -53,14 +48,14 @@ def test_the_small_policy_leaves_room():
 
 
 def test_together_they_are_small():
-    assert sum(file.stat().st_size for file in POLICIES.rglob("*")) <= 8_000_000
+    assert sum(file.stat().st_size for file in SHIPPED.rglob("*")) <= 8_000_000
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_policies_load_as_bfloat16_with_their_tokenizer(name):
-    policy = AutoModelForCausalLM.from_pretrained(POLICIES / name)
+@pytest.mark.parametrize("folder", sorted(SHIPPED.iterdir()), ids=lambda folder: folder.name)
+def test_shipped_policies_load_as_bfloat16_with_their_tokenizer(folder):
+    policy = AutoModelForCausalLM.from_pretrained(folder)
     assert policy.config.model_type == "qwen2" and policy.dtype == torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(POLICIES / name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = byte_tokenizer()
     assert tokenizer.get_vocab() == expected.get_vocab() and len(tokenizer) == policy.config.vocab_size
     assert policy.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
@@ -141,7 +136,6 @@ def test_a_missing_gpu_is_named(monkeypatch, capsys, tmp_path):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 # of 64 test prompts with 8 answers each: mean p, share of groups without a spread
 FROZEN = {
     "sums": "35010d092609260e35a6afaab75e59f87bd1f25110e38172bcecf43471e9a94f",
@@ -153,7 +147,7 @@ PROMISED = {"sums": (0.49, 0.63), "lattice_paths": (0.32, 0.74)}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
 def test_policies_are_as_right_as_promised(name):
-    config = load_config(CONFIGS / f"{name}.yaml")
+    config = load_config(name)
     task, policy = config.task.load(), load_policy(config.model)
     right = judge(policy, task, task.test[:64], config.rollout.max_completion_length, SamplingParams(seed=1), samples=8)
     groups = [sum(right[8 * i : 8 * i + 8]) for i in range(64)]
@@ -166,8 +160,8 @@ def test_policies_are_as_right_as_promised(name):
 @pytest.mark.parametrize("name", FROZEN)
 def test_tuned_tasks_are_frozen(name):
     """Prompts, policy and configuration: whoever changes one makes another task, and the records of this one void."""
-    config = load_config(CONFIGS / f"{name}.yaml")
-    task, settings = config.task.load(), yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config = load_config(name)
+    task, settings = config.task.load(), read_yaml(name)
     splits = [[[x.prompt, x.columns.get("answer")] for x in split] for split in (task.train, task.gate, task.test)]
     digest = hashlib.sha256(json.dumps([splits, settings], sort_keys=True).encode())
     digest.update((policy_folder(name) / "model.safetensors").read_bytes())

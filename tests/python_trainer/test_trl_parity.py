@@ -6,11 +6,11 @@ behind one copy of their prompt. Some answers end with EOS, which is the padding
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import QUIET, digits
+from support import ROOT
 from tiny import weights
 from torch.nn.utils.rnn import pad_sequence
 
@@ -111,8 +111,8 @@ CASES |= {
 
 def documented_sapo():
     """The plug-in of docs/algorithms.md."""
-    page = Path(__file__).parents[2] / "docs/algorithms.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    page = (ROOT / "docs/algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {"__name__": "my_losses"}
     exec(code, names)
     return names["sapo"]
