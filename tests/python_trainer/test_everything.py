@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-from conftest import train
+from conftest import merged, train
 from fake_vllm import draw, install, serving
 
 from python_trainer.accelerators import ACCELERATORS
@@ -45,16 +45,15 @@ WORK = {
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", ACCELERATORS.names)
 def test_each_works_or_says_why_not(make_config, gate_task, tmp_path, monkeypatch, name, other):
-    accelerators = {"enabled": [name]} | ({name: SETTINGS[name]} if name in SETTINGS else {})
-    changes = {key: dict(values) for key, values in OTHERS[other].items()}
-    changes["task"] = gate_task | changes.get("task", {})
+    accelerators = SETTINGS | {"enabled": [name]}
+    changes = merged(OTHERS[other], {"task": gate_task})
     if name == "rpo":  # which remembers answers that have room to end
-        changes["rollout"] = {"max_completion_length": 40} | changes.get("rollout", {})
+        changes = merged(changes, {"rollout": {"max_completion_length": 40}})
     with ExitStack() as running:
         if other == "vLLM servers":
             server = running.enter_context(serving())
             server.answers["/v1/completions"] = draw
-            changes["rollout"]["vllm_server"] = server.url
+            changes = merged(changes, {"rollout": {"vllm_server": server.url}})
         elif other == "vLLM in process":
             install(monkeypatch, sleeps=False)
             shared = SimpleNamespace(share_history=lambda *args, **options: None)
