@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 from itertools import groupby
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -189,22 +190,16 @@ def test_limits_of_an_answer(model):
     assert any(len(r.response_ids) == 25 for r in tight)
 
 
-def test_what_is_no_episode_is_refused(model):
-    class Odd(Echo):
-        def step(self, text):
-            return text, float("nan"), False
-
+def test_what_is_no_episode_is_refused(model, monkeypatch):
+    monkeypatch.setattr(Echo, "step", lambda self, text: (text, float("nan"), False))
     with pytest.raises(UserError, match=r"step returned \(.*nan, False\); allowed: \(text or messages, finite reward"):
-        episodes(model, Odd).generate(groups(), SAMPLING)
-
-    class Unready(Environment):
-        def reset(self, example):
-            return None if example.prompt == "a" else 1 / 0
-
+        episodes(model).generate(groups(), SAMPLING)
+    unready = Mock()
+    unready().reset.side_effect = [None, ZeroDivisionError("division by zero")]
     with pytest.raises(UserError, match="reset returned None for prompt 'a'; allowed: text for a prompt that is text"):
-        initial_prompt(Unready, Example("a"))
+        initial_prompt(unready, Example("a"))
     with pytest.raises(UserError, match=r"reset failed for prompt f.jsonl:3: ZeroDivisionError: division by zero"):
-        initial_prompt(Unready, Example("b", place="f.jsonl:3"))
+        initial_prompt(unready, Example("b", place="f.jsonl:3"))
 
 
 def test_samples_show_what_was_asked(make_config, tmp_path):
@@ -237,10 +232,9 @@ def playing(tiny_policy):
     return merged(settings, changes)
 
 
-def reached(trainer, accuracy):
+def reached(state, wanted):
     """Whether the run has had its steps, or an evaluation of this accuracy."""
-    rows = read_metrics(trainer.folder) if (trainer.folder / "metrics.jsonl").exists() else []
-    return trainer.state.step == 120 or any(row.get("eval/accuracy", 0) >= accuracy for row in rows)
+    return state.step == 120 or any(accuracy >= wanted for _, accuracy, _ in state.evaluations)
 
 
 @pytest.mark.slow
@@ -256,7 +250,7 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path):
     for seed in range(1, 6):
         folder = tmp_path / str(seed)
         trainer = Trainer(load_config(settings | {"seed": seed}), folder, console=QUIET)
-        trainer.finished = partial(reached, trainer, 0.87)
+        trainer.finished = partial(reached, trainer.state, 0.87)
         trainer.run()
         rows = read_metrics(folder)
         if (best := rows[-1]["eval/accuracy"]) > 0.85:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import LORA, QUIET, train
 from paged import make
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -157,7 +158,6 @@ def logits(model):
 
 
 def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_config, tmp_path, tiny_policy):
-    peft = pytest.importorskip("peft")
     lora, optimizer = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}, {"learning_rate": 0.05}
     train(make_config(max_steps=2, model={"lora": lora}, optimizer=optimizer), tmp_path / "run")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
@@ -168,7 +168,7 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     assert sorted(wanted["target_modules"]) == ["down_proj", "q_proj"]
     assert wanted["base_model_name_or_path"] == str(tiny_policy)
     ours = load_policy(ModelConfig(path=str(adapter), device="cpu")).model
-    for model in (ours, peft.PeftModel.from_pretrained(base, adapter)):
+    for model in (ours, PeftModel.from_pretrained(base, adapter)):
         torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-4)
     again = make_config(max_steps=1, model={"path": str(adapter), "lora": lora}, optimizer=optimizer)
     train(again, tmp_path / "again")
@@ -215,11 +215,10 @@ def test_an_adapter_without_its_base_is_named(tmp_path, config, message):
     ],
 )
 def test_an_adapter_on_tied_embeddings_is_merged_as_it_computes(tmp_path, tiny_policy, options):
-    peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(tiny_policy)
     assert base.config.tie_word_embeddings
-    settings = peft.LoraConfig(r=2, init_lora_weights=False, base_model_name_or_path=str(tiny_policy), **options)
-    adapted = peft.get_peft_model(base, settings).eval()
+    settings = LoraConfig(r=2, init_lora_weights=False, base_model_name_or_path=str(tiny_policy), **options)
+    adapted = get_peft_model(base, settings).eval()
     with torch.no_grad():
         for p in adapted.parameters():
             if p.requires_grad:
