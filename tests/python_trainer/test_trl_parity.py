@@ -4,14 +4,13 @@ TRL pads prompts on the left and answers on the right and runs plain attention; 
 behind one copy of their prompt. Some answers end with EOS, which is the padding token too, and some are cut off.
 """
 
-import importlib
 import re
 
 import pytest
 import torch
 from conftest import QUIET, digits
 from support import ROOT
-from tiny import weights
+from tiny import grpo_trainer, weights
 from torch.nn.utils.rnn import pad_sequence
 
 from python_trainer.algorithms.settings import LOSS_TYPES
@@ -20,14 +19,13 @@ from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
 
-GROUPS, SIZE, LONGEST = 3, 4, 12
+GROUPS, SIZE, LONGEST = 3, 4, 12  # SIZE is that of tiny.grpo_trainer
 EOS = 63
 
 
 @pytest.fixture
 def make_trl(trl_integration, tiny_policy, tmp_path):
     """TRL's trainer on the tiny policy, fed with given answers: ``make_trl(rollouts, **settings)``."""
-    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
 
     def make(rollouts, **settings):
         answers = {}
@@ -44,16 +42,10 @@ def make_trl(trl_integration, tiny_policy, tmp_path):
             }
 
         options = {
-            "per_device_train_batch_size": len(rollouts), "num_generations": SIZE, "max_completion_length": LONGEST,
-            "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-            "shuffle_dataset": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant",
-            "logging_strategy": "no", "beta": 0.0,
+            "per_device_train_batch_size": len(rollouts), "max_completion_length": LONGEST, "shuffle_dataset": False,
+            "gradient_checkpointing": False, "logging_strategy": "no", "beta": 0.0, **settings,
         }  # fmt: skip
-        args = trl.GRPOConfig(output_dir=str(tmp_path / "trl"), **options | settings)
-        rows = datasets.Dataset.from_dict({"prompt": list(answers)})
-        return trl.GRPOTrainer(
-            model=str(tiny_policy), args=args, train_dataset=rows, reward_funcs=digits, rollout_func=rollout_func
-        )
+        return grpo_trainer(tmp_path / "trl", tiny_policy, list(answers), digits, options, rollout_func=rollout_func)
 
     return make
 
