@@ -37,10 +37,9 @@ def test_calculator_rewards_the_last_number():
 
 
 def test_calculator_runs(tmp_path):
-    for name in ("train", "test"):
-        rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"name": "jsonl", "train_path": str(tmp_path / "train.jsonl"), "test_path": str(tmp_path / "test.jsonl"),
+    path, rows = tmp_path / "doubles.jsonl", [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "jsonl", "train_path": str(path), "test_path": str(path),
             "reward": "calculator:right_number", "environment": "calculator:Calculator"}  # fmt: skip
     assert run(tmp_path / "run", {"task": task})["steps"] == 1
 

@@ -101,8 +101,6 @@ def test_what_rehearsal_has_brought_is_seen_at_once(run, tmp_path):
 
 def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
     run("first", steps=6)
-    prompts = RetrospectiveDatabase(str(tmp_path / "history.db")).samples()
-    assert prompts
     many = {"num_generations": 32, "prompts_per_step": 4}
     run("with", steps=2, seed=1, rehearsals=20, rollout=many)
     run("without", steps=2, seed=1, rehearsals=0, rollout=many)
