@@ -5,6 +5,7 @@ token, answer 1 | last token, answer 2 | ...], so that every packed position pre
 """
 
 import functools
+import itertools
 import logging
 import types
 from dataclasses import dataclass
@@ -55,28 +56,22 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: 
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in range(len(ids)):
         groups.setdefault(tuple(ids[i, :split][mask[i, :split]].tolist()), []).append(i)
-    packed, rows, targets, row, column = [], [], [], [], []
-    prefix_lens, suffix_lens, starts, at = [], [], [0], 0
-    for prompt, members in groups.items():
-        packed.append(torch.tensor(prompt[:-1], dtype=torch.int64))
-        prefix_lens.append(len(prompt) - 1)
-        at += len(prompt) - 1
-        for i in members:
-            places = mask[i, split:].nonzero()[:, 0]
-            answer = ids[i, split:][places]
-            if n := len(answer):
-                packed += [torch.tensor(prompt[-1:], dtype=torch.int64), answer[:-1]]
-            rows.append(torch.arange(at, at + n))
-            targets.append(answer)
-            row.append(torch.full((n,), i))
-            column.append(places)
-            suffix_lens.append(n)
-            at += n
-        starts.append(starts[-1] + len(members))
-    layout = PackedLayout(prefix_lens, suffix_lens, starts)
-    tensors = torch.cat(packed), layout.position_ids, *map(torch.cat, (rows, targets, row, column))
-    tokens, positions, *answers = (tensor.to(input_ids.device, non_blocking=True) for tensor in tensors)
-    return Packed(tokens, positions, layout, *answers)
+    order = torch.tensor([i for members in groups.values() for i in members])
+    answers, kept = ids[order, split:], mask[order, split:]
+    row, column = kept.nonzero(as_tuple=True)
+    starts = [0, *itertools.accumulate(map(len, groups.values()))]
+    layout = PackedLayout([len(prompt) - 1 for prompt in groups], kept.sum(1), starts)
+    targets, rows = answers[kept], []
+    left = iter(targets.split(kept.sum(1).tolist()))
+    packed = torch.empty(layout.num_tokens, dtype=torch.int64)
+    for prompt, (prefix, suffixes) in zip(groups, layout.spans()):
+        packed[prefix] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        for suffix in suffixes:
+            packed[suffix] = torch.cat([torch.tensor(prompt[-1:]), next(left)])[:-1]
+            rows.append(torch.arange(suffix.start, suffix.stop))
+    tensors = packed, layout.position_ids, torch.cat(rows), targets, order[row], column
+    tokens, positions, *rest = (tensor.to(input_ids.device, non_blocking=True) for tensor in tensors)
+    return Packed(tokens, positions, layout, *rest)
 
 
 def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
