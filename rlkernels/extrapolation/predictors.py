@@ -95,7 +95,6 @@ def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) ->
     the step and accuracy of the last point.
 
     Args:
-        trajectory: what was tracked so far.
         predictor: one of ``PREDICTORS``.
         holdout: points to leave out, >= 1.
 
@@ -166,18 +165,11 @@ class Refusal:
 
 
 def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None = None) -> Refusal | None:
-    """Return the first reason not to try this predictor on this trajectory now; None if there is none.
+    """Return the first reason, with its figures, not to try a predictor on this trajectory now; None without one.
 
     Args:
-        trajectory: what was tracked so far.
-        predictor: one of ``PREDICTORS``.
+        predictor: one of ``PREDICTORS``; another one raises ValueError.
         limits: None for the defaults.
-
-    Returns:
-        The reason, and the figures behind it.
-
-    Raises:
-        ValueError: an unknown predictor.
     """
     limits = limits or Limits()
     needed = max(find_predictor(predictor).min_points + limits.holdout, 3)
@@ -208,7 +200,6 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     """Predict the weights of the modules to which :func:`module_refusal` does not object.
 
     Args:
-        trajectory: what was tracked so far.
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
         target: step and accuracy to go to.
         predictor: one of ``PREDICTORS``.

@@ -160,11 +160,7 @@ class SuffixRollouts:
         return new, [[of_token[0] for of_token in row] for row in logprobs]
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it finds right is remembered.
-
-        Raises:
-            TypeError: an async function.
-        """
+        """Return the same reward function; what it finds right is remembered. Raises TypeError if it is async."""
         _check_plain(reward)
         self._watching = True
 
@@ -209,11 +205,7 @@ class HistoryRecorder(TrainerCallback):
         self._model: Any = None
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it is given in training is recorded.
-
-        Raises:
-            TypeError: an async function.
-        """
+        """Return the same reward function; what it gets in training is recorded. Raises TypeError if it is async."""
         _check_plain(reward)
 
         @functools.wraps(reward)

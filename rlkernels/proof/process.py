@@ -44,16 +44,12 @@ class Worker:
             ) -> Message:  # fmt: skip
         """Give a job to the worker and return its last message; ``hear`` gets the others as they come.
 
+        Without a last message ``ok`` is False, ``message`` says why, and ``cut`` is True if the budget ended first.
+        Raises as :meth:`close`.
+
         Args:
             limit: seconds from one message to the next; beyond them the worker counts as hung.
             end: of the budget, on the monotonic clock.
-
-        Returns:
-            The last message. Without one ``ok`` is False, ``message`` says why, and ``cut`` is True if the budget
-            ended first.
-
-        Raises:
-            DeviceLost: the worker outlives SIGKILL.
         """
         if self.process is None and not (ready := self._start(end))["ok"]:
             return ready
@@ -118,11 +114,7 @@ class Worker:
         return {"ok": False, "message": f"the process died with code {code}: {said}"}
 
     def close(self) -> None:
-        """End the process.
-
-        Raises:
-            DeviceLost: it outlives SIGKILL.
-        """
+        """End the process. Raises DeviceLost if it outlives SIGKILL."""
         process, self.process = self.process, None
         if process is None:
             return

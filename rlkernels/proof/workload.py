@@ -48,12 +48,7 @@ class Workload:
 
 
 def workload_of_run(settings: Mapping[str, Any], model: Any) -> Workload:
-    """Return the workload of a run.
-
-    Args:
-        settings: of python_trainer, nested.
-        model: the configuration of a decoder of Transformers.
-    """
+    """Return the workload of a run with these nested settings of python_trainer and configuration of a decoder."""
     rollout, dtype = settings["rollout"], settings["model"]["dtype"]
     heads = getattr(model, "num_attention_heads", Workload.heads)
     return Workload(
