@@ -18,7 +18,7 @@ import rlkernels
 from rlkernels import backend, proof, verdicts
 from rlkernels.__main__ import main
 from rlkernels.proof import Workload, process
-from rlkernels.proof.cases import SMALL, attention, cases_of
+from rlkernels.proof.cases import SMALL, attention, cases_of, rank1
 from rlkernels.proof.problem import Problem, Tolerance, check
 from rlkernels.proof.worker import race, run_timing
 
@@ -359,6 +359,16 @@ def test_rule_is_twice_the_error_of_plain_torch():
 ])  # fmt: skip
 def test_wrong_values_shapes_and_dtypes_fail(ours):
     assert not passes(gate(torch.ones(2)).judge(ours))
+
+
+@pytest.mark.parametrize("problem", [
+    rank1.top1(8, 5, torch.float32, CPU), rank1.top1_many([(8, 5)], torch.float32, CPU),
+])  # fmt: skip
+def test_nan_in_any_part_of_a_triplet_fails(problem):
+    right = problem.call("torch")
+    assert passes(problem.judge(right, right))
+    for i, part in enumerate(right):
+        assert not passes(problem.judge([*right[:i], part * math.nan, *right[i + 1 :]], right))
 
 
 def test_equal_integers_pass_and_others_fail():

@@ -24,8 +24,8 @@ def _pair(m: int, n: int, dtype: torch.dtype, on: Device) -> tuple[torch.Tensor,
     return (base.float() + delta).to(dtype), base
 
 
-def _finite(worst: float) -> Verdict:
-    return (worst if worst == worst else float("inf")), 2 * TOL
+def _worst(*errors: float) -> Verdict:
+    return (max(errors) if all(error == error for error in errors) else float("inf")), 2 * TOL
 
 
 def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
@@ -44,7 +44,7 @@ def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
         vectors = ((ours[0].double(), u), (ours[2].double(), v))
         angles = [(mine - true * (mine @ true)).norm().item() for mine, true in vectors]
         lengths = [abs(mine.norm().item() - 1) for mine, _ in vectors]
-        return _finite(max(*angles, 10 * abs(ours[1].item() / s.item() - 1), 1e3 * max(lengths)))
+        return _worst(*angles, *(1e3 * length for length in lengths), 10 * abs(ours[1].item() / s.item() - 1))
 
     return Problem(call, judge=judge, nbytes=2 * weight.nbytes, dtype=dtype)
 
@@ -59,7 +59,7 @@ def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> 
                 torch.tensor([u.sigma for u in updates.values()], dtype=torch.float64)]  # fmt: skip
 
     def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
-        return _finite(max((ours[0] - plain[0]).abs().max().item(), (ours[1] / plain[1] - 1).abs().max().item()))
+        return _worst((ours[0] - plain[0]).abs().max().item(), (ours[1] / plain[1] - 1).abs().max().item())
 
     return Problem(call, judge=judge, nbytes=4 * sum(w.nbytes + b.nbytes for w, b in pairs.values()), dtype=dtype)
 
