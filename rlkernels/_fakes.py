@@ -44,9 +44,6 @@ FAKES: dict[str, Callable[..., Any]] = {
     "shared_prefix_attention": _attention,
     "merge_attention": lambda out_a, lse_a, *_: (like(out_a), like(lse_a)),
     "grouped_attention_backward": lambda grad_out, query, key, value, *_: (like(query), like(key), like(value)),
-    "write_kv": lambda *_: None,
-    "advise_huge_pages": lambda *_: None,
-    "add_rank1_": lambda *_: None,
     "add_rms_norm": _add_rms_norm,
     "rms_norm_backward": lambda grad_out, grad_sum, total, factor, weight: (like(total), like(weight)),
     "rope": lambda x, *_: like(x),
@@ -66,9 +63,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "dtw": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
     "dtw_subsequence": _warps,
     "dtw_warps": _warps,
-    "dtw_warps_": lambda *_: None,
     "dtw_bounds": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
     "dtw_topk": lambda x, y, k, *_: (x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=I64)),
+    **dict.fromkeys(("write_kv", "advise_huge_pages", "add_rank1_", "dtw_warps_"), lambda *_: None),  # write in place
 }  # fmt: skip
 
 for name, fake in FAKES.items():
