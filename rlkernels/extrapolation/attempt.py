@@ -16,8 +16,7 @@ from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 class Attempt:
     """Settings of an extrapolation: when not to try, how far to go, and how to judge candidates.
 
-    Raises:
-        TypeError, ValueError: a setting of another type or out of range.
+    One of another type or out of range raises TypeError or ValueError.
     """
 
     predictor: str = "secant"  # one of ``PREDICTORS``
