@@ -126,15 +126,10 @@ class RankOneTrajectory:
             self._facts[name].append([*facts, STATUSES.index(update.status)])
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
-        while len(self) > MAX_POINTS:
-            self._thin()
-
-    def _thin(self) -> None:
-        """Forgets the point whose neighbours lie closest together, the oldest of equals."""
-        gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
-        del self.steps[gone], self.accuracy[gone]
-        for rows in (self._left, self._right, self._facts):
-            for of_module in rows.values():
+        if len(self) > MAX_POINTS:  # the oldest of equals goes
+            gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
+            del self.steps[gone], self.accuracy[gone]
+            for of_module in (*self._left.values(), *self._right.values(), *self._facts.values()):
                 del of_module[gone]
 
     def facts(self, name: str, index: int = -1) -> dict[str, float]:

@@ -57,9 +57,18 @@ def _tokenize(prompts: list, tokenizer: Any, options: dict[str, Any] | None) -> 
     )["input_ids"]
 
 
-def _check_plain(reward: Reward) -> None:
+def _watch(reward: Reward, see: Callable[..., None]) -> Reward:
+    """Return the same reward function; ``see`` gets what it returns and, by name, what it was given."""
     if inspect.iscoroutinefunction(reward):
         raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
+
+    @functools.wraps(reward)
+    def watched(**given: Any) -> Sequence[float | None]:
+        values = reward(**given)
+        see(values, **given)
+        return values
+
+    return watched
 
 
 def _gather(values: list) -> list:
@@ -161,19 +170,12 @@ class SuffixRollouts:
 
     def watch(self, reward: Reward) -> Reward:
         """Return the same reward function; what it finds right is remembered. Raises TypeError if it is async."""
-        _check_plain(reward)
         self._watching = True
+        return _watch(reward, self._remember)
 
-        @functools.wraps(reward)
-        def watched(*, prompts: list, completion_ids: list, **columns: Any) -> Sequence[float | None]:
-            values = reward(prompts=prompts, completion_ids=completion_ids, **columns)
-            if self._step is not None:
-                self._remember(prompts, completion_ids, values)
-            return values
-
-        return watched
-
-    def _remember(self, prompts: list, completion_ids: list, values: Sequence[float | None]) -> None:
+    def _remember(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, **_: Any) -> None:
+        if self._step is None:
+            return
         options: dict[str, list[list[int]]] = {}
         for prompt, ids, value in zip(prompts, completion_ids, values, strict=True):
             if value is not None and value > self.right and ids and ids[-1] in self._ends:
@@ -206,21 +208,17 @@ class HistoryRecorder(TrainerCallback):
 
     def watch(self, reward: Reward) -> Reward:
         """Return the same reward function; what it gets in training is recorded. Raises TypeError if it is async."""
-        _check_plain(reward)
+        return _watch(reward, self._record)
 
-        @functools.wraps(reward)
-        def watched(*, prompts: list, completion_ids: list, trainer_state: Any, **columns: Any) -> Any:
-            values = reward(prompts=prompts, completion_ids=completion_ids, trainer_state=trainer_state, **columns)
-            if self._tokenize is None:
-                raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
-            if self._model.training:
-                epoch, rows = int(trainer_state.epoch or 0), zip(self._tokenize(prompts), completion_ids, values)
-                for prompt, answer, value in rows:  # TRL leaves None and NaN out, too
-                    reward_of = 0.0 if value is None or not math.isfinite(value) else float(value)
-                    self._new.append((prompt, answer, reward_of, epoch))
-            return values
-
-        return watched
+    def _record(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, trainer_state: Any,
+                **_: Any) -> None:  # fmt: skip
+        if self._tokenize is None:
+            raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
+        if self._model.training:
+            epoch, rows = int(trainer_state.epoch or 0), zip(self._tokenize(prompts), completion_ids, values)
+            for prompt, answer, value in rows:  # TRL leaves None and NaN out, too
+                reward_of = 0.0 if value is None or not math.isfinite(value) else float(value)
+                self._new.append((prompt, answer, reward_of, epoch))
 
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
         self._model, tokenizer = kwargs["model"], kwargs["processing_class"]

@@ -58,10 +58,6 @@ class Prover:
         self.worker = Worker([sys.executable, "-c", START, *arguments], os.environ)
         self.cases: list[Case] = pkgutil.resolve_name(cases)(workload)
 
-    def candidates(self, op: str) -> list[str]:
-        """List our backends of the op that run on the device."""
-        return [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
-
     def ask(self, job: Message, hear: Callable[[Message], None] = lambda message: None) -> Message:
         """Return the worker's answer.
 
@@ -78,7 +74,8 @@ class Prover:
 
     def op(self, op: str) -> verdicts.Verdict:
         """Return the verdict on an op. Raises as :meth:`ask`."""
-        found = {name: self.checked(op, name) for name in self.candidates(op)}
+        here = [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
+        found = {name: self.checked(op, name) for name in here}
         for case in self.cases:
             if case.op == op and case.timed:
                 self.timed(case, found)
