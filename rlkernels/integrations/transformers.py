@@ -32,8 +32,7 @@ from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, writ
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
 
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-if not (5, 19) <= VERSION < (6, 0):
+if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
     raise ImportError(
         f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
     )
@@ -374,24 +373,21 @@ class PagedCache(Cache):
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
     """Return the tokens of each row, and how many columns of padding precede them."""
-    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        if value is not None or name == "input_ids":
-            _check.tensor(name, value, ndim=2)
+    _check.tensor("input_ids", input_ids, ndim=2)
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask must have shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
+    _check.tensor("attention_mask", attention_mask, ndim=2)
+    _check.shape("attention_mask", attention_mask, input_ids.shape)
     real = attention_mask.bool().cpu()
     pads = (~real).sum(1).tolist()
-    place = torch.arange(real.shape[1], device="cpu")
-    early = real & (place < torch.tensor(pads, device="cpu")[:, None])  # tokens with padding after them
+    early = real[:, :-1] & ~real[:, 1:]  # tokens with padding after them
     if early.any():
         row, column = early.nonzero()[0].tolist()
         raise ValueError(
             "attention_mask must be 0 on the left only (tokenizer.padding_side = 'left'), got "
             f"{int(attention_mask[row, column])} at [{row}, {column}] and 0 to the right of it"
         )
-    if any(pad == real.shape[1] for pad in pads):
+    if real.shape[1] in pads:
         raise ValueError(
             f"input_ids must have a token in every row, got only padding in row {pads.index(real.shape[1])}"
         )

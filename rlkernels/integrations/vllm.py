@@ -31,12 +31,11 @@ from rlkernels.history import RolloutHistory
 
 __all__ = ["HistoryProposer", "share_history"]
 
-OLDEST = (0, 32)
 HISTORY, RECORD = "rlkernels_history", "rlkernels_record"  # keys of vLLM's additional_config
 MOST_TOKENS = 10_000_000  # of answers in a history that fills itself
 NEW_SHARE = 0.1  # of a recorded history's tokens: so much that is new is written at once
 
-if tuple(vllm.__version_tuple__[:2]) < OLDEST:
+if tuple(vllm.__version_tuple__[:2]) < (0, 32):
     raise ImportError(f"rlkernels.integrations.vllm needs vllm >= 0.32, found {vllm.__version__}")
 
 logger = logging.getLogger(__name__)

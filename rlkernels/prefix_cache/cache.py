@@ -111,9 +111,8 @@ class PagedKVCache:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
         self.value_cache = torch.empty(shape, dtype=dtype, device=device)
-        self._pool: Any = BlockPool(num_blocks, block_size)
-        if _backend.choose("block_pool", torch.device("cpu"), backend) == "cpu":
-            self._pool = compiled_pool(num_blocks, block_size)
+        native = _backend.choose("block_pool", torch.device("cpu"), backend) == "cpu"
+        self._pool: Any = (compiled_pool if native else BlockPool)(num_blocks, block_size)
         if self.device.type == "cpu" and _backend.extension_error() is None:
             torch.ops.rlkernels.advise_huge_pages(self.key_cache)
             torch.ops.rlkernels.advise_huge_pages(self.value_cache)
