@@ -129,8 +129,9 @@ class RankOneTrajectory:
         if len(self) > MAX_POINTS:  # the oldest of equals goes
             gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
             del self.steps[gone], self.accuracy[gone]
-            for of_module in (*self._left.values(), *self._right.values(), *self._facts.values()):
-                del of_module[gone]
+            for rows in (self._left, self._right, self._facts):
+                for of_module in rows.values():
+                    del of_module[gone]
 
     def facts(self, name: str, index: int = -1) -> dict[str, float]:
         """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of one tracked step."""
