@@ -33,16 +33,12 @@ BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 @dataclass(frozen=True)
 class Op:
-    """The backends that have been written for an op.
-
-    Attributes:
-        like: the op whose kernels it runs, and whose verdicts hold for it.
-    """
+    """The backends that have been written for an op."""
 
     cpu: bool = False
     triton: bool = False
     cuda: bool = False
-    like: str | None = None
+    like: str | None = None  # the op whose kernels it runs, and whose verdicts hold for it
 
 
 # Compute capability ("9.0") -> op -> its backend there, from the records in bench/gpu/records, which a wheel does not

@@ -13,27 +13,19 @@ Verdict = tuple[float, float]  # largest error, and the error that is allowed
 
 @dataclass
 class Problem:
-    """An op with its inputs bound, on the device.
+    """An op with its inputs bound, on the device."""
 
-    Attributes:
-        call: backend -> output (a tensor, or a tuple of tensors and numbers).
-        exact: the same from float64 inputs through the reference. None: ``call("torch")`` is exact enough.
-        reset: restores the inputs of an op that changes them; ``call`` then returns what it changed.
-        judge: (output, output of plain torch) -> verdict, in place of the rule of :class:`Tolerance`.
-        nbytes, flops: bytes the op must move and operations it must do at least; flops are of ``dtype``.
-        floor: error, relative to the largest magnitude (0.01 at least), that is always allowed.
-        inputs: named inputs, for others that compute the same.
-    """
-
-    call: Callable[[str], Any]
+    call: Callable[[str], Any]  # backend -> output (a tensor, or a tuple of tensors and numbers)
+    # the same from float64 inputs through the reference; None: ``call("torch")`` is exact enough
     exact: Callable[[], Any] | None = None
-    reset: Callable[[], Any] | None = None
+    reset: Callable[[], Any] | None = None  # restores inputs that the op changes; ``call`` then returns these
+    # (output, output of plain torch) -> verdict, in place of the rule of :class:`Tolerance`
     judge: Callable[[list[torch.Tensor], list[torch.Tensor]], Verdict] | None = None
-    nbytes: float = 0.0
-    flops: float = 0.0
+    nbytes: float = 0.0  # that the op must move at least
+    flops: float = 0.0  # operations on ``dtype`` that it must do at least
     dtype: torch.dtype = torch.float32
-    floor: float = 2e-6
-    inputs: dict[str, Any] = field(default_factory=dict)
+    floor: float = 2e-6  # error, relative to the largest magnitude (0.01 at least), that is always allowed
+    inputs: dict[str, Any] = field(default_factory=dict)  # named, for others that compute the same
 
 
 @dataclass(frozen=True)
