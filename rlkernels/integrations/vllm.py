@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from multiprocessing.util import Finalize
@@ -137,8 +136,8 @@ class HistoryProposer:
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
-        self._present: list[_Tracked] = []
-        self._absent: list[_Tracked] = []  # preempted ones, which come back; finished ones cannot be told from them
+        # those of the last step, after preempted ones, which come back; finished ones cannot be told from them
+        self._sequences: list[_Tracked] = []
         self._stamp = self._file_stamp()
         if self._path is None:
             first = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
@@ -210,7 +209,7 @@ class HistoryProposer:
     def _recognise(self, before: list[np.ndarray]) -> list[_Tracked]:
         """Find the tracked sequences with these tokens, or track new ones; all others become absent."""
         known: dict[bytes, list[_Tracked]] = {}
-        for seq in (*self._absent, *self._present):
+        for seq in self._sequences:
             known.setdefault(seq.tokens, []).append(seq)
         found = []
         for ids in before:
@@ -219,7 +218,7 @@ class HistoryProposer:
         left = {id(seq) for group in known.values() for seq in group}
         new = [seq for seq in found if len(seq.tokens) == 4 * len(seq.prompt)]
         gone, absent = list[_Tracked](), list[_Tracked]()
-        for seq in (*self._absent, *self._present):
+        for seq in self._sequences:
             if id(seq) in left:
                 seq.draft = []
                 # vLLM begins a sequence when all that it preempted are back
@@ -229,7 +228,7 @@ class HistoryProposer:
         self._release(gone)
         for seq in new:
             seq.handle = self._follow(seq.prompt, seq.prompt)
-        self._present, self._absent = found, absent
+        self._sequences = [*absent, *found]
         return found
 
     def _remember(self, gone: list[_Tracked], present: list[_Tracked]) -> None:
@@ -277,7 +276,7 @@ class HistoryProposer:
 
     def _close(self) -> None:
         """Record what the engine holds when it ends."""
-        left, self._absent, self._present = [*self._absent, *self._present], [], []
+        left, self._sequences = self._sequences, []
         self._remember(left, [])
         self._write()
 
@@ -290,7 +289,7 @@ class HistoryProposer:
         self._history.extend(handle, tokens[length:])
         return handle
 
-    def _release(self, tracked: Sequence[_Tracked]) -> None:
+    def _release(self, tracked: list[_Tracked]) -> None:
         for seq in tracked:
             if seq.handle is not None:
                 self._history.release(seq.handle)
@@ -316,9 +315,9 @@ class HistoryProposer:
 
     def _take_over(self, history: RolloutHistory) -> None:
         """Go on with another history."""
-        self._release((*self._absent, *self._present))
+        self._release(self._sequences)
         self._history = history
-        for seq in (*self._absent, *self._present):
+        for seq in self._sequences:
             seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32)), []
 
     def _read_again(self) -> RolloutHistory:
