@@ -107,19 +107,16 @@ def shared(prefixes: Sequence[int], members: int, suffix: Sequence[int], q_len: 
 
 def write(tokens: int, heads: tuple[int, int], size: int, dtype: torch.dtype, on: Device) -> Problem:
     blocks = tokens // size + 2
-    caches = [torch.empty(blocks, size, *heads, dtype=dtype, device=on) for _ in range(2)]
+    caches = torch.empty(2, blocks, size, *heads, dtype=dtype, device=on)
     key, value = (torch.randn(tokens, *heads, device=on).to(dtype) for _ in range(2))
     slots = torch.randperm(blocks * size)[:tokens].to(on)
 
-    def call(backend: str) -> list[torch.Tensor]:
+    def call(backend: str) -> torch.Tensor:
         rlkernels.write_kv(key, value, caches[0], caches[1], slots, backend=backend)
         return caches
 
-    def reset() -> None:
-        for cache in caches:
-            cache.fill_(torch.nan)
-
-    return Problem(call, reset=reset, nbytes=4 * key.nbytes + slots.nbytes, dtype=dtype, floor=0.0)
+    moved = 4 * key.nbytes + slots.nbytes
+    return Problem(call, reset=lambda: caches.fill_(torch.nan), nbytes=moved, dtype=dtype, floor=0.0)
 
 
 def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> Problem:
