@@ -32,7 +32,8 @@ from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, writ
 
 __all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
 
-if not (5, 19) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6, 0):
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if not (5, 19) <= VERSION < (6, 0):
     raise ImportError(
         f"rlkernels.integrations.transformers needs transformers >= 5.19, < 6, found {transformers.__version__}"
     )
