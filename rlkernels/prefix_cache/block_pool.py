@@ -13,7 +13,7 @@ of cached blocks never has a child in the tree: what is evicted is always a leaf
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,12 +154,8 @@ class BlockPool:
         for block in parent.table:
             self._refs[block] += n
         length = len(parent.tokens)
-        return [
-            self._add(
-                _Sequence(list(parent.tokens), list(parent.table), length, length, parent.committed, parent.version)
-            )
-            for _ in range(n)
-        ]
+        child = replace(parent, num_cached=length, computed=length)
+        return [self._add(replace(child, tokens=[*child.tokens], table=[*child.table])) for _ in range(n)]
 
     def commit(self, handle: int) -> None:
         """Puts the full blocks into the tree. A block that is there already replaces the sequence's own."""

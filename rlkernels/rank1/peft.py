@@ -80,7 +80,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     # save_file would leave the file to its owner alone, whatever the umask
-    (folder / "adapter_model.safetensors").write_bytes(save({k: v.to(torch.float32) for k, v in tensors.items()}))
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors))
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
