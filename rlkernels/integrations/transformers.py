@@ -381,7 +381,8 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
     _check.shape("attention_mask", attention_mask, input_ids.shape)
     real = attention_mask.bool().cpu()
     pads = (~real).sum(1).tolist()
-    early = real[:, :-1] & ~real[:, 1:]  # tokens with padding after them
+    place = torch.arange(real.shape[1], device="cpu")
+    early = real & (place < torch.tensor(pads, device="cpu")[:, None])  # tokens with padding after them
     if early.any():
         row, column = early.nonzero()[0].tolist()
         raise ValueError(
