@@ -387,6 +387,7 @@ def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
         wrong[place] += 0.5
         assert gate(exact).judge(wrong)[0] == 0.5
     assert gate(exact).judge(exact.nan_to_num())[0] == math.inf
+    assert gate(exact).judge(exact.masked_fill(exact == 9, math.nan))[0] == math.inf
 
 
 def test_a_launcher_that_writes_nothing_fails():
