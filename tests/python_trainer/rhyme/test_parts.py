@@ -105,15 +105,11 @@ def rising(steps, top=0.95):
 
 
 def test_the_stage_is_found_where_the_rewards_are_alike():
-    history = [run_of(7, rising(60)), run_of(8, [0.05] * 60)]
-    query = run_of(0, rising(60)[25:33])
-    best = find_rhyming_stages(query, history, 0.2)[0]
+    """Also in a run of half the speed."""
+    best = find_rhyming_stages(run_of(0, rising(60)[25:33]), [run_of(7, rising(60)), run_of(8, [0.05] * 60)], 0.2)[0]
     assert best.run_id == 7 and abs(best.start - 26) <= 2 and abs(best.end - 33) <= 2 and best.score > 0.95
-
-
-def test_the_stage_is_found_in_a_run_of_half_the_speed():
-    best = find_rhyming_stages(run_of(0, rising(40)[14:22]), [run_of(7, rising(80))], 0.2)[0]
-    assert abs(best.start - 29) <= 4 and abs(best.end - 44) <= 4 and best.end - best.start > 8
+    slow = find_rhyming_stages(run_of(0, rising(40)[14:22]), [run_of(7, rising(80))], 0.2)[0]
+    assert abs(slow.start - 29) <= 4 and abs(slow.end - 44) <= 4 and slow.end - slow.start > 8
 
 
 def test_a_run_that_stalls_low_does_not_match_one_that_is_finished():
@@ -225,30 +221,19 @@ def test_prompts_are_named_by_their_text():
     assert len(prompt_key([{"role": "user", "content": "a", "name": "half of a character: \ud83d"}])) == 32
 
 
-def candidates_of(answers, behaviour):
-    made = []
-    for rollout, logprobs in zip(answers, behaviour):
-        made.append(Candidate(make_sample(ids=rollout.response_ids), 0, rollout.prompt_ids, 1.0))
-        made[-1].answer.logprobs = torch.tensor(logprobs)
-    return made
-
-
-def context_of(policy, temperature=1.0, tokens=99):
-    optimizer, rollout = SimpleNamespace(micro_batch_tokens=tokens), SimpleNamespace(temperature=temperature)
-    config = SimpleNamespace(optimizer=optimizer, rollout=rollout)
-    return SimpleNamespace(policy=policy, config=config, once=lambda function: function())
-
-
 @pytest.mark.parametrize("limit", [None, 0, 4 * 300 * 7])
-def test_scores_are_those_of_the_policy(tmp_path, monkeypatch, limit):
+def test_scores_are_those_of_the_policy(make_config, tmp_path, monkeypatch, limit):
     """Of all logits at once, of one row at a time, and of seven of fifteen; weights that nobody knows are 1."""
     policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path / "p", vocab=300)), device="cpu"))
     answers = [Rollout([20, 21, 22], ids) for ids in ([1, 2, 3], [1, 2, 4, 9], [30, 31], [5] * 6)]
     if limit is not None:
         monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", limit)
     behaviour = [[math.nan] * 3, [-5.0, math.nan, -9.0, -5.0], [-5.0] * 2, [-5.0] * 6]
-    found = candidates_of(answers, behaviour)
-    score_candidates(context_of(policy, 0.7, tokens=12), found)
+    config = make_config(rollout={"temperature": 0.7}, optimizer={"micro_batch_tokens": 12})
+    found = [Candidate(make_sample(ids=a.response_ids), 0, a.prompt_ids, 1.0) for a in answers]
+    for candidate, then in zip(found, behaviour):
+        candidate.answer.logprobs = torch.tensor(then)
+    score_candidates(SimpleNamespace(policy=policy, config=config, once=lambda function: function()), found)
     for candidate, a, then in zip(found, answers, behaviour):
         logprobs, entropy = (x.detach() for x in plain_score(policy, a, 0.7))
         torch.testing.assert_close(candidate.logprobs, logprobs, rtol=1e-4, atol=1e-5)
@@ -280,13 +265,10 @@ def test_the_network_learns_to_rank_what_it_has_not_seen():
 KEYS = [prompt_key(prompt) for prompt in "ab"]
 
 
-def task_with(function):
+def context(function, config):
+    """What judging by a reward function uses of a step."""
     examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9}), Example("a", {"limit": 1})]
-    return Task("words", examples, (), {"size": function}, (), {"size": 10.0})
-
-
-def context(task, config):
-    """What judging uses of a step."""
+    task = Task("words", examples, (), {"size": function}, (), {"size": 10.0})
     scorer = Scorer(config, SimpleNamespace(task=task, state=RunState()), RankGroup())
     return SimpleNamespace(task=task, config=config, judge=scorer.judge)
 
@@ -305,7 +287,7 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
     samples.append(make_sample(text="x", key=prompt_key("c"), ids=[1]))
-    found = sampling.judge_again(samples, context(task_with(short), config))
+    found = sampling.judge_again(samples, context(short, config))
     assert calls == [4, 4, 4, 4, 2], "6 answers to each prompt of this run, none longer than it allows"
     # two examples have one prompt: each judges by its own limit
     assert [(number, s.text) for number, s in found] == [
@@ -316,8 +298,8 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     lost = {"x" * 6: 0.5, "x" * 8: 1.0}
     assert [s.reward for _, s in found] == [10.0 - lost.get(s.text, 0.0) for _, s in found]
     with pytest.raises(UserError, match="size.*raised ZeroDivisionError"):
-        sampling.judge_again(samples, context(task_with(lambda **columns: 1 / 0), config))
-    assert sampling.judge_again([], context(task_with(short), config)) == [] and len(calls) == 5
+        sampling.judge_again(samples, context(lambda **columns: 1 / 0, config))
+    assert sampling.judge_again([], context(short, config)) == [] and len(calls) == 5
 
 
 def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path):
