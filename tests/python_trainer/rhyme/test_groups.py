@@ -8,7 +8,7 @@ import torch
 from conftest import QUIET, record_updates, train
 
 from python_trainer.accelerators.rhyme import sampling
-from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_key
+from python_trainer.accelerators.rhyme.database import StoredAnswer
 from python_trainer.accelerators.rhyme.sampling import begins_with
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.batch import Batch, Minibatch
@@ -28,10 +28,23 @@ def failing(prompts, completions, completion_ids, **columns):
     return [0.0] * len(completions)
 
 
-def store(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", reward=1.0):
-    name = prompt_key(trainer.task.train[key].prompt)
-    answer = StoredAnswer(0, 0, name, text, True, reward, "", torch.tensor(ids), torch.tensor(logprobs))
-    trainer.accelerators[-1].bank.add([(key, answer)], 0)
+def stored_answer(key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", reward=1.0):
+    return key, StoredAnswer(0, 0, "", text, True, reward, "", torch.tensor(ids), torch.tensor(logprobs))
+
+
+@pytest.fixture
+def run_step(rhyme_config, tmp_path):
+    """run_step(stored answers, {settings of rhyme}, **changes) -> (trainer, metrics); no fresh answer is right."""
+
+    def run(answers, rhyme=(), **changes):
+        config = rhyme_config(None, rhyme, max_steps=1, task={"reward": "rhyme.test_groups:failing"}, **changes)
+        trainer = Trainer(config, tmp_path / "run", console=QUIET)
+        trainer.updates = record_updates(trainer)
+        trainer.accelerators[-1].bank.add(answers, 0)
+        trainer.run()
+        return trainer, read_metrics(trainer.folder)[1]
+
+    return run
 
 
 @pytest.mark.parametrize(("rhyme", "logprob", "candidates", "stored"), [
@@ -39,87 +52,66 @@ def store(trainer, key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", 
     ({"max_staleness": 0}, -9.0, 0, 0),
     ({}, 0.0, 1, 0),  # certain then, unlikely now
 ], ids=["near", "stale", "far"])  # fmt: skip
-def test_a_group_in_which_all_failed_is_rescued(
-    rhyme_config, tmp_path, monkeypatch, rhyme, logprob, candidates, stored
-):
+def test_a_group_in_which_all_failed_is_rescued(run_step, monkeypatch, rhyme, logprob, candidates, stored):
     """By answers that are neither too old nor too far, none of which has been spared."""
     monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
-    config = rhyme_config(None, rhyme, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    store(trainer, prompt_order(0, 0, 4, 12)[2], logprobs=[logprob] * 3)  # to the third prompt of the first step
-    trainer.run()
-    row = read_metrics(tmp_path / "run")[1]
+    third = prompt_order(0, 0, 4, 12)[2]  # prompt of the first step
+    _, row = run_step([stored_answer(third, logprobs=[logprob] * 3)], rhyme)
     assert row["rhyme/candidates"] == candidates and row["rhyme/failed_groups"] == 4
     assert row["rhyme/stored_answers"] == row["rhyme/rescued_groups"] == stored
     assert row["rhyme/spared_answers"] == row["reward"] == 0
     assert (row["frac_reward_zero_std"] < 1) == (row["grad_norm"] > 0) == (stored == 1)
 
 
-def test_no_more_answers_are_spared_than_stored_ones_can_come(rhyme_config, tmp_path, monkeypatch):
+def test_no_more_answers_are_spared_than_stored_ones_can_come(run_step, monkeypatch):
     """A candidate that the policy would not write spares none, two spare two, and both of them join."""
     monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
-    config = rhyme_config(None, {"history_ratio": 1.0}, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    rhyme, keys = trainer.accelerators[0], prompt_order(0, 0, 4, 12)[:3]
-    for key, answers in zip(keys, ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)])):
-        for ids in answers:
-            known = 0.0 if key == keys[0] else -9.0  # certain then; hardly possible then
-            store(trainer, key, ids, [known] * 2, str(ids))
-    trainer.run()
-    assert rhyme.groups.spared == [0, 2, 2, 0] and len(rhyme.groups.offers) == 5
-    row = read_metrics(tmp_path / "run")[1]
+    answers = []
+    for number, key in enumerate(prompt_order(0, 0, 4, 12)[:3]):
+        for ids in [(1, 2), (3, 4), (5, 6)][: number + 1]:
+            known = -9.0 if number else 0.0  # hardly possible then; certain then
+            answers.append(stored_answer(key, ids, [known] * 2, str(ids)))
+    trainer, row = run_step(answers, {"history_ratio": 1.0})
+    groups = trainer.accelerators[0].groups
+    assert groups.spared == [0, 2, 2, 0] and len(groups.offers) == 5
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 and row["rhyme/candidates"] == 6
-    assert len(rhyme.groups.untrained) == 1
+    assert len(groups.untrained) == 1
 
 
 @pytest.mark.parametrize(
     ("size", "ratio", "spared"), [(2, 0.34, 0), (3, 0.34, 0), (4, 0.34, 1), (6, 0.34, 1), (8, 0.6, 3)]
 )
-def test_stored_answers_are_never_more_than_their_share(rhyme_config, tmp_path, size, ratio, spared):
+def test_stored_answers_are_never_more_than_their_share(run_step, size, ratio, spared):
     """``history_ratio`` of them at most for each fresh answer, also in small groups."""
-    config = rhyme_config(None, {"history_ratio": ratio}, max_steps=1, rollout={"num_generations": size})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[0]
-    for number in range(4):
-        store(trainer, key, (number, 2), [-9.0] * 2, str(number))
-    trainer.run()
+    answers = [stored_answer(key, (number, 2), [-9.0] * 2, str(number)) for number in range(4)]
+    trainer, _ = run_step(answers, {"history_ratio": ratio}, rollout={"num_generations": size})
     assert trainer.accelerators[0].groups.spared == [spared, 0, 0, 0]
 
 
-def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(rhyme_config, tmp_path):
-    rollout = {"prompts_per_step": 24}  # two epochs of 12 prompts
-    config = rhyme_config(None, max_steps=1, rollout=rollout, task={"reward": "rhyme.test_groups:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
-    store(trainer, 5)
-    trainer.run()
-    groups = [group for rollouts in seen for group in by_group(rollouts).values()]
+def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(run_step):
+    trainer, row = run_step([stored_answer(5)], rollout={"prompts_per_step": 24})  # two epochs of 12 prompts
+    groups = [group for rollouts in trainer.updates for group in by_group(rollouts).values()]
     stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
     assert stored == [1, 1] and {len(group) for group in groups} == {4}
-    row = read_metrics(tmp_path / "run")[1]
     names = "spared_answers", "stored_answers", "candidates", "rescued_groups"
     assert [row[f"rhyme/{name}"] for name in names] == [2] * 4
 
 
 @pytest.mark.parametrize("selection", ["likelihood", "random"])
-def test_the_selection_chooses(rhyme_config, tmp_path, monkeypatch, selection):
+def test_the_selection_chooses(run_step, monkeypatch, selection):
     """Among sixteen candidates for two places."""
     monkeypatch.setattr(sampling, "CANDIDATES", 16)
-    settings = {"history_ratio": 1.0, "selection": selection}
-    config = rhyme_config(None, settings, max_steps=1, task={"reward": "rhyme.test_groups:failing"})
-    trainer = Trainer(config, tmp_path / "run", console=QUIET)
     key = prompt_order(0, 0, 4, 12)[0]
-    for i in range(16):
-        store(trainer, key, (i % 10, i % 7, i % 3), text=str(i), reward=1.0 + i % 5)
-    seen = record_updates(trainer)
-    trainer.run()
+    answers = [stored_answer(key, (i % 10, i % 7, i % 3), text=str(i), reward=1.0 + i % 5) for i in range(16)]
+    trainer, _ = run_step(answers, {"history_ratio": 1.0, "selection": selection})
     groups = trainer.accelerators[0].groups
     worth = {
         "likelihood": [float(offer.logprobs.mean()) for offer in groups.offers],
         "random": [keyed_unit(trainer.context(1).seed, "rhyme random", i) for i in range(16)],
     }
     best = sorted(range(16), key=lambda i: -worth[selection][i])[:2]
-    chosen = [answer.text for answer in seen[0] if answer.importance_cap is not None]
+    chosen = [answer.text for answer in trainer.updates[0] if answer.importance_cap is not None]
     assert chosen == [groups.offers[i].answer.text for i in best] and len(groups.untrained) == 14
 
 
@@ -178,11 +170,10 @@ def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, 
     config = rhyme_config(None, enabled=("rhyme", "rpo"), max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert [accelerator.name for accelerator in trainer.accelerators] == ["rpo", "rhyme"]
-    for key in range(12):
-        trainer.accelerators[0].answers[key] = [7, 8, 9, 10]
-        store(trainer, key)
+    trainer.accelerators[0].answers.update({key: [7, 8, 9, 10] for key in range(12)})
+    trainer.accelerators[1].bank.add(map(stored_answer, range(12)), 0)
     trainer.run()
-    row = read_metrics(tmp_path / "run")[1]
+    row = read_metrics(trainer.folder)[1]
     begun = row["rpo/hit_rate"]
     assert begun > 0 and row["rhyme/candidates"] == 4 * (1 - begun)
     assert row["rhyme/spared_answers"] == row["rhyme/stored_answers"] == 4 * (1 - begun)
