@@ -79,7 +79,8 @@ def test_the_oldest_runs_go(url, monkeypatch):
     assert [run.id for run in database.runs()] == runs[2:] and len(database.samples()) == 3
 
 
-def write_steps(url, runs, steps, begun):
+def write_steps(url, runs, steps, ready, begun):
+    ready.wait(60)
     database = RetrospectiveDatabase(url)
     for _ in range(runs):
         run = database.add_run(FACTS)
@@ -88,19 +89,20 @@ def write_steps(url, runs, steps, begun):
             begun.set()
 
 
-def start_writer(url, runs, steps):
+def start_writers(url, count, runs, steps):
     fork = multiprocessing.get_context("fork")  # seconds quicker than importing torch anew
-    begun = fork.Event()
-    writer = fork.Process(target=write_steps, args=(url, runs, steps, begun))
-    writer.start()
-    return writer, begun
+    ready, begun = fork.Barrier(count), fork.Event()
+    writers = [fork.Process(target=write_steps, args=(url, runs, steps, ready, begun)) for _ in range(count)]
+    for writer in writers:
+        writer.start()
+    return writers, begun
 
 
 def test_several_writers_at_once(url, monkeypatch):
     """They even make the database at the same time, and each adds runs, which removes older ones of all."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
-    started = [start_writer(url, runs=6, steps=3)[0] for _ in range(4)]
-    for writer in started:
+    writers, _ = start_writers(url, 4, runs=6, steps=3)
+    for writer in writers:
         writer.join(60)
         assert writer.exitcode == 0
     database = RetrospectiveDatabase(url, create=False)
@@ -111,7 +113,7 @@ def test_several_writers_at_once(url, monkeypatch):
 def test_a_kill_leaves_whole_steps(url):
     rng = random.Random(0)
     for _ in range(3):
-        writer, begun = start_writer(url, 1, 10**6)
+        (writer,), begun = start_writers(url, 1, runs=1, steps=10**6)
         assert begun.wait(60)
         time.sleep(0.2 * rng.random())
         writer.kill()
