@@ -33,14 +33,6 @@ from python_trainer.algorithms.losses import importance_weights, kl_estimate, po
 from python_trainer.algorithms.settings import ADVANTAGES, LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
 
 INF = float("inf")
-AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr_grpo"]
-
-
-def token_weights(mask, aggregation, *, num_tokens, num_sequences, max_length=1, lengths=None):
-    lengths = mask.sum(1) if lengths is None else lengths
-    return LOSS_TYPES.resolve(aggregation)(
-        mask, num_tokens=num_tokens, num_sequences=num_sequences, max_length=max_length, lengths=lengths
-    )
 
 
 def mask_of(lengths, width):
@@ -173,16 +165,17 @@ def test_aggregations_known_values():
     expected = {
         "token-mean": 10 / 4,  # (1 + 2 + 3 + 4) / 4 tokens
         "seq-mean-token-sum": 10 / 2,  # (6 + 4) / 2 sequences
+        "dapo": 10 / 4,
         "seq-mean-token-mean": 6 / 2,  # (6 / 3 + 4 / 1) / 2
+        "grpo": 6 / 2,
         "dr_grpo": 10 / 16,  # (6 + 4) / (2 x 8)
     }
-    assert set(expected) == set(AGGREGATIONS)
-    expected |= {"grpo": expected["seq-mean-token-mean"], "dapo": expected["token-mean"]}
     assert set(expected) == set(LOSS_TYPES.names)
     for name, value in expected.items():
-        weights = token_weights(mask, name, num_tokens=4, num_sequences=2, max_length=8)
+        weigh = LOSS_TYPES.resolve(name)
+        weights = weigh(mask, num_tokens=4, num_sequences=2, max_length=8, lengths=mask.sum(1))
         assert (losses * weights).sum().item() == pytest.approx(value)
-    whole = token_weights(mask, "seq-mean-token-mean", num_tokens=4, num_sequences=2, lengths=torch.tensor([6, 2]))
+    whole = LOSS_TYPES.resolve("seq-mean-token-mean")(mask, num_sequences=2, lengths=torch.tensor([6, 2]))
     assert (losses * whole).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
 
 
@@ -190,14 +183,15 @@ def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
     total, counts = 0.0, {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_length": 9}
     for rows in parts:
         losses = policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], settings).loss
-        total = total + (losses * token_weights(mask[rows], aggregation, **counts)).sum()
+        weights = LOSS_TYPES.resolve(aggregation)(mask[rows], lengths=mask[rows].sum(1), **counts)
+        total = total + (losses * weights).sum()
     return total
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
-    aggregation=st.sampled_from(AGGREGATIONS),
+    aggregation=st.sampled_from(LOSS_TYPES.names),
     kind=st.sampled_from(POLICY_LOSSES.names),
     split=st.integers(1, 4),
     pad=st.integers(0, 3),
