@@ -23,18 +23,6 @@ from rlkernels.extrapolation import PREDICTORS, Attempt, Comparison, Gate
 
 GATE = 800
 HARDNESS = torch.randperm(GATE, generator=torch.Generator().manual_seed(0)).div(GATE).tolist()  # of gate prompts
-
-
-class Model(torch.nn.Module):
-    """One projection that is tracked, one embedding and a vector that are not."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.proj = torch.nn.Linear(24, 16, dtype=dtype)
-        self.embed = torch.nn.Embedding(5, 24, dtype=dtype)
-
-
 DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
 
 
@@ -49,7 +37,9 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     The accuracies of the steps are made up: by default they would reach 1 at step 24. That at the gate is ``quality``
     of how far the weights have come.
     """
-    model = Model(dtype)
+    torch.manual_seed(0)  # a projection is tracked, an embedding and a vector are not
+    layers = {"proj": torch.nn.Linear(24, 16, dtype=dtype), "embed": torch.nn.Embedding(5, 24, dtype=dtype)}
+    model = torch.nn.ModuleDict(layers)
     optimizer = PolicyOptimizer(model, OptimizerConfig())
     start = model.proj.weight.detach().float().clone()
 
@@ -116,10 +106,7 @@ def test_a_better_edit_is_accepted(predictor, dtype):
 
 
 def test_too_far_is_shrunk_until_it_helps():
-    def hill(p):
-        return 0.9 - 0.5 * abs(p - 0.018) / 0.006
-
-    alpha, context, start = trained(hill)
+    alpha, context, start = trained(lambda p: 0.9 - 0.5 * abs(p - 0.018) / 0.006)
     event = alpha.attempt(context)
     assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0, 0.5]
     assert progress(context.policy, start) == pytest.approx(0.018, rel=0.1)
