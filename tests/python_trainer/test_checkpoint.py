@@ -198,10 +198,8 @@ def test_one_folder_has_one_trainer(make_config, tmp_path):
     folder = tmp_path / "run"
     trainer = Trainer(make_config(max_steps=1), folder, console=QUIET)  # both were started before either wrote
     folder.mkdir()
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    hold = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=f"in use by another run, process {other.pid} on "):
             trainer.run()
@@ -209,9 +207,7 @@ def test_one_folder_has_one_trainer(make_config, tmp_path):
             with pytest.raises(UserError, match="in use by another run"):
                 Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET)
         assert [p.name for p in folder.iterdir()] == [".lock"]
-    finally:
         other.kill()  # the lock goes with it
-        other.wait()
     Trainer(make_config(max_steps=1), folder, console=QUIET).run()
     with locked(folder):
         pass
