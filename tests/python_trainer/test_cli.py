@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import yaml
 from conftest import QUIET, one_clear_line, save_tiny_policy
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support import ROOT
 
 from python_trainer.__main__ import main
 from python_trainer.errors import UserError
@@ -21,8 +21,6 @@ from python_trainer.removed import REMOVED
 from python_trainer.report import find_runs, report, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -219,7 +217,7 @@ def test_as_a_program(settings, tmp_path):
     """The same in a process of its own: progress on standard error, the table on standard output, no traceback."""
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(settings | {"max_steps": 1}))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}:{Path(__file__).parents[1]}"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/python_trainer:{ROOT}/tests"}
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
