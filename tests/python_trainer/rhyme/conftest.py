@@ -12,9 +12,9 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, St
 FACTS = StoredRun("tok", "sums", {"learning_rate": 1e-4})
 
 
-def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3), run_id=0):
+def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3)):
     tokens = torch.tensor(ids, dtype=torch.int32), torch.tensor([-0.5, math.nan, -0.25][: len(ids)])
-    return StoredAnswer(run_id, step, key, text, True, reward, "", *tokens)
+    return StoredAnswer(0, step, key, text, True, reward, "", *tokens)
 
 
 def make_step(step=1, reward=0.5):

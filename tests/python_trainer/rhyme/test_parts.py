@@ -40,11 +40,9 @@ def stack(sketch):
     return torch.cat([sketch[name] for name in PARTS])
 
 
-def answer(text, *, nats=1.0, tokens=4, group=0, accuracy=1.0, prefix=0):
-    ids = list(range(tokens))
-    logprobs = [-nats / max(tokens - prefix, 1)] * (tokens - prefix)
+def answer(text, *, nats=1.0, tokens=4, accuracy=1.0):
     facts = {"text": text, "reward": accuracy, "accuracy": accuracy}
-    return Rollout([1], ids, prefix, logprobs, "stop", prompt_key=0, group=group, **facts)
+    return Rollout([1], list(range(tokens)), 0, [-nats / tokens] * tokens, "stop", **facts)
 
 
 def test_a_sketch_does_not_depend_on_the_tokenizer():
