@@ -16,7 +16,8 @@ from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 class Attempt:
     """Settings of an extrapolation: when not to try, how far to go, and how to judge candidates.
 
-    One of another type or out of range raises TypeError or ValueError.
+    Raises:
+        TypeError, ValueError: a setting of another type or out of range.
     """
 
     predictor: str = "secant"  # one of ``PREDICTORS``

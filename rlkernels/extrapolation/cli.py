@@ -29,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes extrapolated weights beside the other files of the last checkpoint, and prints what they are -> 0.
+    """Writes extrapolated weights beside the other files of the last checkpoint, and prints what they are.
 
     The steps of the checkpoints are the numbers that the folders' names end with, else 1, 2, ... The output folder is
     written as a whole or not at all. Without accuracies they count as rising. No gate is used.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that is there already.

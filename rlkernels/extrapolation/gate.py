@@ -32,7 +32,8 @@ def improvement_e_value(gained: int, lost: int) -> float:
 def count_changes(after: Sequence[float], before: Sequence[float]) -> tuple[int, int]:
     """Count the prompts whose answer scores more after than before, and less.
 
-    Raises ValueError for numbers of prompts that differ, for none, and for a score that is not finite.
+    Raises:
+        ValueError: numbers of prompts that differ, or none; a score that is not finite.
     """
     if len(after) != len(before) or len(after) == 0:
         counts = [len(after), len(before)]

@@ -34,7 +34,11 @@ class Predictor:
     whole: bool = False  # it predicts the whole update, stretched, not only its part along v
 
     def __call__(self, points: Points, target: Target) -> torch.Tensor:
-        """Predict x. Raises ValueError for too few points, or if x is not finite (an accuracy that never moved)."""
+        """Predict x.
+
+        Raises:
+            ValueError: too few points, or points that cannot be extrapolated, such as an accuracy that never moved.
+        """
         if len(points.steps) < self.min_points:
             raise ValueError(f"{self.name} needs at least {self.min_points} points, got {len(points.steps)}")
         x = self.predict(points, target)

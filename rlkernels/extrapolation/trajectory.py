@@ -160,7 +160,11 @@ class RankOneTrajectory:
         )
 
     def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
-        """Return :meth:`points` of every module, with x_t from the weights of all ``steps``, held one at a time."""
+        """Return :meth:`points` of every module, with x_t from the weights of the tracked steps.
+
+        Args:
+            checkpoints: the weights of all of ``steps``, oldest first; it holds one of them at a time.
+        """
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         for number, weights in enumerate(checkpoints):
             check_weights(f"checkpoints[{number}]", weights, self.base)
@@ -194,7 +198,11 @@ class RankOneTrajectory:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Undo :meth:`state_dict`. A state of other modules raises KeyError or ValueError and changes nothing."""
+        """Undo :meth:`state_dict`, for a trajectory with the same modules.
+
+        Raises:
+            KeyError, ValueError: a state of other modules; nothing is changed then.
+        """
         names = {key.rpartition("/")[0] for key in state if "/" in key}
         if names not in (set(), set(self.base)):
             raise ValueError(f"state must be of the modules {sorted(self.base)}, got {sorted(names)}")

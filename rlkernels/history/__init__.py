@@ -48,7 +48,8 @@ class RolloutHistory:
         """Store a finished response; include its end-of-sequence token if drafts may end sequences.
 
         Args:
-            prompt_ids, response_ids: integers [P] and [L]; an empty response stores nothing.
+            prompt_ids: integers [P].
+            response_ids: integers [L]; an empty response stores nothing.
             reward: finite, any scale; only the order and the spread within a prompt matter.
             epoch: pass over the data or policy version, a 64-bit integer that grows with time.
         """
@@ -69,7 +70,8 @@ class RolloutHistory:
         """Return drafts for sequences, given by prompt and generated tokens, without feedback.
 
         Args:
-            prompt_ids_list, generated_ids_list: B prompts, and B responses so far, which may be empty.
+            prompt_ids_list: B prompts.
+            generated_ids_list: B responses so far; may be empty.
             max_tokens: longest draft, >= 0.
 
         Returns:
@@ -119,12 +121,15 @@ class RolloutHistory:
         """Return drafts for tracked sequences; feedback bounds the length of each.
 
         Args:
-            handles: B handles; one that is not tracked raises ValueError.
+            handles: B handles.
             max_tokens: longest draft, >= 0.
             token_cost: of this call, in place of the history's own.
 
         Returns:
             (ids, lengths): int64 [B, max_tokens], -1 beyond each length, and int64 [B]; on the CPU.
+
+        Raises:
+            ValueError: a handle that is not tracked.
         """
         max_tokens = _check.integer("max_tokens", max_tokens, 0, _check.MOST)
         if token_cost is not None:
@@ -179,7 +184,11 @@ class RolloutHistory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":
-        """Read a file written by :meth:`save`. Raises ValueError if it is none, of another version, or damaged."""
+        """Read a file written by :meth:`save`.
+
+        Raises:
+            ValueError: not such a file, another version, or damaged.
+        """
         with open(path, "rb") as file:
             return cls._read(file.read(), os.fsencode(path).decode(errors="replace"), backend)
 

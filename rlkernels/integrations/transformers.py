@@ -67,6 +67,9 @@ def paged_kv_cache(
             once on one token, which tells the shape of keys and values.
         num_blocks, memory_bytes, block_size: as for :class:`rlkernels.PagedKVCache`.
 
+    Returns:
+        The cache, for ``PagedCache``.
+
     Raises:
         ValueError: the model is not one that paged attention can run.
     """
@@ -443,7 +446,8 @@ def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple
 def adapter_state(model: PreTrainedModel | None) -> tuple:
     """Return what adapters of PEFT each layer that has some computes with now; () without any.
 
-    Raises ValueError if they differ within a batch.
+    Raises:
+        ValueError: they differ within a batch.
     """
     state: list[Any] = []
     module: Any

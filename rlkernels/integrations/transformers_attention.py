@@ -88,7 +88,8 @@ class _Probe:
 def probe_layers(model: PreTrainedModel, layers: int) -> tuple[int, int, int | None]:
     """Return (heads, dimensions) of keys and values, and the smallest sliding window, by a forward pass on one token.
 
-    Raises ValueError if keys or values differ among the layers, or a layer does not attend once.
+    Raises:
+        ValueError: keys or values differ among the layers, or a layer does not attend once.
     """
     probe = _Probe()
     token = ACTIVE.set(probe)

@@ -139,7 +139,8 @@ class PagedKVCache:
     def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
         """Add tokens to different sequences, all or none, and return all slots one after the other, int64.
 
-        Raises ValueError if a sequence is given twice, or the lists differ in length.
+        Raises:
+            ValueError: a sequence is given twice, or the lists differ in length.
         """
         handles = self._handles(sequences)
         lists = _lists("token_ids", token_ids)

@@ -175,12 +175,13 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
                    ) -> dict[str, Leading]:  # fmt: skip
     """Run :func:`top1_deltas`, and return the rank-k approximation of every delta from the same reads.
 
-    Raises as :func:`top1_deltas`, and ValueError for a rank or number of reads below 1.
-
     Args:
         rank: of the approximation; less if the delta has no more directions.
         min_passes: fewest reads: the first direction may be good enough before the others are. A read adds four
             columns to the basis, so the solver makes at least ``rank / 4``.
+
+    Raises:
+        TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.
     """
     settings = check_settings(tol, max_passes, seed)
     rank, least = _check.integer("rank", rank, 1, _check.MOST), _check.integer("min_passes", min_passes, 1, _check.MOST)

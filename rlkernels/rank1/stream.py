@@ -118,15 +118,18 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
                 device: str | torch.device = "cpu", backend: str = "auto") -> Iterator[ModuleUpdate]:  # fmt: skip
     """Yield the leading singular triplet of every two-dimensional tensor's change between two checkpoints.
 
-    They come in the order of the names, one pair of tensors in memory at a time. The two folders may be sharded
-    differently and differ in dtype; :class:`Folder` says which files count. Tied weights, stored under one name, are
-    looked at once.
+    The two may be sharded differently and differ in dtype; :class:`Folder` says which files count. One pair of tensors
+    is in memory at a time. Tied weights, stored under one name, are looked at once.
 
     Args:
+        base_dir, checkpoint_dir: folders.
         wanted: which names to look at; by default all but embeddings, norms and the head.
         starts: name -> warm start, such as the ``v`` of an earlier checkpoint.
         tol, max_passes, seed, backend: as for :func:`rlkernels.top1_delta`.
         device: where to compute.
+
+    Yields:
+        :class:`ModuleUpdate`, in the order of the names.
 
     Raises:
         ValueError: a folder without safetensors of a model, or with an adapter; a file that is truncated or missing; a

@@ -27,7 +27,8 @@ def keyed_uniform(
 
     Args:
         seed: integer of 64 bits, -2**63 .. 2**64 - 1; negative ones equal those 2**64 above.
-        sample_ids, positions: int64 [T].
+        sample_ids: int64 [T].
+        positions: int64 [T].
 
     Returns:
         float32 [T], uniform on the open interval (0, 1), multiples of 2**-24.

@@ -10,9 +10,10 @@ MODES = ("full", "subsequence")
 
 
 def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
-    """Check what :func:`dtw` and :func:`dtw_topk` share, and return the backend and the rest as it takes them.
+    """Check what :func:`dtw` and :func:`dtw_topk` share.
 
-    Kernels take x and y as contiguous float32 [N, L, D].
+    Returns:
+        The backend, and x, y (contiguous float32 [N, L, D] for kernels), lengths and band as it takes them.
     """
     arguments.series(x, y)
     arguments.without_gradient(x=x, y=y)

@@ -79,7 +79,8 @@ def rhyme_similarity(
     rewards after alignment, and two curves apart by ``reward_scale`` throughout score 1/e.
 
     Args:
-        query, bank: N and M trajectories, with states of the same kind.
+        query: N trajectories.
+        bank: M trajectories, with states of the same kind.
         reward_weight: share of the rewards, 0..1. With 1 the states are not looked at.
         reward_scale: reward difference that counts as far, > 0, on the rewards' own scale.
         band: Sakoe-Chiba radius of the alignment, or None.
@@ -126,7 +127,8 @@ def rhyme_topk(
     """Find the trajectories of the bank that rhyme best with each query.
 
     Args:
-        query, bank: N and M trajectories.
+        query: N trajectories.
+        bank: M trajectories.
         fraction: share of the bank to return, 0 < fraction <= 1: k = ceil(fraction * M).
         k: how many to return, 0..M, instead of a fraction.
         settings: the settings of :func:`rhyme_similarity`.
