@@ -95,6 +95,7 @@ def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) ->
     the step and accuracy of the last point.
 
     Args:
+        trajectory: what was tracked so far.
         predictor: one of ``PREDICTORS``.
         holdout: points to leave out, >= 1.
 
@@ -165,11 +166,18 @@ class Refusal:
 
 
 def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None = None) -> Refusal | None:
-    """Return the first reason, with its figures, not to try a predictor on this trajectory now; None without one.
+    """Return the first reason not to try this predictor on this trajectory now; None if there is none.
 
     Args:
-        predictor: one of ``PREDICTORS``; another one raises ValueError.
+        trajectory: what was tracked so far.
+        predictor: one of ``PREDICTORS``.
         limits: None for the defaults.
+
+    Returns:
+        The reason, and the figures behind it.
+
+    Raises:
+        ValueError: an unknown predictor.
     """
     limits = limits or Limits()
     needed = max(find_predictor(predictor).min_points + limits.holdout, 3)
@@ -200,6 +208,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     """Predict the weights of the modules to which :func:`module_refusal` does not object.
 
     Args:
+        trajectory: what was tracked so far.
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
         target: step and accuracy to go to.
         predictor: one of ``PREDICTORS``.

@@ -169,9 +169,14 @@ class SuffixRollouts:
         return new, [[of_token[0] for of_token in row] for row in logprobs]
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it finds right is remembered. Raises TypeError if it is async."""
+        """Return the same reward function; what it finds right is remembered.
+
+        Raises:
+            TypeError: an async function.
+        """
+        watched = _watch(reward, self._remember)
         self._watching = True
-        return _watch(reward, self._remember)
+        return watched
 
     def _remember(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, **_: Any) -> None:
         if self._step is None:
@@ -207,7 +212,11 @@ class HistoryRecorder(TrainerCallback):
         self._model: Any = None
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it gets in training is recorded. Raises TypeError if it is async."""
+        """Return the same reward function; what it is given in training is recorded.
+
+        Raises:
+            TypeError: an async function.
+        """
         return _watch(reward, self._record)
 
     def _record(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, trainer_state: Any,

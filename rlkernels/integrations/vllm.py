@@ -42,10 +42,16 @@ _shared: RolloutHistory | None = None
 
 
 def share_history(history: RolloutHistory | None) -> None:
-    """Gives proposers of this process another history, from the next step on; None: no drafts.
+    """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
 
     Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). One that is shared when the engine is
-    made is not filled by the engine: its owner adds the answers. Raises TypeError for what is no RolloutHistory.
+    made is not filled by the engine: its owner adds the answers.
+
+    Args:
+        history: what they draft from, from the next step on.
+
+    Raises:
+        TypeError: not a RolloutHistory.
     """
     global _shared
     if not isinstance(history, RolloutHistory | None):

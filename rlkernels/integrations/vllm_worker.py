@@ -29,13 +29,16 @@ class PolicyWorker:
 
     def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path,
                     adapter: str | None = None) -> None:  # fmt: skip
-        """Loads weights in place. Raises as :func:`read_policy`.
+        """Loads weights in place.
 
         What was computed with the old ones stays in the prefix cache: send another ``cache_salt`` from now on.
 
         Args:
             weights: by their names in a checkpoint; or a folder of safetensors files that this process can read.
             adapter: for a folder, as of :func:`read_policy`.
+
+        Raises:
+            FileNotFoundError, KeyError: as of :func:`read_policy`.
         """
         # modules without weights of their own are reported as not loaded, each time
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -66,17 +69,30 @@ class PolicyWorker:
 
 
 def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``base`` [out, in] + ``scale`` x ``up`` [out, r] ``down`` [r, in], float32, of any floating types."""
+    """Add a low-rank adapter to a weight.
+
+    Args:
+        base: floating point [out, in].
+        down, up: floating point [r, in] and [out, r].
+        scale: of their product.
+
+    Returns:
+        ``base`` + ``scale`` x ``up`` ``down``, float32 [out, in].
+    """
     return base.float() + scale * (up.float() @ down.float())
 
 
 def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and weight, in its own type, of all that the safetensors files of a folder hold.
+    """Return what the safetensors files of a folder hold.
 
     Args:
+        folder: has them.
         adapter: a safetensors file of low-rank changes, which are added: for a weight NAME [out, in] ``NAME.down``
             [r, in], ``NAME.up`` [out, r] and ``NAME.scale`` [].
         device: where they are added.
+
+    Yields:
+        name and weight, in its own type.
 
     Raises:
         FileNotFoundError: there is no such file in the folder.
