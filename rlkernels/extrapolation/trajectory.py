@@ -126,7 +126,7 @@ class RankOneTrajectory:
             self._facts[name].append([*facts, STATUSES.index(update.status)])
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
-        if len(self) > MAX_POINTS:  # the oldest of equals goes
+        if len(self) > MAX_POINTS:  # forget the point whose neighbours lie closest together, the oldest of equals
             gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
             del self.steps[gone], self.accuracy[gone]
             for rows in (self._left, self._right, self._facts):
