@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from python_trainer.algorithms.settings import KL_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
+from python_trainer.errors import UserError
 
 
 class Aggregation(Protocol):
@@ -103,6 +104,9 @@ def policy_loss(
         advantages: [B] or [B, T].
         mask: bool [B, T]; the other inputs may be anything, NaN and inf included, where it is False.
         weights: [B, T] detached factors, such as :func:`importance_weights`.
+
+    Raises:
+        UserError: ``settings.policy_loss`` returns another shape.
     """
     mask = mask.bool()
     advantages = torch.where(mask, advantages[:, None] if advantages.ndim == 1 else advantages, 0.0)
@@ -113,6 +117,8 @@ def policy_loss(
         difference = (difference.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand(mask.shape)
     ratio = torch.exp(difference)
     loss = POLICY_LOSSES.resolve(settings.policy_loss)(logprobs, ratio, advantages, settings)
+    if loss.shape != mask.shape:  # a mean would count as the loss of every token
+        raise UserError(f"policy_loss must return a loss per token, {list(mask.shape)}, got {list(loss.shape)}")
     loss = torch.where(mask, loss if weights is None else loss * torch.where(mask, weights, 0.0), 0.0)
     seen, (low, high) = ratio.detach(), settings.clip_range
     return PolicyLoss(

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from python_trainer.algorithms.advantages import StepRewards, gae, group_statistics
 from python_trainer.algorithms.losses import importance_weights, kl_estimate, policy_loss, value_loss
 from python_trainer.algorithms.settings import ADVANTAGES, LOSS_TYPES, POLICY_LOSSES, AlgorithmConfig
+from python_trainer.errors import UserError
 
 INF = float("inf")
 
@@ -179,6 +180,14 @@ def test_aggregations_known_values():
     assert (losses * whole).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
 
 
+@pytest.mark.parametrize("reduced", [torch.mean, lambda loss: loss.mean(1), lambda loss: loss.mean(1, keepdim=True)])
+def test_a_policy_loss_that_averages_is_refused(reduced):
+    """Broadcast, it would train on something else, and differently in each split into micro-batches."""
+    settings = AlgorithmConfig(policy_loss=lambda logprobs, ratio, advantages, _: reduced(-ratio * advantages))
+    with pytest.raises(UserError, match=r"policy_loss must return a loss per token, \[2, 3\], got \["):
+        policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2), mask_of([3, 1], 3), settings)
+
+
 def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
     total, counts = 0.0, {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_length": 9}
     for rows in parts:
@@ -191,7 +200,7 @@ def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
-    aggregation=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "dr_grpo"]),
+    aggregation=st.sampled_from([*{LOSS_TYPES.resolve(name): name for name in LOSS_TYPES.names}.values()]),
     kind=st.sampled_from(POLICY_LOSSES.names),
     split=st.integers(1, 4),
     pad=st.integers(0, 3),
