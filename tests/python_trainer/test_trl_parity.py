@@ -13,6 +13,7 @@ from support import ROOT
 from tiny import grpo_trainer, weights
 from torch.nn.utils.rnn import pad_sequence
 
+from python_trainer.algorithms.settings import LOSS_TYPES
 from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches
@@ -90,14 +91,13 @@ CASES = {
         {"loss_type": "dapo", "policy_loss": "cispo", "epsilon_high": 0.28},
     ),
 }
-THEIR_LOSS_TYPES = {"token-mean": "bnpo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo",
-                    "grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}  # fmt: skip
+THEIR_LOSS_TYPES = {"token-mean": "bnpo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo"}
 # the entropy bonus of every loss_type, large enough that another mean over it is seen
 CASES |= {
     f"entropy, {name}": (
-        {"loss_type": theirs, "entropy_coef": 0.5}, {"loss_type": name, "entropy_coef": 0.5}
+        {"loss_type": THEIR_LOSS_TYPES.get(name, name), "entropy_coef": 0.5}, {"loss_type": name, "entropy_coef": 0.5}
     )
-    for name, theirs in THEIR_LOSS_TYPES.items()
+    for name in LOSS_TYPES.names
 }  # fmt: skip
 
 

@@ -98,16 +98,17 @@ def start_writers(url, count, runs, steps):
     return writers, begun
 
 
-def test_several_writers_at_once(url, monkeypatch):
-    """They even make the database at the same time, and each adds runs, which removes older ones of all."""
+@pytest.mark.parametrize(("count", "runs", "steps", "left"), [(3, 1, 15, 3), (4, 6, 3, 5)])
+def test_several_writers_at_once(url, monkeypatch, count, runs, steps, left):
+    """They even make the database at the same time; each of four adds runs, which removes older ones of all."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
-    writers, _ = start_writers(url, 4, runs=6, steps=3)
+    writers, _ = start_writers(url, count, runs, steps)
     for writer in writers:
         writer.join(60)
         assert writer.exitcode == 0
     database = RetrospectiveDatabase(url, create=False)
-    assert [len(database.trajectory(run.id)) for run in database.runs()] == [3] * 5
-    assert len({s.text for s in database.samples()}) == 60
+    assert [len(database.trajectory(run.id)) for run in database.runs()] == [steps] * left
+    assert len({s.text for s in database.samples()}) == 4 * steps * left
 
 
 def test_a_kill_leaves_whole_steps(url):
