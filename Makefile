@@ -4,18 +4,19 @@
 # VENV=.venv             where the environment goes
 # TORCH_INDEX=URL        where pip gets torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
 # RUN=runs/train         where `make train` puts its runs
-# TRAIN=... TEST=... BENCH=...   further arguments of the three commands
+# TRAIN=... TEST=... BENCH=... LANGUAGE=...   further arguments of the four commands
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
 SOURCES := setup.py $(shell find csrc -type f)
 RUN ?= runs/train
 
-.PHONY: help setup build train smoke test test-slow test-vllm lint bench docs wheel clean
+.PHONY: help setup build train language smoke test test-slow test-vllm lint bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make train   set up, train a small model twice, plainly and then with what the first run has left ($(RUN))'
+	@echo 'make language   fetch SmolLM2-135M and train it to write sentences with given words (runs/language)'
 	@echo 'make test    set up, then lint, types and the tests, in about ten minutes; names what this machine lacks'
 	@echo 'make test-slow   the tests that take longer'
 	@echo 'make test-vllm   the tests inside vLLM for the CPU, in an environment of its own ($(VENV)-vllm, about 3 GB)'
@@ -44,6 +45,11 @@ train: $(VENV)/.built
 	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,rhyme --output-dir $(RUN) \
 	  --set max_steps=60 evaluation.eval_steps=10 task.test_size=1024 evaluation.target_accuracy=0.6 \
 	  accelerators.rhyme.database=$(RUN)/history.db $(TRAIN)
+
+# From the folder of the example, where its module is looked for.
+language: $(VENV)/.built
+	$(PY) tools/smollm2.py runs/smollm2
+	cd examples && $(abspath $(PY)) -m python_trainer train --config sentences.yaml --output-dir ../runs/language $(LANGUAGE)
 
 smoke: $(VENV)/.built
 	rm -rf runs/smoke

@@ -6,6 +6,7 @@ import pytest
 from calculator import Calculator, calculate, right_number
 from countdown import CountdownSettings, reward
 from rich.console import Console
+from sentences import SentencesSettings, count, keys, near
 
 from python_trainer.config import load_config
 from python_trainer.trainer import Trainer
@@ -58,3 +59,43 @@ def test_countdown_targets_can_be_reached(tmp_path):
     assert len(task.train) == 50 and not {e.prompt for e in task.train} & {e.prompt for e in task.test}
     assert all(str(example.columns["target"]) in example.prompt for example in task.train)
     assert run(tmp_path / "run", {"task": {"name": "countdown:CountdownSettings", "test_size": 4}})["steps"] == 1
+
+
+def said(*texts):
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("The island lies in a storm beside the river.", True),
+     (" The island lies in a storm beside the river.\n", True),
+     ("The island storm rises over the wide river.", False),  # two keys side by side
+     ("The island lies in a storm beside the lake.", False),
+     ("An island, a storm, a river.", False),  # six words
+     ("The island lies in a storm beside the river", False),
+     ("The island lies in a storm. It is a river.", False),
+     ("the island lies in a storm beside the river.", False),
+     ("The the the island the the storm the the river.", False),
+     ("", False)],
+)  # fmt: skip
+def test_sentences_with_keys(text, right):
+    assert keys([], said(text), [], words=[["river", "storm", "island"]]) == [float(right)]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_exact", "is_near"),
+    [("The road goes on and on without an end.", 0.0, 1.0), ("The road goes on without an end.", 0.0, 1.0),
+     ("The road goes on for ever and again.", 1.0, 1.0), ("The road goes on.", 0.0, 0.0),
+     ("The path goes on for ever and again.", 0.0, 0.0), ("A road. The road goes on for ever.", 0.0, 0.0)],
+)  # fmt: skip
+def test_sentences_of_eight_words(text, is_exact, is_near):
+    columns = {"subject": ["road"], "length": [8]}
+    assert (count([], said(text), [], **columns), near([], said(text), [], **columns)) == ([is_exact], [is_near])
+
+
+@pytest.mark.parametrize("constraint", ["keys", "near"])
+def test_sentences_to_test_are_not_trained_on(constraint):
+    task = SentencesSettings(constraint=constraint).load()
+    trained = {str(sorted(map(str, example.columns.values()))) for example in task.train}
+    assert len(task.test) == 256 and not trained & {str(sorted(map(str, e.columns.values()))) for e in task.test}
+    assert all(word in e.prompt[0]["content"] for e in task.test for word in map(str, e.columns.get("words", [])))

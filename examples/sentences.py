@@ -1,0 +1,124 @@
+"""A real language model learns to write under constraints; ``make language`` runs the first of them.
+
+- ``keys``: one short sentence with three given words, no two of them side by side.
+- ``near``: one sentence of a given number of words, one more or less; ``count``: exactly that many.
+
+SmolLM2-135M meets each constraint now and then, so training needs no supervised steps. These tasks check mechanisms;
+they do not stand for a real use. From this folder, after ``python ../tools/smollm2.py ../runs/smollm2``:
+
+    python -m python_trainer train --config sentences.yaml --output-dir ../runs/language
+"""
+
+import itertools
+import random
+import re
+from typing import Literal
+
+from python_trainer.data import Example
+from python_trainer.tasks import Task, TaskSettings
+
+WORDS = (
+    "apple baker beach bird book bread bridge camera car cat castle chair city clock cloud coat coffee "
+    "desert doctor dog engine farmer fish flower forest garden hat horse island kitchen lake lamp letter "
+    "lion market mirror moon mountain music ocean orange painter phone rain river road robot school ship "
+    "shoe singer star storm summer table teacher tiger train tree truck village window winter "
+)
+NOUNS = WORDS.split()
+LENGTHS = range(5, 15)  # words of a sentence, in `near` and `count`
+
+
+def words_of(text):
+    """Return the words of a text in lower case."""
+    return re.findall("[a-z'-]+", text.lower())
+
+
+def is_sentence(text):
+    """Tell whether a text is one line that begins with a capital and ends with its only full stop."""
+    return text[:1].isupper() and text.find(".") == len(text) - 1 and "\n" not in text
+
+
+def varied(words, share):
+    """Tell whether at least this share of the words are different ones."""
+    return len(set(words)) >= share * len(words)
+
+
+def has_keys(text, keys):
+    """Tell whether a text is a sentence of 8 to 20 words that holds all keys, with another word between any two."""
+    words = words_of(text)
+    if not (is_sentence(text) and 8 <= len(words) <= 20 and varied(words, 0.7) and set(keys) <= set(words)):
+        return False
+    places = sorted(words.index(key) for key in keys)
+    return all(after - before > 1 for before, after in itertools.pairwise(places))
+
+
+def has_length(text, subject, length, tolerance):
+    """Tell whether a text is a sentence about the subject whose number of words is within the tolerance."""
+    words = words_of(text)
+    right_length = abs(len(words) - length) <= tolerance
+    return is_sentence(text) and right_length and subject in text.lower() and varied(words, 0.8)
+
+
+def texts_of(completions):
+    """Return the texts of chat completions, each of which is a list with one message."""
+    return [completion[0]["content"].strip() for completion in completions]
+
+
+def keys(prompts, completions, completion_ids, words, **columns):
+    """Return 1 for each completion that holds its prompt's words, else 0."""
+    return [float(has_keys(text, keys)) for text, keys in zip(texts_of(completions), words, strict=True)]
+
+
+def near(prompts, completions, completion_ids, subject, length, **columns):
+    """Return 1 for each completion whose number of words is right within one, else 0."""
+    rows = zip(texts_of(completions), subject, length, strict=True)
+    return [float(has_length(*row, tolerance=1)) for row in rows]
+
+
+def count(prompts, completions, completion_ids, subject, length, **columns):
+    """Return 1 for each completion whose number of words is right, else 0."""
+    rows = zip(texts_of(completions), subject, length, strict=True)
+    return [float(has_length(*row, tolerance=0)) for row in rows]
+
+
+REWARDS = {"keys": keys, "near": near, "count": count}
+TEST_SIZE = 256
+
+
+def user_message(text):
+    """Return a prompt of one message, which the model's chat template wraps."""
+    return [{"role": "user", "content": text}]
+
+
+def draw_keys(rng, number):
+    """Draw this many prompts of three words, no two with the same three."""
+    drawn = {}
+    while len(drawn) < number:
+        words = rng.sample(NOUNS, 3)
+        prompt = f"Write one short sentence with the words {words[0]}, {words[1]} and {words[2]}."
+        drawn.setdefault(frozenset(words), Example(user_message(prompt), {"words": words}))
+    return list(drawn.values())
+
+
+def draw_lengths(rng):
+    """Return a prompt for every subject and length, shuffled."""
+    examples = []
+    for subject, length in itertools.product(NOUNS, LENGTHS):
+        prompt = f"Write one sentence about a {subject} with exactly {length} words."
+        examples.append(Example(user_message(prompt), {"subject": subject, "length": length}))
+    rng.shuffle(examples)
+    return examples
+
+
+class SentencesSettings(TaskSettings):
+    """Settings of the tasks: those of all tasks, and the constraint."""
+
+    name: str = "sentences:SentencesSettings"
+    constraint: Literal["keys", "near", "count"] = "keys"
+    """What a sentence must meet."""
+
+    def load(self) -> Task:
+        rng = random.Random(0)
+        examples = draw_keys(rng, 768) if self.constraint == "keys" else draw_lengths(rng)
+        train, test = examples[:-TEST_SIZE], examples[-TEST_SIZE:]
+        rewards = {self.constraint: REWARDS[self.constraint]}
+        return Task("sentences", train[: self.train_size], test[: self.test_size], rewards)
