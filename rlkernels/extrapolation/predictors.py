@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rlkernels import _check
+from rlkernels._precision import without_autocast
 from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory, check_weights
 from rlkernels.rank1.ops import add_rank1_
 from rlkernels.rank1.update import GAP_FLOOR
@@ -41,7 +42,8 @@ class Predictor:
         """
         if len(points.steps) < self.min_points:
             raise ValueError(f"{self.name} needs at least {self.min_points} points, got {len(points.steps)}")
-        x = self.predict(points, target)
+        with without_autocast(points.x.device):
+            x = self.predict(points, target)
         if not x.isfinite().all():
             raise ValueError(f"{self.name} found no finite prediction for step {target.step:g}")
         return x.float()
@@ -238,7 +240,7 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
         known, weight = points[name] if points else trajectory.points(name), weights[name].detach().float()
         last, x = known.x[-1], predict(known, target)
         if predict.whole:
-            stretch = float(x @ last) / float(last @ last)
+            stretch = float(x.dot(last)) / float(last.dot(last))
             out[name] = base.float() + stretch * (weight - base.float())
         elif keep_rest:
             out[name] = add_rank1_(weight.clone(), x - last, known.v, 1.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlkernels import _check
+from rlkernels._precision import without_autocast
 from rlkernels.rank1 import reference
 from rlkernels.rank1.ops import delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
@@ -148,8 +149,9 @@ class RankOneTrajectory:
     def points(self, name: str, *, at: int = -1) -> Points:
         """Project the tracked steps, from their factors, on the direction of number ``at`` (default: the latest)."""
         v = self.direction(name, at)
-        shadows = [right.T @ v for right in self._right[name]]  # [k]
-        x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
+        with without_autocast(v.device):
+            shadows = [right.T @ v for right in self._right[name]]  # [k]
+            x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
         return Points(
             steps=torch.tensor(self.steps, dtype=torch.float64, device="cpu"),
             accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),

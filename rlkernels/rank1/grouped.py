@@ -31,17 +31,18 @@ class Solver:
         self.pairs, self.tol, self.min_passes = pairs, tol, min_passes
         self.max_passes, self.cut = min(max_passes, MOST_PASSES), max_passes > MOST_PASSES
         self.rank, self.seed, self.tiling, self.device = rank, seed, tiling, pairs[0][0].device
+        float32: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         shapes = [weight.shape for weight, _ in pairs]
         given = [start is not None and n > 1 for start, (_, n) in zip(starts, shapes)]
-        self.outs = [torch.empty(rank * (m + n) + m, device=self.device) for m, n in shapes]
+        self.outs = [torch.empty(rank * (m + n) + m, **float32) for m, n in shapes]
         self.layout = layout = Layout(pairs, given, self.outs, tiling)
         self.k = k = BLOCK * self.max_passes
-        vectors = torch.zeros(k * (2 * layout.columns + layout.rows), device=self.device)
+        vectors = torch.zeros(k * (2 * layout.columns + layout.rows), **float32)
         q, z, y = vectors.split([k * layout.columns, k * layout.columns, k * layout.rows])
         self.q, self.z, self.y = q.view(k, -1), z.view(k, -1), y.view(k, -1)
         self.work = torch.zeros(BLOCK, layout.columns, dtype=torch.float64, device=self.device)
         self.state = torch.zeros(len(pairs), k * (2 * k + rank + 4), dtype=torch.float64, device=self.device)
-        self.partial = torch.empty(layout.partial, device=self.device)
+        self.partial = torch.empty(layout.partial, **float32)
         self.stats = torch.empty(layout.stats, 2, dtype=torch.float64, device=self.device)
         self.active = torch.ones(len(pairs), dtype=torch.bool, device=self.device)
         facts, offset = [], 0

@@ -199,7 +199,7 @@ def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tens
     if not largest <= torch.finfo(torch.float32).max:
         raise not_finite(weight, base)
     if largest == 0:
-        u, v = torch.zeros(m, device=weight.device), torch.zeros(n, device=weight.device)
+        u, v = (torch.zeros(length, dtype=torch.float32, device=weight.device) for length in (m, n))
         update = Rank1Update(u, 0.0, v, 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
         return Leading(update, u[:, None], v[:, None])
     if start is not None and not start.any():
@@ -212,7 +212,7 @@ def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tens
 
     found = solve(scaled, m, n, start, tol=tol, max_passes=max_passes, min_passes=min_passes, rank=rank, seed=seed,
                   device=weight.device)  # fmt: skip
-    sign = torch.where(found.v.gather(1, found.v.abs().argmax(1, keepdim=True)) >= 0, 1.0, -1.0)  # [r, 1]
+    sign = (found.v.gather(1, found.v.abs().argmax(1, keepdim=True)) >= 0).float() * 2 - 1  # [r, 1]
     u, v, sigma = found.u * sign, found.v * sign, [s / scale for s in found.sigma]
     update = Rank1Update(u[0], sigma[0], v[0], frobenius, found.gap, found.residual, found.bound, found.passes, changed,
                          found.status(tol))  # fmt: skip

@@ -198,7 +198,7 @@ def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projection
 
 def rhyme_similarity(cost, x_lengths, y_lengths, *, reward_weight, reward_scale, state):
     """Return C_rhyme [N, M] from the DTW cost and the similarity of states (None for weight 1), both [N, M]."""
-    mean_length = (x_lengths[:, None] + y_lengths) / 2
+    mean_length = (x_lengths[:, None] + y_lengths).to(cost.dtype) / 2
     # both empty: cost 0 over length 1
-    similarity = reward_weight * torch.exp(-cost / (mean_length.clamp_min(1) * reward_scale**2).to(cost.dtype))
+    similarity = reward_weight * torch.exp(-cost / (mean_length.clamp_min(1) * reward_scale**2))
     return similarity if state is None else similarity + (1 - reward_weight) * state.to(cost.dtype)
