@@ -68,7 +68,7 @@ def inputs() -> dict[str, Arguments]:
         "rhyme_similarity": rhyme,
         "rhyme_topk": rhyme,
         "top1_delta": {**matrices(), "max_passes": 1},
-        "top1_deltas": {"pairs": {"wide": tuple(matrices(5, 40).values()), "zero": (torch.ones(3, 4), torch.ones(3, 4))},
+        "top1_deltas": {"pairs": {"wide": tuple(matrices(5, 40).values()), "zero": torch.ones(2, 3, 4).unbind()},
                         "max_passes": 1},
         "delta_matvec": {**matrices(), "v": torch.randn(16)},
         "add_rank1_": {"weight": torch.randn(5, 7), "u": torch.randn(5), "v": torch.randn(7), "scale": 0.5},

@@ -1,4 +1,4 @@
-"""What a public op does in every context of torch, and with every kind of tensor: one rule, tested on all of ``OPS``."""
+"""What a public op does in every context of torch, and with every kind of tensor: one rule for all of ``OPS``."""
 
 import op_calls
 import pytest
@@ -42,7 +42,7 @@ CASES = {  # what runs, and its inputs
     **{f"{op} on {name}": (op_calls.run, lambda op=op, name=name: (op, op_calls.inputs().get(op), name))
        for op in backend.OPS for name in op_calls.backends(op) if backend.unavailable(op, name, CPU) is None},
     **{f"{case.op}, {case.label}, on {name}": (proven, lambda case=case, name=name: (case.make(CPU), name))
-       for case in SMALL for name in ("auto", "torch") if not case.op.startswith("top1")},  # which make tensors of numbers
+       for case in SMALL for name in ("auto", "torch") if not case.op.startswith("top1")},  # they make new tensors
 }  # fmt: skip
 
 
