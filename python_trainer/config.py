@@ -46,9 +46,10 @@ class EvaluationConfig(Section):
     """Evaluate every this many steps, and after the step that trains on right answers of an earlier run. 0: only before
     the first and after the last step."""
     eval_limit_during: int | None = Field(512, ge=1)
-    """Test prompts per set in evaluations between the first and the last; null: all."""
+    """Test prompts per set in evaluations between the first and the last; null: all. Metrics `eval/` cover these
+    prompts in every evaluation, metrics `eval_all/` all prompts in the first and the last."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
-    """summary.json tells when an evaluation first reaches this accuracy: seconds_to_target, tokens_to_target."""
+    """summary.json tells when eval/accuracy first reaches this: seconds_to_target, tokens_to_target."""
     sets: dict[str, str] = Field({})
     """More test sets by name, each a place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy."""
 

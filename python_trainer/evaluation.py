@@ -1,5 +1,7 @@
 """Judges answers: the rollouts of a step by the task's rewards, and a policy by its answers to the test sets."""
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -126,17 +128,27 @@ def by_prompt(values: Sequence[float], samples: int) -> list[float]:
     return [fmean(values[i : i + samples]) for i in range(0, len(values), samples)]
 
 
-def metrics_of(scores: Scores, sampling: EvaluationConfig) -> dict[str, float]:
-    """Returns ``accuracy``, ``reward`` (raw) and ``pass@k``, for powers of 2, of the answers to a test set."""
+def metrics_of(scores: Scores, sampling: EvaluationConfig, prompts: int | None = None) -> dict[str, float]:
+    """Return ``accuracy``, ``reward`` (raw) and ``pass@k``, for powers of 2, of the answers to a test set.
+
+    Args:
+        prompts: count the answers to so many first prompts only; None: to all.
+    """
     size = sampling.samples
-    counts = [round(share * size) for share in by_prompt(scores.accuracy, size)]
+    answers = None if prompts is None else prompts * size
+    accuracy, total = scores.accuracy[:answers], scores.total[:answers]
+    counts = [round(share * size) for share in by_prompt(accuracy, size)]
     powers = [1 << n for n in range(size.bit_length())] if size > 1 else []
     passed = {f"pass@{k}": fmean(pass_at_k(size, right, k) for right in counts) for k in powers}
-    return {"accuracy": fmean(scores.accuracy), "reward": fmean(scores.total)} | passed
+    return {"accuracy": fmean(accuracy), "reward": fmean(total)} | passed
 
 
 class Evaluator:
     """Evaluates a policy on the test split of its task and on more test sets, always with the same noise.
+
+    Evaluations during training answer the first ``eval_limit_during`` prompts of each set, the first and the last
+    evaluation all. Metrics ``eval/`` cover the prompts that every evaluation answers: these are compared. Metrics
+    ``eval_all/`` cover all prompts of a set that has more.
 
     Args:
         notify: calls a method of all callbacks.
@@ -147,7 +159,7 @@ class Evaluator:
         self.config, self.prompts = scorer.config, scorer.prompts
 
     def evaluate(self, name: str | None = None) -> dict[str, float]:
-        """Evaluates on all test sets -> metrics; empty without test prompts.
+        """Evaluate on all test sets; return metrics, none without test prompts.
 
         Args:
             name: ``start`` or ``final``, whose answers and metrics are kept; None: an evaluation in between.
@@ -156,14 +168,15 @@ class Evaluator:
         if not self.prompts.ids["test"]:
             return {}
         rows = slice(settings.eval_limit_during if name is None else None)
+        self._forget_other_evaluations()
         cost = [state.training_seconds, state.counts.get("generated_tokens", 0)]
         with state.measure("eval"):
             self.logger.work = "evaluation"
-            scores = self.answer(self.prompts.split("test"), rows)
-            row = {f"eval/{metric}": value for metric, value in metrics_of(scores, settings).items()}
+            test = self.prompts.split("test")
+            scores = self.answer(test, rows)
+            row = self._metrics("", test, scores)
             for other, asked in zip(settings.sets, self.prompts.sets):
-                found = metrics_of(self.answer(asked, rows), asked.sampling)
-                row |= {f"eval/{other}/{metric}": value for metric, value in found.items()}
+                row |= self._metrics(f"{other}/", asked, self.answer(asked, rows))
             self.logger.work = "answers"
             if name is not None:
                 correct = by_prompt(scores.accuracy, settings.samples)
@@ -173,6 +186,38 @@ class Evaluator:
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])
         self.notify("on_evaluate", state.step, row)
         return row
+
+    def _metrics(self, prefix: str, asked: PromptSet, scores: Scores) -> dict[str, float]:
+        """Return the metrics of a test set by name: of its first prompts, and of more where more were answered."""
+        limit, size = self.config.evaluation.eval_limit_during, asked.sampling.samples
+        row = {f"eval/{prefix}{name}": value for name, value in metrics_of(scores, asked.sampling, limit).items()}
+        if limit is not None and len(scores.total) > limit * size:
+            row |= {f"eval_all/{prefix}{name}": value for name, value in metrics_of(scores, asked.sampling).items()}
+        return row
+
+    def _forget_other_evaluations(self) -> None:
+        """Drop evaluations of other prompts or with other sampling, which those of a resumed run must not meet."""
+        state, test = self.prompts.state, self.prompts.split("test")
+        sampling, rollout = test.sampling, self.config.rollout
+        settings = [
+            self.config.seed,
+            sampling.temperature,
+            sampling.samples,
+            rollout.max_completion_length,
+            rollout.stop,
+        ]
+        questions = json.dumps([test.ids, *settings, list(test.task.reward_functions)])
+        digest = hashlib.blake2b(questions.encode(), digest_size=16).hexdigest()
+        asked = [digest, len(test.ids[: sampling.eval_limit_during])]  # what is asked, and how much of it each time
+        if state.evaluations and state.evaluated != asked:
+            self.prompts.note(
+                "evaluations have other prompts, rewards or sampling than before: best/ and evaluation.target_accuracy "
+                "regard the new ones only"
+            )
+            state.evaluations, state.costs = [], []
+            if state.evaluated[:1] != [digest]:
+                state.results = {}
+        state.evaluated = asked
 
     def evaluate_each(self, split: str, rows: range) -> list[float]:
         """Returns for each prompt of a split 1 if it was answered right, else 0; with several samples their mean.

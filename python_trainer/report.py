@@ -24,7 +24,7 @@ from rich.text import Text
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_evaluations, read_metrics, read_samples, write_text
+from python_trainer.run_directory import ENDS, on_all_prompts, read_evaluations, read_metrics, read_samples, write_text
 from python_trainer.settings import PluginError
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         return sum(row.get(metric) or 0.0 for row in rows)
 
     settings = settings_used(folder)
-    start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]  # start: before training
+    # before training, and later; all on the same prompts, as the last one of an unfinished run has not seen others
+    start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]
     final = later[-1] if later else {}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
     return {
@@ -203,11 +204,11 @@ def describe_alone(name: str, runs: Sequence[Run]) -> str:
 
     Rewards take the place of an accuracy that stays 0, as it does where no answer is right or wrong.
     """
-    before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ("start", "final"))
+    before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ENDS)
     gained = "no evaluation" if before is None else f"accuracy {before:.1%} -> {show(after, '{:.1%}')}"
     found = [run.summary["evaluation"] for run in runs]
     if before == after == 0 and all("start" in evaluations for evaluations in found):  # has them once a run has ended
-        first, last = (fmean(evaluations[part]["eval/reward"] for evaluations in found) for part in ("start", "final"))
+        first, last = (fmean(on_all_prompts(evaluations[part], "reward") for evaluations in found) for part in ENDS)
         gained = f"reward {first:.3f} -> {last:.3f}"
     steps, seconds, tokens = (mean_of(runs, key) or 0.0 for key in ("steps", "training_s", "generated_tokens"))
     seeds = f", means of {len(runs)} seeds" if len(runs) > 1 else ""
@@ -278,8 +279,9 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     }
     finals = [run.summary.get("evaluation", {}).get("final", {}) for run in runs]
     for name in finals[0]:
-        if name != "eval/accuracy" and all(name in final for final in finals):
-            found[f"{name.removeprefix('eval/')} after"] = show(fmean(final[name] for final in finals))
+        metric = name.removeprefix("eval/")
+        if metric != "accuracy" and not name.startswith("eval_all/") and all(name in final for final in finals):
+            found[f"{metric} after"] = show(fmean(final.get(f"eval_all/{metric}", final[name]) for final in finals))
     found |= {
         "steps": show(mean_of(runs, "steps"), "{:.0f}"),
         "seconds, all": show(mean_of(runs, "wall_s"), "{:.1f}"),

@@ -13,6 +13,7 @@ from typing import Any
 from python_trainer.errors import UserError
 
 EVALUATIONS = "evaluations.jsonl"  # on the test split
+ENDS = ("start", "final")  # evaluations before the first step and after the last
 LOCK = ".lock"
 
 
@@ -155,3 +156,8 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def read_evaluations(folder: Path) -> dict[str, list[float]]:
     """Returns the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
     return {row["name"]: row["correct"] for row in read_rows(folder / EVALUATIONS) if {"name", "correct"} <= row.keys()}
+
+
+def on_all_prompts(row: Mapping[str, Any], metric: str) -> Any:
+    """Return a metric of the first or last evaluation, of all test prompts; None without an evaluation."""
+    return row.get(f"eval_all/{metric}", row.get(f"eval/{metric}"))

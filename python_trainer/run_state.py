@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import rlkernels
+from python_trainer.run_directory import ENDS, on_all_prompts
 
 # generated; of prompts and prefixes computed; of those taken from the KV cache instead; in forward-backward passes
 TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
@@ -27,7 +28,8 @@ class RunState:
     wall_s: float = 0.0  # at the newest checkpoint
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
     counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
-    evaluations: list[list[float]] = field(default_factory=list)  # [step, accuracy, reward]
+    evaluations: list[list[float]] = field(default_factory=list)  # [step, eval/accuracy, eval/reward]
+    evaluated: list[Any] = field(default_factory=list)  # [digest of what they ask, number of prompts in all of them]
     costs: list[list[float]] = field(default_factory=list)  # [training seconds, generated tokens] before each of them
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
@@ -87,7 +89,7 @@ class RunState:
 def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
     """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
 
-    The accuracy decides, or the reward if nothing is right or wrong.
+    All evaluations count the same prompts. The accuracy decides, or the reward if nothing is right or wrong.
     """
     rows = [(row[1 if state.judged else 2], int(row[0])) for row in state.evaluations if row[0] in steps]
     return max(rows)[1] if rows else None
@@ -97,11 +99,12 @@ def summarise(state: RunState, target: float | None, device: torch.device) -> di
     """Returns the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
-    evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``seconds_to_target`` is on the clock
-    of ``training_s``, until the first evaluation whose accuracy is at least ``target``.
+    evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``eval_accuracy_start`` and ``_final``
+    cover all test prompts. ``seconds_to_target`` is on the clock of ``training_s``, until the first evaluation whose
+    ``eval/accuracy`` is at least ``target``: the accuracy on the prompts that every evaluation answers.
     """
     prefix, seconds, wall_s = "accelerator/", state.seconds, state.wall_seconds
-    accuracies = [row[1] for row in state.evaluations]
+    accuracies = (row[1] for row in state.evaluations)
     reached = (cost for accuracy, cost in zip(accuracies, state.costs) if target is not None and accuracy >= target)
     seconds_to_target, tokens_to_target = next(reached, (None, None))
     return {
@@ -111,8 +114,7 @@ def summarise(state: RunState, target: float | None, device: torch.device) -> di
         **{f"{part}_s": seconds.get(part, 0.0) for part in ("rollout", "train", "reward", "eval", "checkpoint")},
         "accelerator_s": {name.removeprefix(prefix): s for name, s in seconds.items() if name.startswith(prefix)},
         **{name: state.counts.get(name, 0) for name in TOKENS},
-        "eval_accuracy_start": accuracies[0] if accuracies else None,
-        "eval_accuracy_final": accuracies[-1] if accuracies else None,
+        **{f"eval_accuracy_{name}": on_all_prompts(state.results.get(name, {}), "accuracy") for name in ENDS},
         "evaluation": state.results,
         "target_accuracy": target,
         "seconds_to_target": seconds_to_target,

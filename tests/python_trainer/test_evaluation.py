@@ -1,5 +1,6 @@
 """Evaluation with several answers to a prompt, and several test sets."""
 
+import io
 import json
 from itertools import combinations
 from statistics import fmean
@@ -7,10 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import QUIET
+from rich.console import Console
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.evaluation import by_prompt, metrics_of, pass_at_k
-from python_trainer.report import find_runs, summary_rows
+from python_trainer.report import draw_curves, find_runs, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
@@ -53,6 +55,67 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@2"] >= row["eval/pass@1"]
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
         shares = read_evaluations(tmp_path / "run")[name]
-        assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval/accuracy"])
+        assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval_all/accuracy"])
+        assert fmean(shares[:3]) == pytest.approx(row["eval/accuracy"])
     table = dict(summary_rows(find_runs([tmp_path])))
-    assert table["pass@2 after"] == f"{rows[1]['eval/pass@2']:.3f}" and table["train/accuracy after"]
+    assert table["pass@2 after"] == f"{rows[1]['eval_all/pass@2']:.3f}" and table["train/accuracy after"]
+
+
+def known(prompts, completions, completion_ids, right, **columns):
+    """Whether the file says so: the accuracy of a policy that never changes."""
+    return right
+
+
+def known_rows(folder, right):
+    """A file of as many prompts as there are verdicts."""
+    path = folder / f"{len(right)}-{sum(right):g}.jsonl"
+    rows = [{"prompt": "ABCDEFGH"[: 1 + i], "right": value} for i, value in enumerate(right)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def known_config(make_config, tmp_path):
+    """Config of a run that evaluates after step 2 on two of eight test prompts, the only ones that are right."""
+    rows = known_rows(tmp_path, [1.0, 1.0] + [0.0] * 6)
+    task = {"train_path": rows, "test_path": rows, "reward": "test_evaluation:known"}
+    evaluation = {"eval_steps": 2, "eval_limit_during": 2, "target_accuracy": 0.9, "sets": {"mirror": rows}}
+    save = {"save_steps": 1, "save_total_limit": 1}
+
+    def make(max_steps=4, **changes):
+        return make_config(max_steps=max_steps, task=task, evaluation=evaluation | changes, save=save)
+
+    return make
+
+
+def test_evaluations_are_compared_on_the_same_prompts(known_config, tmp_path):
+    summary = Trainer(known_config(), tmp_path / "run", console=QUIET).run()
+    rows = [row for row in read_metrics(tmp_path / "run") if "eval/accuracy" in row]
+    for prefix in ("", "mirror/"):
+        assert [row[f"eval/{prefix}accuracy"] for row in rows] == [1.0, 1.0, 1.0]
+        assert [row.get(f"eval_all/{prefix}accuracy") for row in rows] == [0.25, None, 0.25]
+    assert (summary["eval_accuracy_start"], summary["eval_accuracy_final"]) == (0.25, 0.25)
+    assert summary["tokens_to_target"] == 0, "the first two prompts were right before the first step"
+    assert not (tmp_path / "run" / "best").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
+    curve, _ = draw_curves(find_runs([tmp_path])).axes[0].lines
+    assert list(curve.get_ydata()) == [1.0, 1.0, 1.0]
+    table = dict(summary_rows(find_runs([tmp_path])))
+    assert (table["accuracy after"], table["mirror/accuracy after"]) == ("0.250", "0.250")
+    (tmp_path / "run" / "summary.json").unlink()
+    table = dict(summary_rows(find_runs([tmp_path])))
+    assert (table["accuracy before"], table["accuracy after"]) == ("1.000", "1.000"), "as of an unfinished run"
+
+
+@pytest.mark.parametrize(("changes", "start"), [
+    ({"eval_limit_during": 4}, 0.25), ({"temperature": 0}, None), ({"samples": 2}, None), ({}, 0.25),
+])  # fmt: skip
+def test_a_resumed_run_compares_only_evaluations_of_the_same_prompts(known_config, tmp_path, changes, start):
+    Trainer(known_config(max_steps=2), tmp_path / "run", console=QUIET).run()
+    shown = io.StringIO()
+    trainer = Trainer(known_config(**changes), tmp_path / "run", resume=True, console=Console(file=shown, width=500))
+    summary = trainer.run()
+    assert [row[0] for row in trainer.state.evaluations] == ([4] if changes else [0, 2, 4])
+    assert [cost[1] > 0 for cost in trainer.state.costs] == ([True] if changes else [False, True, True])
+    assert (summary["eval_accuracy_start"], summary["eval_accuracy_final"]) == (start, 0.25)
+    assert shown.getvalue().count("evaluations have other prompts, rewards or sampling than before") == bool(changes)
