@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlkernels import backend
 
@@ -53,8 +54,7 @@ class Launches(TorchDispatchMode):
         if not view and not name.startswith(("empty", "new_empty", "lift_fresh")):
             self.counts[name] += 1
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.results.append((name, out.shape))
+        self.results += [(name, t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         return out
 
 

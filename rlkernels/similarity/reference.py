@@ -3,9 +3,27 @@
 float64 inputs are computed in float64, everything else in float32. Arguments are checked by the public functions.
 """
 
+import math
+from collections.abc import Callable, Iterator
+
 import torch
 
-_PAIR_CELLS = 1 << 22  # how many cells of one anti-diagonal are held at a time
+BLOCK_PAIRS = 1 << 22  # pairs whose results are computed at a time
+BLOCK_FLOATS = 1 << 22  # values of one anti-diagonal, or of the projected samples of one side, that are held at a time
+
+
+def blocks(n: int, m: int, pairs: int, longest: int | None = None) -> Iterator[tuple[slice, slice]]:
+    """Yield slices (rows, columns) that cover all n x m pairs: at most ``pairs`` of them and ``longest`` of each side.
+
+    One block at least, empty where there are no pairs. Rows come in order, columns in order within them.
+    """
+    pairs = max(pairs, 1)
+    longest = pairs if longest is None else max(longest, 1)
+    height = min(max(n, 1), math.isqrt(pairs), longest)
+    width = min(pairs // height, longest)
+    for i in range(0, max(n, 1), height):
+        for j in range(0, max(m, 1), width):
+            yield slice(i, min(i + height, n)), slice(j, min(j + width, m))
 
 
 def as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -109,19 +127,22 @@ def dtw(x, y, x_lengths=None, y_lengths=None, band=None, mode="full"):
     x, y = as_series(x, dtype), as_series(y, dtype)
     x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = blank_padding(x, x_lengths), blank_padding(y, y_lengths)
-    shape = (x.shape[0], y.shape[0])
-    pairs = torch.cartesian_prod(*(torch.arange(n, device=x.device) for n in shape)).reshape(-1, 2)
-    parts = []
-    for chunk in pairs.split(max(1, _PAIR_CELLS // (x.shape[1] * x.shape[2] + 1))):
-        a, b = chunk.unbind(1)
+    n, m = x.shape[0], y.shape[0]
+    out = [x.new_empty(n, m)]
+    if mode == "subsequence":
+        out += [x_lengths.new_empty(n, m) for _ in range(2)]
+    for rows, columns in blocks(n, m, BLOCK_FLOATS // ((x.shape[1] + y.shape[1]) * x.shape[2] + 1)):
+        places = (torch.arange(part.start, part.stop, device=x.device) for part in (rows, columns))
+        a, b = torch.cartesian_prod(*places).reshape(-1, 2).unbind(1)
         lengths, bad = (x_lengths[a], y_lengths[b]), x_bad[a] | y_bad[b]
         if mode == "full":
-            parts.append((with_special_cases(_dtw_pairs(x[a], y[b], *lengths, band), *lengths, bad),))
+            cost, *place = [_dtw_pairs(x[a], y[b], *lengths, band)]
         else:
             cost, *place = _subsequence_pairs(x[a], y[b], *lengths)
-            parts.append((with_special_cases(cost, *lengths, bad), *(t.masked_fill(bad, -1) for t in place)))
-    columns = [torch.cat(c).reshape(shape) for c in zip(*parts)]
-    return columns[0] if mode == "full" else tuple(columns)
+        results = with_special_cases(cost, *lengths, bad), *(t.masked_fill(bad, -1) for t in place)
+        for whole, result in zip(out, results):
+            whole[rows, columns] = result.view(whole[rows, columns].shape)
+    return out[0] if mode == "full" else tuple(out)
 
 
 def smallest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,9 +151,33 @@ def smallest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ordered[:, :k], index[:, :k]
 
 
+def smallest_by_blocks(
+    n: int, m: int, k: int, values: Callable[[slice, slice], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`smallest` of the [n, m] that ``values`` computes for (rows, columns), one block at a time."""
+    lowest: list[torch.Tensor] = []
+    indices: list[torch.Tensor] = []
+    for rows, columns in blocks(n, m, BLOCK_PAIRS):
+        value, index = smallest(values(rows, columns), k)
+        index = index + columns.start
+        if columns.start:  # equal values of the columns before come first, and the sort is stable
+            value, index = (torch.cat(pair, 1) for pair in ((lowest.pop(), value), (indices.pop(), index)))
+            value, order = smallest(value, k)
+            index = index.gather(1, order)
+        lowest.append(value.clone())  # not a view of the whole block
+        indices.append(index.clone())
+    return torch.cat(lowest), torch.cat(indices)
+
+
 def dtw_topk(x, y, k, x_lengths=None, y_lengths=None, band=None):
     """See :func:`rlkernels.dtw_topk`: all costs, sorted."""
-    return smallest(dtw(x, y, x_lengths, y_lengths, band), k)
+    x_lengths, y_lengths = full_lengths(x, x_lengths), full_lengths(y, y_lengths)
+    return smallest_by_blocks(
+        x.shape[0],
+        y.shape[0],
+        k,
+        lambda rows, columns: dtw(x[rows], y[columns], x_lengths[rows], y_lengths[columns], band),
+    )
 
 
 def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
@@ -159,37 +204,52 @@ def soft_dtw(x, y, *, gamma=1.0, x_lengths=None, y_lengths=None, band=None):
     return with_special_cases(result, x_lengths, y_lengths, x_bad | y_bad)
 
 
-def _squared_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the squared Euclidean distances [N, M] of float64 rows, centred first, since dot products cancel."""
-    centre = y.nan_to_num(0, 0, 0).mean(0) if len(y) else 0  # any centre will do; a NaN may spoil its own row only
-    x, y = x - centre, y - centre
-    return (x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T).clamp_min(0)
+def _distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean distances [N, M] of float64 rows, from their differences: |x|^2 + |y|^2 - 2 xy cancels."""
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _over_largest(x: torch.Tensor) -> torch.Tensor:
+    """Divide each row of x [N, E] by its largest magnitude, so that no square overflows or vanishes; 0 stays 0."""
+    largest = torch.nn.functional.pad(x.abs(), (0, 1)).amax(1, keepdim=True)  # rows may be empty
+    return x / largest.masked_fill(largest == 0, 1)
 
 
 def project_and_sort(samples: torch.Tensor, projections: int, seed: int) -> torch.Tensor:
     """Project samples [N, S, E] on random unit vectors, sort along S: float64 [N, S * projections], scaled so that
-    Euclidean distances are sliced 2-Wasserstein distances (Bonneel et al., 2015)."""
+    Euclidean distances are sliced 2-Wasserstein distances (Bonneel et al., 2015). Infinity counts as NaN."""
     generator, size = torch.Generator("cpu").manual_seed(seed), (samples.shape[2], projections)
     directions = torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")  # the same on every device
     directions = (directions / directions.norm(dim=0)).to(samples.device)
-    projected = (samples.double() @ directions).sort(dim=1).values
+    samples = samples.double()
+    projected = (samples.masked_fill(samples.isinf(), torch.nan) @ directions).sort(dim=1).values
     return projected.flatten(1) / (projected.shape[1] * projections) ** 0.5
 
 
 def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projections=64, seed=0):
     """See :func:`rlkernels.state_similarity`; float64 throughout."""
-    if metric == "sliced_wasserstein":
-        a, b = (project_and_sort(t, projections, seed) for t in (x, y))
-        return torch.exp(-_squared_distances(a, b).sqrt() / scale)
-    x, y = x.double(), y.double()
+    out = x.new_empty(x.shape[0], y.shape[0], dtype=torch.float32)
+    width = x.shape[1] * projections if metric == "sliced_wasserstein" else x.shape[1]  # of a row of features
+    for rows, columns in blocks(*out.shape, BLOCK_PAIRS, longest=BLOCK_FLOATS // max(width, 1)):
+        if metric == "sliced_wasserstein":
+            samples = [project_and_sort(t, projections, seed) for t in (x[rows], y[columns])]
+            out[rows, columns] = torch.exp(_distances(*samples) / -scale).float()
+        else:
+            out[rows, columns] = _vector_similarity(x[rows], y[columns], metric).float()
+    return out
+
+
+def _vector_similarity(x: torch.Tensor, y: torch.Tensor, metric: str) -> torch.Tensor:
+    """Return the "hellinger" or "cosine" similarity, float64 [N, M], of x [N, E] and y [M, E]."""
+    x, y = (_over_largest(t.double()) for t in (x, y))
     if metric == "hellinger":
         # H = |sqrt(p) - sqrt(q)| / sqrt(2); an all-zero histogram stays at the origin
-        roots = [(t / t.sum(1, keepdim=True).masked_fill(t.sum(1, keepdim=True) == 0, 1)).sqrt() for t in (x, y)]
-        distance = (_squared_distances(*roots) / 2).sqrt()
+        sums = [t.sum(1, keepdim=True) for t in (x, y)]
+        distance = _distances(*((t / s.masked_fill(s == 0, 1)).sqrt() for t, s in zip((x, y), sums))) / 2**0.5
     else:
         # (1 + cos) / 2 = 1 - |u - v|^2 / 4 for unit vectors; the form without a sum of 1 and cos keeps 1 for itself
-        units = [t / t.norm(dim=1, keepdim=True).masked_fill(t.norm(dim=1, keepdim=True) == 0, 1) for t in (x, y)]
-        distance = _squared_distances(*units) / 4
+        norms = [t.norm(dim=1, keepdim=True) for t in (x, y)]
+        distance = (_distances(*(t / s.masked_fill(s == 0, 1) for t, s in zip((x, y), norms))) / 2).square()
     similarity = (1 - distance).clamp(0, 1)
     x_zero, y_zero = ((t == 0).all(1) for t in (x, y))
     similarity = similarity.masked_fill(x_zero[:, None] != y_zero, 0.0 if metric == "hellinger" else 0.5)
@@ -197,8 +257,8 @@ def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projection
 
 
 def rhyme_similarity(cost, x_lengths, y_lengths, *, reward_weight, reward_scale, state):
-    """Return C_rhyme [N, M] from the DTW cost and the similarity of states (None for weight 1), both [N, M]."""
-    mean_length = (x_lengths[:, None] + y_lengths).to(cost.dtype) / 2
-    # both empty: cost 0 over length 1
-    similarity = reward_weight * torch.exp(-cost / (mean_length.clamp_min(1) * reward_scale**2))
-    return similarity if state is None else similarity + (1 - reward_weight) * state.to(cost.dtype)
+    """Return C_rhyme [N, M], float64, from the DTW cost and the similarity of states (None for weight 1), [N, M]."""
+    mean_length = ((x_lengths[:, None] + y_lengths).double() / 2).clamp_min(1)  # both empty: cost 0 over length 1
+    # the root first: the square of a small scale would vanish
+    similarity = reward_weight * torch.exp(-((cost.double() / mean_length).sqrt() / reward_scale).square())
+    return similarity if state is None else similarity + (1 - reward_weight) * state.double()

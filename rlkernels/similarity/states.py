@@ -20,7 +20,7 @@ def state_similarity(
     seed: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return the similarity in [0, 1] of all N x M pairs of state distributions, by one matrix product.
+    """Return the similarity in [0, 1] of all N x M pairs of state distributions.
 
     Args:
         x: by metric. "sliced_wasserstein": S samples of E features, [N, S, E]. "hellinger": histograms [N, B],
@@ -34,7 +34,7 @@ def state_similarity(
 
     Returns:
         float32 [N, M]. Two all-zero histograms or vectors are alike (1); one of them: 0 ("hellinger") or 1/2
-        ("cosine"). NaN makes its own pairs NaN.
+        ("cosine"). NaN or infinity makes its own pairs NaN.
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
@@ -51,4 +51,4 @@ def state_similarity(
         for name, value in (("x", x), ("y", y)):
             arguments.histograms(name, value)
     _backend.choose("state_similarity", x.device, backend)
-    return reference.state_similarity(x, y, metric=metric, scale=scale, projections=projections, seed=seed).float()
+    return reference.state_similarity(x, y, metric=metric, scale=scale, projections=projections, seed=seed)

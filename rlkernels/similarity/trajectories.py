@@ -44,6 +44,16 @@ class Trajectories:
     def __len__(self) -> int:
         return self.rewards.shape[0]
 
+    def _rows(self, rows: slice) -> "Trajectories":
+        parts = (self.rewards, self.states, self.lengths)
+        return Trajectories(*(part if part is None else part[rows] for part in parts))
+
+
+def _check_trajectories(query: Trajectories, bank: Trajectories) -> None:
+    for name, value in (("query", query), ("bank", bank)):
+        if not isinstance(value, Trajectories):
+            raise TypeError(f"{name} must be Trajectories, got {type(value).__name__}")
+
 
 def _state_part(query: Trajectories, bank: Trajectories, metric: str | None, **settings) -> torch.Tensor:
     """Return the [N, M] similarity of the states, by ``metric`` or the one that their rank suggests."""
@@ -95,23 +105,25 @@ def rhyme_similarity(
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
-    for name, value in (("query", query), ("bank", bank)):
-        if not isinstance(value, Trajectories):
-            raise TypeError(f"{name} must be Trajectories, got {type(value).__name__}")
+    _check_trajectories(query, bank)
     _check.tensor("bank.rewards", bank.rewards, device=query.rewards.device)
     _check.in_range("reward_weight", reward_weight, 0, 1)
     _check.positive("reward_scale", reward_scale)
     if state_metric is not None:
         _check.one_of("state_metric", state_metric, METRICS)
     _backend.choose("rhyme_similarity", query.rewards.device, backend)
-    state = None
-    if reward_weight < 1:
-        state = _state_part(query, bank, state_metric, scale=state_scale, projections=projections, seed=seed)
-    cost = dtw(query.rewards, bank.rewards, x_lengths=query.lengths, y_lengths=bank.lengths, band=band, backend=backend)
-    lengths = [reference.full_lengths(t.rewards, t.lengths) for t in (query, bank)]
-    return reference.rhyme_similarity(
-        cost, *lengths, reward_weight=reward_weight, reward_scale=reward_scale, state=state
-    )
+    out = query.rewards.new_empty(len(query), len(bank), dtype=torch.float32)
+    for rows, columns in reference.blocks(*out.shape, reference.BLOCK_PAIRS):
+        x, y = query._rows(rows), bank._rows(columns)
+        state = None
+        if reward_weight < 1:
+            state = _state_part(x, y, state_metric, scale=state_scale, projections=projections, seed=seed)
+        cost = dtw(x.rewards, y.rewards, x_lengths=x.lengths, y_lengths=y.lengths, band=band, backend=backend)
+        lengths = [reference.full_lengths(t.rewards, t.lengths) for t in (x, y)]
+        out[rows, columns] = reference.rhyme_similarity(
+            cost, *lengths, reward_weight=reward_weight, reward_scale=reward_scale, state=state
+        )
+    return out
 
 
 @torch.no_grad()
@@ -139,8 +151,7 @@ def rhyme_topk(
     Raises:
         TypeError, ValueError: as :func:`rhyme_similarity`, or a bad ``fraction`` or ``k``.
     """
-    if not isinstance(bank, Trajectories):
-        raise TypeError(f"bank must be Trajectories, got {type(bank).__name__}")
+    _check_trajectories(query, bank)
     if k is None:
         _check.in_range("fraction", fraction, 0, 1)
         _check.positive("fraction", fraction)
@@ -148,6 +159,8 @@ def rhyme_topk(
         k = max(k, min(1, len(bank)))
     else:
         k = _check.integer("k", k, 0, len(bank))
-    score = rhyme_similarity(query, bank, backend=backend, **settings)
-    negative, index = reference.smallest(-score, k)
+    def negative_score(rows: slice, columns: slice) -> torch.Tensor:
+        return -rhyme_similarity(query._rows(rows), bank._rows(columns), backend=backend, **settings)
+
+    negative, index = reference.smallest_by_blocks(len(query), len(bank), k, negative_score)
     return -negative, index

@@ -6,7 +6,10 @@ import pytest
 import torch
 from scipy import stats
 
+from support import Launches
+
 from rlkernels import Trajectories, dtw, dtw_topk, rhyme_similarity, rhyme_topk, soft_dtw, state_similarity
+from rlkernels.similarity import reference
 
 NAN, INF = math.nan, math.inf
 
@@ -134,6 +137,92 @@ def test_state_similarity_of_itself_is_one_and_nan_stays_in_its_row(metric, shap
     assert ours[2].isnan().all() and ours[:, 2].isnan().all() and ours[good][:, good].isfinite().all()
     assert state_similarity(x[:0], x, metric=metric).shape == (0, 6)
     assert state_similarity(x, x[:0], metric=metric).shape == (6, 0)
+
+
+@pytest.mark.parametrize("diverged", [1e8, 1e9, 1e20, 1e300])
+def test_a_diverged_run_leaves_the_others_similarities_alone(diverged):
+    """Of samples that are all equal, in one dimension, the Wasserstein distance is that of their values."""
+    value = torch.tensor([0.0] * 10 + [0.5] * 9 + [diverged] * 2, dtype=torch.float64)
+    states = value[:, None, None].expand(-1, 7, 1)
+    expected = torch.exp(-(value[:, None] - value).abs() / 2).float()
+    torch.testing.assert_close(state_similarity(states, states, scale=2.0), expected)
+    runs = Trajectories(value.clamp(0, 1)[:, None].expand(-1, 5), states)
+    score, index = rhyme_topk(runs, runs, k=10)
+    assert index[0].tolist() == list(range(10)) and score[0].tolist() == [1.0] * 10
+    assert index[10, :9].tolist() == list(range(10, 19)) and score[10, :9].tolist() == [1.0] * 9
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1e-30, 1e20, 1e155, 1e300])
+@pytest.mark.parametrize("unit", [1.0, 1e-9])
+def test_directions_and_shares_do_not_depend_on_magnitude(size, unit):
+    x = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64) * size
+    y = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64) * unit
+    cosine = [[(1 + 0.5**0.5) / 2, 1], [0.5, 0.5]]
+    hellinger = [[1 - (1 - 0.5**0.5) ** 0.5, 1], [0, 0]]
+    for metric, expected in (("cosine", cosine), ("hellinger", hellinger)):
+        torch.testing.assert_close(state_similarity(x, y, metric=metric), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_infinite_samples_are_similar_to_nothing():
+    x = torch.ones(3, 4, 2)
+    x[1, 0, 0], x[2, 1, 1] = INF, -INF
+    for metric, states in (("sliced_wasserstein", x), ("cosine", x[:, 0] + x[:, 1]), ("hellinger", x[:2, 0])):
+        bad = ~states.flatten(1).isfinite().all(1)
+        assert torch.equal(state_similarity(states, states, metric=metric).isnan(), bad[:, None] | bad)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+def test_any_reward_scale(scale):
+    """Two curves that are apart by the scale throughout score 1/e."""
+    step = scale if scale in (1e-3, 1.0) else 0.0  # others leave float32 when they are squared
+    curves = Trajectories(torch.tensor([[0.0] * 4, [step] * 4, [0.5] * 4]))
+    score = rhyme_similarity(curves, curves, reward_weight=1, reward_scale=scale)
+    far = [math.exp(-((a / scale) ** 2)) if a / scale < 20 else 0.0 for a in (step, 0.5, 0.5 - step)]
+    expected = torch.tensor([[1, far[0], far[1]], [far[0], 1, far[2]], [far[1], far[2], 1]])
+    torch.testing.assert_close(score, expected)
+
+
+def largest_result(call):
+    """Elements of the largest tensor that a call computes, apart from those that it allocates for its results."""
+    with Launches() as seen:
+        call()
+    return max(shape.numel() for name, shape in seen.results if name not in ("new_empty", "empty"))
+
+
+def blocked_calls():
+    x, y = integers(31, 6, 2, high=3), integers(43, 9, 2, high=3)
+    x[3, 2], y[5] = NAN, y[4]
+    lengths = {"x_lengths": torch.arange(31) % 7, "y_lengths": torch.arange(43) % 10}
+    query, bank = (Trajectories(t[..., 0], t.nan_to_num().abs(), v) for t, v in zip((x, y), lengths.values()))
+    bank = Trajectories(bank.rewards, bank.states[:, :6], bank.lengths)
+    alone, wide = Trajectories(query.rewards[:1], query.states[:1]), {"backend": "torch", "projections": 4}
+    return {
+        "dtw": lambda: dtw(x, y, **lengths, band=2, backend="torch"),
+        "subsequence": lambda: dtw(x, y, **lengths, mode="subsequence", backend="torch"),
+        "subsequence of a long y": lambda: dtw(x[:, :1], y, mode="subsequence", backend="torch"),
+        "dtw_topk": lambda: dtw_topk(x, y, 5, **lengths, backend="torch"),
+        "dtw_topk of one": lambda: dtw_topk(x[:1], y, 30, backend="torch"),
+        "dtw_topk of none": lambda: dtw_topk(x, y, 0, backend="torch"),
+        "sliced_wasserstein": lambda: state_similarity(query.states, bank.states, projections=4),
+        "hellinger": lambda: state_similarity(query.states[:, 0], bank.states[:, 0], metric="hellinger"),
+        "cosine": lambda: state_similarity(query.states[:, 1], bank.states[:, 1], metric="cosine"),
+        "rhyme_similarity": lambda: rhyme_similarity(query, bank, **wide),
+        "rhyme_topk": lambda: rhyme_topk(query, bank, k=5, **wide),
+        "rhyme_topk of one": lambda: rhyme_topk(alone, bank, k=30, **wide),
+    }
+
+
+@pytest.mark.parametrize("name", blocked_calls())
+def test_blocks_change_no_value_and_bound_the_memory(name, monkeypatch):
+    torch.manual_seed(1)
+    call = blocked_calls()[name]
+    whole = call()
+    inputs = 43 * 9 * 2  # of the largest, whose padding a copy blanks
+    assert largest_result(call) > inputs or name.endswith(("of a long y", "of one", "of none"))
+    monkeypatch.setattr(reference, "BLOCK_PAIRS", 20)
+    monkeypatch.setattr(reference, "BLOCK_FLOATS", 300)
+    torch.testing.assert_close(call(), whole, rtol=0, atol=0, equal_nan=True)
+    assert largest_result(call) <= inputs < 31 * 43
 
 
 def curves(n, steps, states):
