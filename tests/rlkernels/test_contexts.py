@@ -7,6 +7,7 @@ from op_calls import CONTEXTS
 from torch.utils._pytree import tree_leaves
 
 import rlkernels
+from bench._calls import inputs
 from rlkernels import backend
 from rlkernels.extrapolation import PREDICTORS
 from rlkernels.proof.cases import SMALL
@@ -39,7 +40,7 @@ def trajectory(base, direction):
 CASES = {  # what runs, and its inputs
     "layout": (layout, tuple),
     "trajectory": (trajectory, lambda: (torch.randn(20, 30), 1e-3 * torch.outer(torch.randn(20), torch.randn(30)))),
-    **{f"{op} on {name}": (op_calls.run, lambda op=op, name=name: (op, op_calls.inputs().get(op), name))
+    **{f"{op} on {name}": (op_calls.run, lambda op=op, name=name: (op, inputs().get(op), name))
        for op in backend.OPS for name in op_calls.backends(op) if backend.unavailable(op, name, CPU) is None},
     **{f"{case.op}, {case.label}, on {name}": (proven, lambda case=case, name=name: (case.make(CPU), name))
        for case in SMALL for name in ("auto", "torch") if not case.op.startswith("top1")},  # they make new tensors
@@ -62,4 +63,4 @@ def test_nothing_depends_on_the_context(case, context):
 
 
 def test_every_op_is_called():
-    assert {*op_calls.inputs(), *op_calls.HOST} == backend.OPS.keys()
+    assert {*inputs(), *op_calls.HOST} == backend.OPS.keys()

@@ -5,12 +5,13 @@ import pytest
 import torch
 from op_calls import CONTEXTS
 
+from bench._calls import inputs
 from rlkernels.backend import OPS
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if OPS[op].triton])
 def test_launchers_depend_on_no_default_dtype(op):
-    given = op_calls.inputs()[op]
+    given = inputs()[op]
     expected = op_calls.run(op, given, "triton")
     for name in ("default torch.float64", "default torch.float16"):
         with CONTEXTS[name]():

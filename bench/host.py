@@ -1,0 +1,107 @@
+"""What a call costs the host beside its kernel: every launch is replaced by nothing, and ``torch.add`` takes turns.
+
+The compiled ops of a CPU run, on inputs of a few numbers. Triton's launchers get CPU tensors in the place of a GPU's,
+and their kernels do nothing. Ops that wait for results on the way (``top1_deltas``), that have no kernel of their own
+(``soft_dtw``), and the host structures are left out.
+"""
+
+import importlib
+import pkgutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import rlkernels
+from bench import Row
+from bench._calls import GRADIENTS, Arguments, inputs, public
+from bench._runner import quantile
+from rlkernels import backend
+
+OPS = ("token_logprobs", "linear_token_logprobs", "write_kv", "paged_attention", "shared_prefix_attention",
+       "merge_attention", "grouped_attention", "keyed_uniform", "sample_tokens", "verify_drafts", "dtw", "dtw_topk",
+       "delta_matvec", "add_rank1_", "add_rms_norm", "rope", "silu_mul")  # fmt: skip
+CALLS = 20  # of each in a turn
+
+
+class Nothing:
+    """Stands for a kernel."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **settings: Any) -> None:
+        pass
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Within it Triton's launchers take CPU tensors, and launch nothing."""
+    names = [module.name for module in pkgutil.walk_packages(rlkernels.__path__, "rlkernels.")]
+    with ExitStack() as stack:
+        for module in (importlib.import_module(name) for name in names if ".triton_" in name):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(patch.object(module, name, Nothing()))
+        stack.enter_context(patch.object(backend, "unavailable", lambda *_: None))
+        yield
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the mean of a turn, in time that this thread ran: others do not count."""
+    start = time.thread_time()
+    for _ in range(CALLS):
+        call()
+    return (time.thread_time() - start) / CALLS
+
+
+def measure(calls: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+    """Time the calls in turns -> name -> seconds a call in each."""
+    for call in calls.values():
+        call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            samples[name].append(seconds(call))
+    return samples
+
+
+def with_gradient(op: str, given: Arguments) -> Arguments:
+    return given | {name: given[name].clone().requires_grad_() for name in GRADIENTS[op]}
+
+
+def rows(op: str, given: Arguments, shape: str, turns: int) -> list[Row]:
+    """Time an op beside ``torch.add``; what else runs here only adds, so the least of each gives the ratio."""
+    x, y = torch.randn(2, 4)
+    calls: dict[str, Callable[[], Any]] = {"torch.add": lambda: torch.add(x, y)}
+    written = backend.OPS[op]
+    for name in ("cpu", "triton"):
+        if getattr(written, name):
+            own = given | {"validate": False} if name == "triton" and "uniforms" in given else given
+            calls[f"rlkernels, {name}"] = partial(public(op), **own, backend=name)
+    with no_launches():
+        samples = measure(calls, turns)
+    unit = min(samples["torch.add"])
+    return [
+        Row(op, name, shape, median_s=statistics.median(s), q20_s=quantile(s, 0.2), q80_s=quantile(s, 0.8),
+            extra=f"{min(s) * 1e6:.1f} µs, {min(s) / unit:.1f} x torch.add")
+        for name, s in samples.items()
+    ]  # fmt: skip
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # to wake a thread takes longer than a call
+    try:
+        for op, given in inputs().items():
+            if op in OPS:
+                turns = 20 if quick else 500
+                yield rows(op, given, "no gradient", turns)
+                if op in GRADIENTS:
+                    yield rows(op, with_gradient(op, given), "with a gradient", turns)
+    finally:
+        torch.set_num_threads(threads)
