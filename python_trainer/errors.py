@@ -1,16 +1,11 @@
-"""How a run ends early: errors in one line, without a traceback, and signals that let the step finish."""
+"""How a run ends early: errors in one line, without a traceback."""
 
 import os
 import re
-import signal
 import sys
-import threading
 import time
-from types import FrameType
-from typing import Any
 
 HEAD_START = 5.0  # seconds
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(Exception):
@@ -93,32 +88,3 @@ def tell_error(error: BaseException, message: str) -> None:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     who = "" if size == "1" else f"process {rank} of {size}: "
     print(f"error: {who}{message}", file=sys.stderr)
-
-
-class StopSignal:
-    """Notes the first Ctrl-C or SIGTERM, so that the step can finish; the next one raises KeyboardInterrupt.
-
-    Signals reach the main thread only; in any other thread this does nothing.
-
-    Attributes:
-        name: of the signal that came, None before.
-    """
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        tell(f"{self.name}: finishing the step, then saving; once more stops at once")

@@ -89,7 +89,8 @@ class Scorer:
         part = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
         with ranks.together():
             if examples[part]:
-                own.append(score(task, examples[part], completions[part], ids[part]))
+                timeout = self.config.task.reward_seconds
+                own.append(score(task, examples[part], completions[part], ids[part], timeout=timeout))
         found = [scores for judged in ranks.gather(own) for scores in judged]
         judged = all(scores.merit is None for scores in found)
         if task is self.prompts.task:

@@ -16,7 +16,7 @@ from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Example, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import StopSignal, UserError
+from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
@@ -25,6 +25,7 @@ from python_trainer.model.policy import load_policy, set_matmul_precision
 from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise
+from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import check_text
 
 HELD_OUT = 64  # test examples whose loss is measured before and after

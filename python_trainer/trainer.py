@@ -21,7 +21,7 @@ from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
-from python_trainer.errors import StopSignal, UserError
+from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluator, Scorer
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
@@ -33,6 +33,7 @@ from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import RunState, summarise
+from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one

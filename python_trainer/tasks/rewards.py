@@ -8,6 +8,7 @@ import re
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from python_trainer.data import Example, Messages
 from python_trainer.errors import UserError
 from python_trainer.settings import Registry, copy_nested
+from python_trainer.signals import OutOfTime, call_within
 from python_trainer.tasks.base import OF_THE_TRAINER, RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 
@@ -51,6 +53,7 @@ class Scores:
 
 LARGEST = 1e15  # value of a reward function: sums of squares stay finite in float32
 TEXT = (str, bytes, bytearray)
+ENDINGS = (Exception, SystemExit, asyncio.CancelledError, OutOfTime)  # of a function; sys.exit ends it, not the run
 
 
 def _value(value: Any, name: str, row: int) -> float | None:
@@ -86,25 +89,36 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns what every function returned or raised; async ones run side by side after the others."""
-    found: dict[str, Any] = {}
+def _call_all(
+    functions: Mapping[str, RewardFunction], arguments: dict[str, Any], seconds: float | None
+) -> dict[str, Any]:
+    """Return what every function returned or raised; async ones run side by side after the others.
+
+    A function that takes more seconds raised OutOfTime.
+    """
+    results: dict[str, Any] = {}
     for name, function in functions.items():
         try:
-            found[name] = _as_list(function(**copy_nested(arguments)))
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # sys.exit ends it, not the run
-            found[name] = error
-    waiting = {name: value for name, value in found.items() if inspect.isawaitable(value)}
+            results[name] = call_within(seconds, lambda: _as_list(function(**copy_nested(arguments))))  # noqa: B023
+        except ENDINGS as error:
+            results[name] = error
 
     async def finish(value: Any) -> Any:
-        return _as_list(await value)
+        try:
+            return _as_list(await value)
+        except ENDINGS as error:
+            return error
 
-    async def finish_all() -> list[Any]:
-        return await asyncio.gather(*map(finish, waiting.values()), return_exceptions=True)
-
+    waiting = {name: value for name, value in results.items() if inspect.isawaitable(value)}
     if waiting:
-        found |= zip(waiting, asyncio.run_coroutine_threadsafe(finish_all(), _event_loop(os.getpid())).result())
-    return found
+        loop = _event_loop(os.getpid())
+        calls = {name: asyncio.run_coroutine_threadsafe(finish(value), loop) for name, value in waiting.items()}
+        _, late = wait(calls.values(), seconds)
+        results |= {name: OutOfTime() if call in late else call.result() for name, call in calls.items()}
+        for call in late:
+            call.cancel()
+            _event_loop.cache_clear()  # the function may hold it
+    return results
 
 
 def _as_list(found: Any) -> Any:
@@ -118,15 +132,22 @@ def _place(error: BaseException) -> str:
 
     A function that was never entered has none, and one of this package needs none.
     """
-    inside = traceback.extract_tb(error.__traceback__)[1:]  # the first line is the call, in this file
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [i for i, frame in enumerate(frames) if frame.filename == __file__]  # the last one is of the function
+    inside = frames[calls[-1] + 1 :] if calls else []
     if not inside or PACKAGE in Path(inside[0].filename).parents:
         return ""
     return f" ({os.path.relpath(inside[0].filename)}:{inside[0].lineno})"
 
 
-def _checked(name: str, arguments: dict[str, Any], found: Any) -> list[float | None]:
+def _checked(name: str, arguments: dict[str, Any], found: Any, seconds: float | None) -> list[float | None]:
     """Returns the values of one function for all completions, or raises UserError about them."""
     count = len(arguments["completions"])
+    if isinstance(found, OutOfTime):
+        raise UserError(
+            f"reward function {name} took longer than task.reward_seconds, {seconds:g} s, for {count} completions"
+            f"{_place(found)}: raise that setting, or null sets no limit"
+        ) from found
     if isinstance(found, BaseException):
         about, pattern = _place(found), r"unexpected keyword argument|missing \d+ required"
         call = isinstance(found, TypeError) and re.search(pattern, str(found))
@@ -160,6 +181,8 @@ def score(
     examples: Sequence[Example],
     completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
+    *,
+    timeout: float | None = None,
 ) -> Scores:
     """Judges N completions; ``examples[i]`` is what completion i answers.
 
@@ -169,9 +192,12 @@ def score(
     example of the task has, None where this one lacks it; all of length N. Each function gets lists and dicts of its
     own. Async functions run side by side.
 
+    Args:
+        timeout: seconds that a function may take; None: no limit.
+
     Raises:
-        UserError: a function raises, or returns the wrong length, NaN, infinity or
-            no numbers; or no function applies to a completion.
+        UserError: a function raises, takes too long, or returns the wrong length, NaN, infinity or no numbers; or no
+            function applies to a completion.
     """
     prompts = [example.prompt for example in examples]
     names = task.columns.union(*(example.columns for example in examples))
@@ -182,8 +208,8 @@ def score(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
-    found = _call_all(task.reward_functions, arguments)
-    rewards = {name: _checked(name, arguments, value) for name, value in found.items()}
+    found = _call_all(task.reward_functions, arguments, timeout)
+    rewards = {name: _checked(name, arguments, value, timeout) for name, value in found.items()}
 
     total: list[float] = []
     deciding: list[float] = []  # of each completion the value of the first function that gave one

@@ -51,7 +51,9 @@ class TaskSettings(Section):
     overlong: Literal["error", "drop"] = "error"
     """A prompt that leaves no room for an answer (in `sft`: for its reference answer) either ends the run (error), or
     the trainer leaves it out and says so (drop)."""
-
+    reward_seconds: float | None = Field(3600.0, gt=0, le=1e9)
+    """Seconds that a reward function may take for the answers of a step or an evaluation; null: no limit. If it takes
+    longer, the run ends as if it had failed: the last finished step is saved."""
     environment: Annotated[str, ENVIRONMENTS] | None = None
     """Class that takes turns with the policy within an answer (docs/quickstart.md); null: an answer is one turn."""
     max_turns: int = Field(8, ge=1)

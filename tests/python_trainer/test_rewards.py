@@ -2,9 +2,14 @@
 
 import asyncio
 import copy
+import re
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
+from threading import Event
 from unittest.mock import AsyncMock, Mock
 
 import numpy
@@ -15,16 +20,17 @@ from hypothesis import strategies as st
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
+from python_trainer.signals import OutOfTime
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, score
 
 KINDS = [Mock, AsyncMock]  # of reward functions
 
 
-def judge(**functions):
+def judge(timeout=None, **functions):
     examples = [Example("p", {"answer": n}) for n in (3, 5)]
     task = Task("t", examples, [], functions)
-    return score(task, examples, ["a", "bb"], [[1], [2, 2]])
+    return score(task, examples, ["a", "bb"], [[1], [2, 2]], timeout=timeout)
 
 
 def plain(prompts, completions, completion_ids, answer, **_):
@@ -239,3 +245,80 @@ def test_chat_prompts_reach_reward_functions_as_in_trl():
         "completion_ids": [[7], [8]],
         "answer": ["2", "3"],
     }
+
+
+def sleeps(**_):
+    time.sleep(600)
+
+
+def retries(**_):
+    """As a client does whose server has gone."""
+    while True:
+        try:
+            time.sleep(600)
+        except Exception:
+            continue
+
+
+def backtracks(**_):
+    """A regular expression that tries 2^40 ways, and lets no other thread run."""
+    re.match(r"(a|a)*$", "a" * 40 + "b")
+
+
+def sets_alarms(**_):
+    """As math-verify does, whose timeouts are alarms."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.alarm(600)
+    signal.alarm(0)
+    time.sleep(600)
+
+
+async def waits(**_):
+    await asyncio.sleep(600)
+
+
+async def blocks_its_loop(**_):
+    time.sleep(2)
+
+
+SLOW = [sleeps, retries, backtracks, sets_alarms, waits, blocks_its_loop]
+
+
+@pytest.mark.parametrize("function", SLOW)
+def test_a_function_that_takes_too_long_is_an_error(function):
+    before = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)]
+    stays = AsyncMock(return_value=[1.0, 2.0])
+    said = r"reward function slow took longer than task.reward_seconds, 0.05 s, for 2 completions.*null sets no limit"
+    with pytest.raises(UserError, match=said) as raised:
+        judge(0.05, slow=function, stays=stays)
+    assert ("test_rewards.py" in str(raised.value)) == (not asyncio.iscoroutinefunction(function))
+    signal.signal(signal.SIGALRM, before[0])
+    assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)] == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert judge(600, stays=stays).total == [1.0, 2.0], "the loop of async functions works again"
+
+
+def test_the_limit_holds_in_another_thread():
+    """Where signals do not work, as for a trainer that a program runs in the background."""
+    with ThreadPoolExecutor(1) as other, pytest.raises(UserError, match="slow took longer .*, 0.05 s, "):
+        other.submit(judge, 0.05, slow=lambda **_: Event().wait(2)).result()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(judge, 600, plain=plain).result().total == [3.0, 5.0]
+        with pytest.raises(UserError, match="own raised TimeoutError: of its own"):
+            other.submit(judge, 600, own=Mock(side_effect=TimeoutError("of its own"))).result()
+
+
+def test_a_reward_that_never_ends_ends_the_run(run, monkeypatch):
+    limits = []
+
+    def call(seconds, function):
+        limits.append(seconds)
+        if len(limits) > 3:  # in step 3, after the evaluation at the start
+            raise OutOfTime
+        return function()
+
+    monkeypatch.setattr("python_trainer.tasks.rewards.call_within", call)
+    code, said = run({"task": {"reward_seconds": 600}, "save": {"save_steps": 0}})
+    assert code == 2 and limits == [600.0] * 4 and said.count("error: ") == 1
+    assert "digits took longer than task.reward_seconds, 600 s, for 16 completions" in said
+    assert "step 2 is saved: --resume" in said
