@@ -14,6 +14,7 @@ from python_trainer.errors import (
     tell,
     tell_error,
 )
+from rlkernels._folder import folder_problem
 
 # the user's to mend: a full, small, read-only or broken disk, a file of others
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EACCES)
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command -> exit code 0, also after a signal that saved the run; 2 after a user's error, in one line."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        if problem := folder_problem():
+            raise UserError(problem)
         from python_trainer.commands import parse_arguments
 
         args = parse_arguments(argv)

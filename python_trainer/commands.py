@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import re
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, changed_settings, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.hub import policy_folder
+from python_trainer.launch import read_launch
 from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_run_directory, write_text
 
@@ -89,7 +89,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
     args = make_parser().parse_args(argv)
-    if args.command in ("compare", "sft", "probe") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if args.command in ("compare", "sft", "probe") and read_launch().size > 1:
         raise UserError(f"{args.command} runs in one process: start it without torchrun")
     return args
 

@@ -51,7 +51,7 @@ def hide_passwords(text: str) -> str:
 
 def tell(message: str) -> None:
     """Prints a message on standard error, on rank 0 only."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if os.environ.get("RANK", "0") == "0":  # compared as text: the message may be about this variable
         print(message, file=sys.stderr)
 
 
@@ -60,7 +60,7 @@ def wait_for_first_rank() -> None:
 
     torchrun ends the other ranks as soon as the first has failed.
     """
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(HEAD_START)
 
 

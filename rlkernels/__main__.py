@@ -6,6 +6,7 @@ import os
 import sys
 
 from rlkernels import __version__
+from rlkernels._folder import folder_problem
 
 
 def show_info(args: argparse.Namespace) -> int:
@@ -18,6 +19,9 @@ def show_info(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code, 2 after an error."""
+    if problem := folder_problem():
+        print(f"rlkernels: {problem}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="rlkernels", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,6 +1,5 @@
 """One process or several: how training is shared among the processes that torchrun started."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from python_trainer.distributed.group import RankGroup
 from python_trainer.errors import Interrupted, UserError, is_shared
+from python_trainer.launch import meeting_point, read_launch
 from python_trainer.model.loading import choose_device
 
 __all__ = ["RankGroup", "start"]
@@ -29,9 +29,11 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
     """Joins the processes of a run, within it; a group of one where torchrun started none.
 
     Raises:
-        UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs.
+        UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs; a variable
+            that torchrun sets is wrong.
     """
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    launch = read_launch()
+    size = launch.size
     if parallel == "none":
         if size > 1:
             raise UserError(f"parallel is none, but torchrun started {size} processes: set parallel=ddp or fsdp2")
@@ -40,8 +42,13 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
     from python_trainer.distributed.sharded import ShardedGroup
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE)
+    if size > 1:
+        place = meeting_point()
+        try:
+            dist.init_process_group(backend, timeout=PATIENCE)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"the processes cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {reason}") from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     alone = False
@@ -49,7 +56,7 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         ranks = RankGroup("ddp") if parallel == "ddp" else ShardedGroup()
         with ranks.together():
             if choose_device(device).type == "cuda":
-                number, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+                number, there = launch.local_rank, torch.cuda.device_count()
                 if number >= there:
                     raise UserError(
                         f"--nproc-per-node of torchrun must be at most {there}, the number of GPUs here; there is none "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
@@ -18,6 +19,7 @@ from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights
+from rlkernels.rank1.stream import indexed_files, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by torch's names; bf16 is Arm's
@@ -75,6 +77,13 @@ def model_source(folder: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
         raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error
 
 
+def check_weight_names(folder: Path) -> None:
+    """Raise ValueError if a file of the folder names weights outside it, which Transformers would read."""
+    weight_files(folder)
+    if (index := folder / WEIGHTS_INDEX_NAME).is_file():
+        indexed_files(index)
+
+
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
     """Reads the tokenizer of a folder; that of its base if an adapter brings none.
 
@@ -123,6 +132,7 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
             p.data = p.data.to(dtype)
         return merged
     with model_source(folder, config) as source:
+        check_weight_names(folder)
         # without this Transformers raises an error that does not name the weights
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source)

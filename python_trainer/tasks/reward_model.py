@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from python_trainer.data import Messages
 from python_trainer.errors import UserError
+from python_trainer.model.loading import check_weight_names
 
 BATCH_TOKENS = 1 << 14  # of a forward pass, padding included
 
@@ -30,6 +31,7 @@ class RewardModel:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+            check_weight_names(Path(path))
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(Path(path), **options)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]

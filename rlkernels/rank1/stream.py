@@ -39,24 +39,9 @@ class Folder(Mapping[str, torch.Tensor]):
             raise ValueError(f"{self.path} is not a folder")
         if (self.path / "adapter_config.json").is_file():
             raise ValueError(f"{self.path} holds an adapter (adapter_config.json): merge it into the weights first")
-        files = self._weight_files()
-        self.files = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _weight_files(self) -> list[Path]:
-        config = self.path / "config.json"
-        named = _read_json(config, "configuration").get("transformers_weights") if config.is_file() else None
-        for name in (SINGLE, INDEX):
-            if named is None and (self.path / name).is_file():
-                named = name
-        if named is None:
+        if not (files := weight_files(self.path)):
             raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
-        if not named.endswith(".json"):
-            return [self.path / named]
-        index = self.path / named
-        weight_map = _read_json(index, "safetensors index").get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
-        return [self.path / name for name in sorted(set(weight_map.values()))]
+        self.files = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -79,6 +64,38 @@ class Folder(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the tensor; its memory maps the file until the last reference goes."""
         return self._open(self.files[name]).get_tensor(name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that ``from_pretrained`` would read, as :class:`Folder` says; none without safetensors.
+
+    Raises:
+        ValueError: config.json or the index names a file outside the folder, or cannot be read.
+    """
+    config = folder / "config.json"
+    named = _read_json(config, "configuration").get("transformers_weights") if config.is_file() else None
+    for name in (SINGLE, INDEX):
+        if named is None and (folder / name).is_file():
+            named = name
+    if named is None:
+        return []
+    file = _beside(config, named)
+    return indexed_files(file) if file.suffix == ".json" else [file]
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """Return the weight files that an index names; ValueError unless all of them lie in its folder."""
+    weight_map = _read_json(index, "safetensors index").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
+    return sorted({_beside(index, name) for name in weight_map.values()})
+
+
+def _beside(file: Path, name: object) -> Path:
+    """Return the path of a file that another file of its folder names."""
+    if not isinstance(name, str) or Path(name).name != name or not Path(name).suffix:  # the names "" and ".." have none
+        raise ValueError(f"{file} must name weight files of its own folder, got {name!r}")
+    return file.with_name(name)
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:

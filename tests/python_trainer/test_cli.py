@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -48,9 +49,28 @@ def of_an_earlier_run(folder):
         path.rename(folder / "model" / path.name)
 
 
+def weights_outside(folder, **files):
+    """Moves the weights beside the folder, and lets a file of the folder name them there."""
+    (folder / "model.safetensors").rename(folder.parent / "x.safetensors")
+    for name, content in files.items():
+        path = folder / {"config": "config.json"}.get(name, f"{name}.index.json")
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+
+
+OUTSIDE = {"metadata": {}, "weight_map": {"model.norm.weight": "../x.safetensors"}}
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        *(
+            (partial(weights_outside, **files), ["must name weight files of its own folder, got '../x.safetensors'"])
+            for files in (
+                {"model.safetensors": OUTSIDE},
+                {"pytorch_model.bin": OUTSIDE},
+                {"config": {"transformers_weights": "../x.safetensors"}},
+            )
+        ),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights"), []),
         ({"model.embed_tokens.weight": torch.zeros(3, 3)}, ["embed_tokens.weight is [3, 3], not [64, 32]"]),
         ({"model.layers.1.mlp.up_proj.weight": None}, ["lacks 1 weights", "model.layers.1.mlp.up_proj.weight"]),
@@ -224,6 +244,16 @@ def test_as_a_program(settings, tmp_path):
     note, *lines = done.stderr.splitlines()
     assert "an answer got a reward that is neither 0 nor 1" in note
     assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
+
+
+@pytest.mark.parametrize("program", ["python_trainer", "rlkernels"])
+def test_a_deleted_current_folder_is_named(tmp_path, program):
+    """Otherwise MKL ends the process and says that libtorch_cpu.so cannot be loaded."""
+    command = f"mkdir gone && cd gone && rmdir ../gone && exec {sys.executable} -m {program} report {tmp_path}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "the current folder no longer exists: change to one that does, by cd" in done.stderr
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):

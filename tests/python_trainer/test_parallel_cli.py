@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from python_trainer import errors
 from python_trainer.__main__ import main
 from python_trainer.checkpoint import list_checkpoints
+from python_trainer.distributed import start
 from python_trainer.errors import UserError, mark_shared
 from python_trainer.run_directory import read_metrics
 
@@ -104,6 +106,52 @@ def test_what_runs_in_one_process_refuses_several(tmp_path, monkeypatch, capsys,
     output = [] if command == "probe" else ["--output-dir", str(tmp_path)]
     assert main([command, "--config", "smoke", "--set", "model.path=/nowhere", *output]) == 2
     assert f"{command} runs in one process: start it without torchrun\n" in capsys.readouterr().err
+
+
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("WORLD_SIZE", "abc", "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
+    ("WORLD_SIZE", "0", "WORLD_SIZE must be an integer of at least 1, got '0'"),
+    ("WORLD_SIZE", "2.0", "WORLD_SIZE must be an integer of at least 1, got '2.0'"),
+    ("RANK", "x", "RANK must be an integer from 0 to 1, got 'x'"),
+    ("RANK", "2", "RANK must be an integer from 0 to 1, got '2'"),
+    ("RANK", "-1", "RANK must be an integer from 0 to 1, got '-1'"),
+    ("RANK", None, "RANK must be set where WORLD_SIZE is above 1"),
+    ("LOCAL_RANK", "q", "LOCAL_RANK must be an integer of at least 0, got 'q'"),
+    ("MASTER_PORT", "zz", "MASTER_PORT must be an integer from 1 to 65535, got 'zz'"),
+    ("MASTER_PORT", "70000", "MASTER_PORT must be an integer from 1 to 65535, got '70000'"),
+    ("MASTER_ADDR", "", "MASTER_ADDR must be set where WORLD_SIZE is above 1"),
+])  # fmt: skip
+def test_a_wrong_variable_of_the_launcher_is_named(tmp_path, monkeypatch, capsys, name, value, said):
+    monkeypatch.setattr(errors, "HEAD_START", 0.0)
+    for variable, text in {**LAUNCHED, name: value}.items():
+        monkeypatch.delenv(variable, raising=False) if text is None else monkeypatch.setenv(variable, text)
+    arguments = ["--config", "smoke", "--set", "parallel=ddp", "--output-dir", str(tmp_path / "run")]
+    assert main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"{said}: torchrun sets it" in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_another_program_has_is_named(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for variable, text in {**LAUNCHED, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(variable, text)
+        said = rf"cannot meet at 127.0.0.1:{port} \(MASTER_ADDR:MASTER_PORT\): .*address already in use"
+        with pytest.raises(UserError, match=said), start("ddp", "cpu"):
+            pass
+
+
+def test_one_process_needs_no_meeting_point(monkeypatch):
+    """WORLD_SIZE alone may be left of another program."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with start("ddp", "cpu") as ranks:
+        assert (ranks.rank, ranks.size) == (0, 1)
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])

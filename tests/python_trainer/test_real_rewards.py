@@ -1,12 +1,15 @@
 """Rewards without right and wrong: filters go by their spread. A reward model is one."""
 
 import io
+import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
 from conftest import QUIET, same, train
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny import save_tiny_policy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -154,6 +157,15 @@ def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pa
 def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
     parts = list(reward_model.batches([3, 1, 2, 5, 4], most=2))
     assert parts == [[1, 2], [0, 4], [3]]
+
+
+def test_a_reward_model_reads_no_weights_outside_its_folder(judge, tmp_path):
+    folder = shutil.copytree(judge, tmp_path / "judge")
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(tmp_path / "x.safetensors"), "../x.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"task.reward: .* of its own folder, got '../x.safetensors'"):
+        REWARDS.resolve(f"reward_model:{folder}")
 
 
 def test_training_by_a_reward_model(make_config, jsonl_files, judge, tmp_path):

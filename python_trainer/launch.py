@@ -1,0 +1,48 @@
+"""The place of this process among those of a run: the environment variables that torchrun sets."""
+
+import os
+from dataclasses import dataclass
+
+from python_trainer.errors import UserError
+
+LAUNCHER = "torchrun sets it; a process that starts without torchrun needs none"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Process ``rank`` out of ``size``, and process ``local_rank`` of its host."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+
+def read_launch() -> Launch:
+    """Read the place of this process; without any variable it is the only one.
+
+    Raises:
+        UserError: a variable is no number in its range.
+    """
+    size = _number("WORLD_SIZE", 1, least=1)
+    return Launch(_number("RANK", 0, most=size - 1), _number("LOCAL_RANK", 0), size)
+
+
+def meeting_point() -> str:
+    """Return ``address:port`` where several processes find each other.
+
+    Raises:
+        UserError: a variable is missing or wrong.
+    """
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(f"{name} must be set where WORLD_SIZE is above 1: {LAUNCHER}")
+    return f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0, least=1, most=(1 << 16) - 1)}"
+
+
+def _number(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    valid = text.isascii() and text.isdecimal() and int(text) >= least and (most is None or int(text) <= most)
+    if not valid:
+        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UserError(f"{name} must be an integer {bound}, got {text!r}: {LAUNCHER}")
+    return int(text)
