@@ -69,7 +69,7 @@ def make_parser() -> Parser:
     train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
     compare = add("compare", run_compare, settings, output)
     names = ", ".join(ACCELERATORS.names)
-    variants = f"comma-separated: baseline (no accelerator), {names}, all, or several joined by +"
+    variants = f"comma-separated: baseline (no accelerator), {names}, all, or several joined by +; @N: so many steps"
     compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
     add("sft", run_sft, settings, output, resume)

@@ -11,8 +11,19 @@ from python_trainer.errors import UserError
 from python_trainer.report import BASELINE, report
 
 
-def enabled_in(variant: str) -> list[str]:
-    """Returns the accelerators of a variant: ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``."""
+def parse_variant(variant: str) -> tuple[list[str], int | None]:
+    """Return the accelerators of a variant and its number of steps; None: that of the configuration.
+
+    A variant is ``baseline``, ``all``, or names and ``module:Class`` joined by ``+``; ``@`` and a number may follow.
+    """
+    accelerators, at, steps = variant.partition("@")
+    if at and not (steps.isdecimal() and int(steps) > 0):
+        raise UserError(f"--variants must hold a number of steps >= 1 after @, got {variant!r}")
+    return accelerators_of(accelerators), int(steps) if at else None
+
+
+def accelerators_of(variant: str) -> list[str]:
+    """Return the names of the accelerators of a variant without its number of steps."""
     if variant == BASELINE:
         return []
     if variant == "all":
@@ -44,7 +55,9 @@ def compare(
         for variant in dict.fromkeys(variants):
             values = config.model_dump(mode="json")
             values["seed"] = config.seed + seed
-            values["accelerators"] = config.accelerators.with_enabled(enabled_in(variant))
+            accelerators, steps = parse_variant(variant)
+            values["accelerators"] = config.accelerators.with_enabled(accelerators)
+            values["max_steps"] = steps or config.max_steps
             folder = output_dir / variant / f"seed-{config.seed + seed}"
             wanted, path = load_config(values), folder / "config.yaml"
             if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):

@@ -126,6 +126,8 @@ MISTAKES = [
     ("train", ["--output-dir", "mine"], "mine holds config.yaml and model of something else"),
     ("sft", ["--output-dir", "mine", "--resume"], "mine holds config.yaml and model of something else"),
     ("compare", ["--variants", "baseline,warp"], "'warp'"),
+    ("compare", ["--variants", "baseline@"], "steps >= 1 after @, got 'baseline@'"),
+    ("compare", ["--variants", "baseline,rpo@-3"], "steps >= 1 after @, got 'rpo@-3'"),
     ("compare", ["--variants", "baseline+rpo"], "module:Class joined by +, got 'baseline+rpo'"),
     ("compare", ["--seeds", "0"], "--seeds"),
 ]

@@ -93,8 +93,10 @@ def test_an_accelerator_of_one_file(make_config, tmp_path):
     assert config.accelerators.enabled == ["rpo", f"{HERE}:CounterSettings"] and config.accelerators.counter.every == 2
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
-    compare(config, tmp_path / "runs", variants=["baseline", f"{HERE}:CounterSettings"], seeds=1, console=QUIET)
-    assert ("answers (counter)", "-", "16") in summary_rows(find_runs([tmp_path / "runs"]))
+    variants = ["baseline", f"{HERE}:CounterSettings", "baseline@1"]
+    compare(config, tmp_path / "runs", variants=variants, seeds=1, console=QUIET)
+    rows = summary_rows(find_runs([tmp_path / "runs"]))
+    assert ("answers (counter)", "-", "-", "16") in rows and ("steps", "2", "1", "2") in rows
     assert (tmp_path / "runs" / "report.html").exists()
 
 
