@@ -159,6 +159,7 @@ def rhyme_topk(
         k = max(k, min(1, len(bank)))
     else:
         k = _check.integer("k", k, 0, len(bank))
+
     def negative_score(rows: slice, columns: slice) -> torch.Tensor:
         return -rhyme_similarity(query._rows(rows), bank._rows(columns), backend=backend, **settings)
 

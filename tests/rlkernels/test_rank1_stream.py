@@ -130,7 +130,8 @@ def test_missing_shard_and_broken_index(tmp_path, model):
     for name in ("../a/model.safetensors", "/a/model.safetensors", "..", "", 3):
         index = json.dumps({"weight_map": {"layers.0.q_proj.weight": name}})
         (broken / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(ValueError, match=f"b/{stream.INDEX} must name weight files of its own folder, got {name!r}"):
+        refusal = f"b/{stream.INDEX} must name weight files of its own folder, got {name!r}"
+        with pytest.raises(ValueError, match=refusal):
             list(rlkernels.stream_top1(good, broken))
     (broken / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match="is not a safetensors index"):

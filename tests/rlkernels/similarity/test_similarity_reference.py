@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from scipy import stats
-
 from support import Launches
 
 from rlkernels import Trajectories, dtw, dtw_topk, rhyme_similarity, rhyme_topk, soft_dtw, state_similarity
