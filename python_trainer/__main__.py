@@ -14,6 +14,7 @@ from python_trainer.errors import (
     tell,
     tell_error,
 )
+from python_trainer.terminal import surviving
 from rlkernels._folder import folder_problem
 
 # the user's to mend: a full, small, read-only or broken disk, a file of others
@@ -21,8 +22,14 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command -> exit code 0, also after a signal that saved the run; 2 after a user's error, in one line."""
+    """Run a command; return 0, also after a signal that saved the run, or 2 after a user's error, told in one line."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with surviving():
+        return run(argv)
+
+
+def run(argv: list[str] | None) -> int:
+    """Run a command, within :func:`surviving`; return the exit code."""
     try:
         if problem := folder_problem():
             raise UserError(problem)
@@ -30,14 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 
         args = parse_arguments(argv)
         args.call(args)
-        sys.stdout.flush()
     except Interrupted as stopped:
         tell(str(stopped))
     except KeyboardInterrupt:
         print("interrupted: a run continues from its newest checkpoint, if there is one", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
     except Exception as error:
         message = explain(error)
         if message is None:

@@ -28,6 +28,7 @@ from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested
+from python_trainer.terminal import log_into
 
 MODEL_ASIDE = ".model.tmp"  # a model, while it is being written
 
@@ -134,6 +135,7 @@ class Checkpointer:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     held.enter_context(locked(self.folder))
+                    log_into(self.checkpoints.parent)
                     if self.ranks.rank == 0:
                         self._clear_folder()
                     write_text(self.folder / "config.yaml", dump_config(self.config))

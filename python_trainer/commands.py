@@ -36,7 +36,6 @@ class SettingsHelp(argparse.Action):
         for key, kind, default, text in describe_settings():
             print(f"  {key}: {kind} = {default}")
             print(textwrap.fill(text, 118, initial_indent=" " * 6, subsequent_indent=" " * 6))
-        sys.stdout.flush()
         parser.exit()
 
 

@@ -184,6 +184,8 @@ class Logger:
     def _print(self, text: str, at_once: bool = False) -> None:
         """Prints a line now and then if the output is no terminal."""
         now = time.monotonic()
+        if not self.console.is_terminal and self._progress.live.is_started:  # the terminal is lost
+            self._progress.stop()
         if not self.console.is_terminal and (at_once or now - self._last_line >= LINE_SECONDS):
             self._last_line = now
             self.console.print(f"{self.label} {self._step}/{self.max_steps}  {text}", highlight=False, soft_wrap=True)
