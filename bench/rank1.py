@@ -112,14 +112,18 @@ def cases(quick: bool) -> Iterator[Case]:
         )
         copy = weight.clone()
         for stochastic in (False, True):
+            providers = {
+                "rlkernels": (copy.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
+                "torch reference": (copy.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
+            }
+            if not stochastic:
+                outer = functools.partial(torch.Tensor.addcmul_, tensor1=v[:, None], tensor2=v, value=1e-5)
+                providers["torch addcmul_"] = copy.clone, outer
             yield Case(
                 op="add_rank1_",
                 shape=f"{n} x {n}, {'stochastic' if stochastic else 'nearest'} rounding",
                 dtype="bfloat16",
-                providers={
-                    "rlkernels": (copy.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
-                    "torch reference": (copy.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
-                },
+                providers=providers,
                 limit=("read and write", 2 * copy.nbytes / read_bandwidth(2 * copy.nbytes)),
             )
     count = 20 if quick else 200
