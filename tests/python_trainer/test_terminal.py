@@ -135,7 +135,7 @@ def test_a_terminal_that_is_lost_in_a_step(run, tmp_path, monkeypatch):
     assert run()[0] == 0 and [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(5))
     text = (tmp_path / "run" / LOG).read_text()
     assert "Input/output error" in text and "train 4/4  accuracy" in text
-    assert "2/4" in b"".join(shown).decode()
+    assert "0/4" in b"".join(shown).decode()
 
 
 def test_an_error_is_told_in_the_log(run, tmp_path, monkeypatch):
