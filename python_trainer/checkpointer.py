@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
 from python_trainer.checkpoint import (
@@ -27,10 +28,39 @@ from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
 from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
 from python_trainer.run_state import RunState, best_evaluated
-from python_trainer.settings import copy_nested
+from python_trainer.settings import copy_nested, problem_line
 from python_trainer.terminal import log_into
 
 MODEL_ASIDE = ".model.tmp"  # a model, while it is being written
+
+
+class SavedRun(BaseModel):
+    """A checkpoint without weights and moments. The states of accelerators are checked by these."""
+
+    state: RunState
+    dtype: str | None = None
+    kernels: dict[str, dict[str, Any]] = {}
+    enabled: list[str] = []
+    accelerators: dict[str, dict[str, Any]] = {}
+    lengths: dict[str, dict[str, FiniteFloat]] | None = None
+
+
+def check_saved(path: Path, saved: Any) -> RunState:
+    """Check what a checkpoint holds; return the state of its run.
+
+    Raises:
+        UserError: something is missing, of another type or out of its range.
+    """
+    try:
+        state = SavedRun.model_validate(saved).state
+        if state.step != step_of(path):
+            raise ValueError(f"it is named {path.name} and holds step {state.step}")
+    except ValueError as error:
+        reason = problem_line(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        raise UserError(
+            f"{path} was written by another version of the trainer or something else: {reason:.300}"
+        ) from error
+    return state
 
 
 class Checkpointer:
@@ -48,6 +78,7 @@ class Checkpointer:
         checkpoints: the folder of all checkpoints.
         newest: the checkpoint that the run continues from; None: it begins anew.
         saved: its contents without shards, until :meth:`restore`.
+        saved_state: the state of its run.
         saved_step: step of the newest checkpoint, 0 if there is none.
     """
 
@@ -75,6 +106,7 @@ class Checkpointer:
         self.newest = ranks.first(found and found[0])
         with ranks.together():
             self.saved: Any = found[1] if found else self.newest and load_checkpoint(self.newest)
+            self.saved_state = None if self.newest is None else check_saved(self.newest, self.saved)
 
     def restore(
         self, learner: Learner, progress: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
@@ -82,12 +114,13 @@ class Checkpointer:
         """Takes the other parts of the run, and loads the checkpoint that it continues from -> whether there is one."""
         self.policy, self.learner, self.progress = learner.policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
-        if self.newest is None:
+        state = self.saved_state
+        if self.newest is None or state is None:
             return False
         try:
             with self.ranks.together():
                 load(saved)
-                vars(self.state).update(asdict(RunState(**saved["state"])))
+                vars(self.state).update(asdict(state))
                 if self.state.step > learner.max_steps:
                     raise UserError(
                         f"{self.folder} has done {self.state.step} steps, and these settings make {learner.max_steps}: "

@@ -18,7 +18,7 @@ from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.settings import Row, Section, copy_nested, describe_section, did_you_mean, section_in
+from python_trainer.settings import Row, Section, copy_nested, describe_section, did_you_mean, problem_line, section_in
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -225,15 +225,15 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
     """Writes a pydantic error about these values as: key, what is wrong, value."""
     key = ".".join(map(str, problem["loc"]))
-    message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
     if problem["type"] == "extra_forbidden":
         section = section_of(problem["loc"][:-1], values)
         return f"{key}: unknown setting{suggest(key, section) if section else ''}"
     if problem["type"] == "value_error":
+        message = problem["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message
     if problem["type"] == "list_type":
-        message = f"must be a list, on a command line in quotes: '{key}=[A, B]'"
-    return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {given!r}"
+        problem = problem | {"msg": f"must be a list, on a command line in quotes: '{key}=[A, B]'"}
+    return problem_line(problem)
 
 
 def suggest(key: str, section: type[Section]) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.workload import workload_of_run
 
 
-def settle_kernels(config: Config, saved: object, ranks: RankGroup, note: Callable[[str], None]) -> dict[str, Any]:
+def settle_kernels(
+    config: Config, saved: Mapping[str, Any] | None, ranks: RankGroup, note: Callable[[str], None]
+) -> dict[str, Any]:
     """Chooses the kernels of a run on a GPU, and makes rlkernels take them.
 
     A run that goes on keeps the kernels that it began with, on the same kind of GPU: with these it computes the same.
@@ -32,7 +34,7 @@ def settle_kernels(config: Config, saved: object, ranks: RankGroup, note: Callab
     if choose_device(config.model.device).type != "cuda":
         return {}
     here = verdicts.device_facts(torch.cuda.current_device())
-    before = saved.get("kernels") if isinstance(saved, dict) else None
+    before = saved.get("kernels") if saved else None
     kept: dict[str, str] | None = ranks.first(before["backends"] if before and before["device"] == here else None)
     if kept is None and len({found["gpu"] for found in ranks.gather(here)}) > 1:
         note("the ranks run on different GPUs: all take the kernels of torch")

@@ -1,7 +1,7 @@
 """Makes the parts of a trainer from the settings."""
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, 
     return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
 
 
-def resolve_settings(config: Config, saved: object, ranks: RankGroup, note: Callable[[str], None]) -> Config:
+def resolve_settings(
+    config: Config, saved: Mapping[str, Any] | None, ranks: RankGroup, note: Callable[[str], None]
+) -> Config:
     """Replaces settings that are ``auto`` by what they mean on this machine.
 
     Raises:

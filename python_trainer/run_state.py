@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+from pydantic import ConfigDict, Field, FiniteFloat
 
 import rlkernels
 from python_trainer.run_directory import ENDS, on_all_prompts
@@ -18,19 +19,30 @@ from python_trainer.run_directory import ENDS, on_all_prompts
 TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
 
 
+# no number of a run is larger, and a file may hold any
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+
+
 @dataclass
 class RunState:
-    """Progress of a run, and its clock. Every checkpoint holds the fields; interruptions do not count as time."""
+    """Progress of a run, and its clock. Every checkpoint holds the fields, which pydantic checks when it is loaded.
 
-    step: int = 0
-    prompts: int = 0  # drawn so far
-    policy_version: int = 0  # of the engine
-    wall_s: float = 0.0  # at the newest checkpoint
-    seconds: dict[str, float] = field(default_factory=dict)  # by part of the loop
-    counts: dict[str, int] = field(default_factory=dict)  # of TOKENS
-    evaluations: list[list[float]] = field(default_factory=list)  # [step, eval/accuracy, eval/reward]
+    Interruptions do not count as time.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count = 0
+    prompts: Count = 0  # drawn so far
+    policy_version: Count = 0  # of the engine
+    wall_s: FiniteFloat = 0.0  # at the newest checkpoint
+    seconds: dict[str, FiniteFloat] = field(default_factory=dict)  # by part of the loop
+    counts: dict[str, Count] = field(default_factory=dict)  # of TOKENS
+    # [step, eval/accuracy, eval/reward]
+    evaluations: list[Annotated[list[float], Field(min_length=3, max_length=3)]] = field(default_factory=list)
     evaluated: list[Any] = field(default_factory=list)  # [digest of what they ask, number of prompts in all of them]
-    costs: list[list[float]] = field(default_factory=list)  # [training seconds, generated tokens] before each of them
+    # [training seconds, generated tokens] before each evaluation
+    costs: list[Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
 

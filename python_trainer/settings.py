@@ -167,6 +167,12 @@ class Section(BaseModel):
         return handler(values) if kind is cls else kind.model_validate(values)
 
 
+def problem_line(problem: Any) -> str:
+    """Write one of the errors of a pydantic ValidationError as: key, what is wrong, value."""
+    key, message = ".".join(map(str, problem["loc"])), problem["msg"]
+    return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
+
+
 def section_in(annotation: Any) -> type[Section] | None:
     """Returns the section that a setting is, or may be."""
     options = [annotation, *get_args(annotation)]

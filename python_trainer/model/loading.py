@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,9 +211,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def run_dtype(config: ModelConfig, saved: object) -> str:
+def run_dtype(config: ModelConfig, saved: Mapping[str, Any] | None) -> str:
     """Resolves ``model.dtype`` for a run: ``auto`` is the type of weights that its checkpoint names, if any."""
-    found = saved.get("dtype") if isinstance(saved, dict) else None
+    found = saved.get("dtype") if saved else None
     if found in DTYPES and config.dtype == "auto":
         return found
     return dtype_name(find_dtype(config, choose_device(config.device)))

@@ -11,6 +11,8 @@ from python_trainer.errors import NotFinite
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.model.weights import full, like
 
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
+
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Computes the learning rate of training step ``step``, counted from 1."""
@@ -20,6 +22,24 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     done = min(max(done, 0.0), 1.0)
     shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return config.learning_rate * shape[config.lr_scheduler_type]
+
+
+def check_moments(name: str, values: Mapping[str, Any], shape: torch.Size) -> None:
+    """Check what a checkpoint holds for a parameter: the fused step reads memory by the shape of the parameter alone.
+
+    Raises:
+        ValueError: a moment is missing or no tensor of that shape, or the count of steps is no whole number.
+    """
+    if (moments := values.keys() - {"master"}) not in (set(), MOMENTS):
+        raise ValueError(f"{name} must have {', '.join(sorted(MOMENTS))}, got {', '.join(sorted(moments))}")
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{key} of {name} is no tensor but {value!r:.80}")
+        if key == "step":
+            if value.numel() != 1 or not (0 <= float(value) < math.inf and float(value).is_integer()):
+                raise ValueError(f"step of {name} must be a whole number of at least 0, got {value!r:.80}")
+        elif value.shape != shape:
+            raise ValueError(f"{key} of {name} has shape {list(value.shape)}, not {list(shape)}")
 
 
 @torch.no_grad()
@@ -113,6 +133,7 @@ class PolicyOptimizer:
         """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
         for name, master in self.masters.items():
             values = dict(state.get(name, {}))  # without moments where no gradient has come yet
+            check_moments(name, values, master.shape)
             master.copy_(like(values.pop("master", weights[name]), master))
             # the fused step wants its count beside the weights; it is one number, never sharded
             self.adamw.state[master] = {

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import QUIET, full_disk, kill_in_the_fourth_step, train
+from conftest import QUIET, full_disk, kill_in_the_fourth_step, merged, run_settings, train
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +16,7 @@ from bench.faults.training import differences
 from python_trainer.accelerators import drafts
 from python_trainer.callbacks import Callback
 from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.config import load_config
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Evaluator
 from python_trainer.logger import Logger
@@ -270,6 +271,68 @@ def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
     save_checkpoint(tmp_path / "run" / "checkpoints", 1, {"step": 1, "accelerators": {}, "model": {}}, keep=1)
     with pytest.raises(UserError, match="written by another version of the trainer or something else"):
         Trainer(make_config(), tmp_path / "run", resume=True, console=QUIET)
+
+
+@pytest.fixture(scope="module")
+def sealed(tiny_policy, jsonl_files, tmp_path_factory):
+    """Settings of three steps, and the checkpoint of the first two."""
+    rollout, critic = {"schedule": "history"}, {"algorithm": {"advantage": "gae"}}
+    settings = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 2, "rollout": rollout} | critic)
+    folder = tmp_path_factory.mktemp("sealed")
+    train(load_config(settings), folder)
+    return load_config(settings | {"max_steps": 3}), list_checkpoints(folder / "checkpoints")[-1]
+
+
+def in_state(**values):
+    return lambda saved: saved["state"].update(values)
+
+
+def in_optimizer(**values):
+    return lambda saved: [moments.update(values) for moments in saved["optimizer"].values()]
+
+
+def in_all(**values):
+    return lambda saved: saved.update(values)
+
+
+NAN = float("nan")
+NO_STEP = "step of model.embed_tokens.weight must be a whole number of at least 0"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (in_state(step=-5), "state.step: input should be greater than or equal to 0, got -5"),
+    (in_state(step=1.5), "state.step: input should be a valid integer, got 1.5"),
+    (in_state(step=NAN), "state.step: input should be a valid integer, got nan"),
+    (in_state(step="2"), "state.step: input should be a valid integer, got '2'"),
+    (in_state(step=True), "state.step: input should be a valid integer, got True"),
+    (in_state(step=10**400), "state.step: input should be less than 9223372036854775808, got 1000"),
+    (in_state(step=1), "it is named step-000002 and holds step 1"),
+    (in_state(prompts=-3), "state.prompts: .* got -3"),
+    (in_state(policy_version=-1), "state.policy_version: .* got -1"),
+    (in_state(wall_s=NAN), "state.wall_s: input should be a finite number, got nan"),
+    (in_state(seconds={"rollout": "x"}), "state.seconds.rollout: .* got 'x'"),
+    (in_state(counts={"generated_tokens": -1}), "state.counts.generated_tokens: .* got -1"),
+    (in_state(evaluations=[[0]]), r"state.evaluations.0: list should have at least 3 items .* got \[0\]"),
+    (in_state(costs=[1]), "state.costs.0: .* got 1"),
+    (in_state(unknown=1), "state.unknown: .* got 1"),
+    (in_all(lengths={"means": 3}), "lengths.means: .* got 3"),
+    (in_all(kernels=3), "kernels: .* got 3"),
+    (in_all(accelerators={"rpo": 3}), "accelerators.rpo: .* got 3"),
+    (in_optimizer(step=torch.tensor(-5.0)), NO_STEP),
+    (in_optimizer(step=torch.tensor(1.5)), NO_STEP),
+    (in_optimizer(step=torch.tensor(NAN)), NO_STEP),
+    (in_optimizer(exp_avg=torch.zeros(3)), r"exp_avg of model.embed_tokens.weight has shape \[3\], not \[64, 32\]"),
+    (in_optimizer(exp_avg=None), "exp_avg of model.embed_tokens.weight is no tensor but None"),
+    (lambda saved: [x.pop("step") for x in saved["optimizer"].values()], "must have exp_avg, exp_avg_sq, step, got"),
+])  # fmt: skip
+def test_what_no_run_can_have_written_is_named(sealed, tmp_path, change, message):
+    """Its checksums are right, so somebody has made it so."""
+    config, checkpoint = sealed
+    saved = load_checkpoint(checkpoint)
+    change(saved)
+    save_checkpoint(tmp_path / "run" / "checkpoints", 2, saved, keep=1)
+    with pytest.raises(UserError, match=f"written by another version of the trainer or something else: .*{message}"):
+        Trainer(config, tmp_path / "run", resume=True, console=QUIET)
 
 
 JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights": [0, 1]}
