@@ -36,7 +36,10 @@ class Callback:
 
 
 class Tracker(Callback):
-    """Sends rows of metrics to an experiment tracker whose module has the functions of Weights & Biases."""
+    """Sends rows of metrics to an experiment tracker whose module has the functions of Weights & Biases.
+
+    A resumed run goes on with the tracker's run that it began.
+    """
 
     module: ClassVar[str]
 
@@ -47,6 +50,10 @@ class Tracker(Callback):
             raise UserError(f"callback {self.module} needs its package: pip install {self.module}") from error
         self.run: Any = None
 
+    def names(self, folder: str, run: str) -> dict[str, Any]:
+        """Return the options by which the tracker tells this run from others, of the folder's name and the run's id."""
+        raise NotImplementedError
+
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if step == 0:  # later ones are in the row of their step
             self.on_step(trainer, step, metrics)
@@ -56,7 +63,8 @@ class Tracker(Callback):
             project = os.environ.get("WANDB_PROJECT", "python_trainer")
             # a setting on each line: in one line, the port of a URL to the next @ would look like a password
             settings = json.loads(hide_passwords(trainer.config.model_dump_json(indent=1)))
-            self.run = self.api.init(project=project, name=trainer.folder.name, config=settings)
+            names = self.names(trainer.folder.name, trainer.state.id)
+            self.run = self.api.init(project=project, config=settings, resume="allow", **names)
         self.api.log(dict(metrics), step=step)
 
     def on_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
@@ -69,11 +77,17 @@ class WandB(Tracker):
 
     module = "wandb"
 
+    def names(self, folder: str, run: str) -> dict[str, Any]:
+        return {"name": folder, "id": run, "allow_val_change": True}  # of settings, such as max_steps
+
 
 class Trackio(Tracker):
     """trackio, in the project that WANDB_PROJECT names."""
 
     module = "trackio"
+
+    def names(self, folder: str, run: str) -> dict[str, Any]:
+        return {"name": f"{folder}-{run}"}  # the name is the id
 
 
 TRACKERS = {"wandb": WandB, "trackio": Trackio}

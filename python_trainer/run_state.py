@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 import torch
@@ -44,6 +45,7 @@ class RunState:
     # [training seconds, generated tokens] before each evaluation
     costs: list[Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final
+    id: str = field(default_factory=lambda: token_hex(8))  # by which experiment trackers know the run
     judged: bool = True  # False once a reward has shown that answers of this task are not simply right or wrong
 
     timer: InitVar[Callable[[], float]] = time.perf_counter

@@ -233,9 +233,10 @@ def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
     trackio, wandb = Mock(), Mock()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    train(make_config(max_steps=1, callbacks=["wandb", "trackio"]), tmp_path / "run")
+    trainer = train(make_config(max_steps=1, callbacks=["wandb", "trackio"]), tmp_path / "run")
     assert [name for name, *_ in wandb.mock_calls] == ["init", "log", "log", "finish"]
-    assert trackio.mock_calls == wandb.mock_calls
+    assert trackio.mock_calls[1:] == wandb.mock_calls[1:]
+    assert trackio.init.call_args.kwargs["name"] == f"run-{trainer.state.id}"
     begun, logged, row = wandb.init.call_args.kwargs, wandb.log.call_args_list, read_metrics(tmp_path / "run")[1]
     assert begun["name"] == "run" and begun["config"]["max_steps"] == 1
     assert [call.kwargs["step"] for call in logged] == [0, 1]
@@ -243,8 +244,40 @@ def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
     rhyme = {"database": "postgresql://me@h/runs"}
     changes = {"rollout": {"vllm_server": "http://h:8000"}, "accelerators": {"enabled": ["rhyme"], "rhyme": rhyme}}
     config = make_config(**changes)
-    CALLBACKS.resolve("wandb")().on_step(SimpleNamespace(config=config, folder=tmp_path), 1, {})
+    trainer = SimpleNamespace(config=config, folder=tmp_path, state=trainer.state)
+    CALLBACKS.resolve("wandb")().on_step(trainer, 1, {})
     assert wandb.init.call_args.kwargs["config"] == config.model_dump(mode="json")
+
+
+class TrackerRuns:
+    """Runs of W&B by ``id``, or of trackio by ``name``, as their ``init(resume="allow")`` documents it."""
+
+    def __init__(self, key):
+        self.key, self.runs = key, {}
+
+    def init(self, *, project, config, resume=None, **names):
+        name = names[self.key] if resume == "allow" else f"new {len(self.runs)}"
+        self.steps = self.runs.setdefault(name, [])
+        return self
+
+    def log(self, metrics, step):
+        self.steps.append(step)
+
+    def finish(self):
+        pass
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_a_tracker(make_config, tmp_path, monkeypatch):
+    """A run of another folder of that name is another one."""
+    wandb, trackio = TrackerRuns("id"), TrackerRuns("name")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for steps, folder in ((1, "a"), (2, "a"), (1, "b")):
+        config = make_config(max_steps=steps, callbacks=["wandb", "trackio"])
+        train(config, tmp_path / folder / "run", resume=True)
+    for tracker in (wandb, trackio):
+        first, other = tracker.runs.values()
+        assert sorted({*first}) == [0, 1, 2] and other == [0, 1]
 
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
