@@ -20,7 +20,8 @@ void BlockPool::require(int64_t need, int64_t reserved) const {
   const int64_t available = free_blocks() + cached_blocks() - reserved;
   if (need > available)
     throw OutOfBlocks(std::to_string(need) + " blocks are needed, " + std::to_string(available) + " of " +
-                      std::to_string(num_blocks()) + " are free or evictable");
+                      std::to_string(num_blocks()) + " are free or evictable: close what has ended of the " +
+                      std::to_string(sequences_.size() - closed_.size()) + " open sequences, or make a larger cache");
 }
 
 // An unused block, not pinned yet.

@@ -234,7 +234,8 @@ class BlockPool:
         free, cached, _ = self.counts()
         if need > free + cached - reserved:
             raise OutOfBlocks(
-                f"{need} blocks are needed, {free + cached - reserved} of {self.num_blocks} are free or evictable"
+                f"{need} blocks are needed, {free + cached - reserved} of {self.num_blocks} are free or evictable: "
+                f"close what has ended of the {len(self._sequences)} open sequences, or make a larger cache"
             )
 
     def _take(self, pin: bool = False) -> int:

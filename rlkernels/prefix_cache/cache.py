@@ -1,5 +1,6 @@
 """The paged key/value cache: tensors of blocks, and the sequences that use them."""
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -17,7 +18,10 @@ MIN_SHARED_TOKENS = 64
 
 
 class Sequence:
-    """Tokens and the blocks that hold their keys and values. Made by :class:`PagedKVCache`, valid until closed."""
+    """Tokens and the blocks that hold their keys and values. Made by :class:`PagedKVCache`, valid until closed.
+
+    The cache closes a sequence that nothing refers to any more.
+    """
 
     __slots__ = ("_cache", "_handle")
 
@@ -58,6 +62,10 @@ class Sequence:
         raise TypeError(
             "a Sequence cannot be copied or pickled, its blocks would be let go twice: PagedKVCache.fork makes another"
         )
+
+    def __del__(self) -> None:
+        if self._handle >= 0:  # any thread may get here, within any call of the pool
+            self._cache._dropped.append(self._handle)
 
     def __repr__(self) -> str:
         if self._handle < 0:
@@ -112,7 +120,8 @@ class PagedKVCache:
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
         self.value_cache = torch.empty(shape, dtype=dtype, device=device)
         native = _backend.choose("block_pool", torch.device("cpu"), backend) == "cpu"
-        self._pool: Any = (compiled_pool if native else BlockPool)(num_blocks, block_size)
+        self._blocks: Any = (compiled_pool if native else BlockPool)(num_blocks, block_size)
+        self._dropped: deque[int] = deque()  # handles of open sequences that nothing refers to
         if self.device.type == "cpu" and _backend.extension_error() is None:
             torch.ops.rlkernels.advise_huge_pages(self.key_cache)
             torch.ops.rlkernels.advise_huge_pages(self.value_cache)
@@ -238,6 +247,13 @@ class PagedKVCache:
         free, cached, pinned = pool.counts()
         return {"hits": pool.hits, "misses": pool.misses, "evictions": pool.evictions,
                 "blocks_free": free, "blocks_cached": cached, "blocks_pinned": pinned}  # fmt: skip
+
+    @property
+    def _pool(self) -> Any:
+        """Return the pool, after closing the sequences that have been dropped."""
+        while self._dropped:
+            self._blocks.close(self._dropped.popleft())
+        return self._blocks
 
     def _tensor(self, values: Any) -> torch.Tensor:
         return torch.as_tensor(values, device=self.device)

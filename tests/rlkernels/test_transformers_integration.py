@@ -126,6 +126,19 @@ def test_a_prompt_with_the_same_prefix_is_not_computed_again(model):
         assert cache.num_cached == [0]
 
 
+def test_a_dropped_cache_gives_its_blocks_back(model):
+    inputs = padded(9, 6)
+    plain = generate(model, inputs)
+    kv = paged_kv_cache(model, num_blocks=9, block_size=4)
+    for _ in range(3):  # 9 blocks are enough for one alone
+        found = generate(model, inputs, PagedCache(kv, **inputs), return_dict_in_generate=True)
+        assert torch.equal(found.sequences, plain)
+        with pytest.raises(rlkernels.OutOfBlocks, match="close what has ended of the 2 open sequences"):
+            PagedCache(kv, **padded(30))
+        del found
+    assert kv.stats["blocks_pinned"] == 0
+
+
 def test_samples_share_the_prompt(model):
     inputs = padded(9, 6)
     torch.manual_seed(5)

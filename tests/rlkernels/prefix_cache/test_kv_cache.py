@@ -1,6 +1,7 @@
 """What PagedKVCache promises about sequences, sharing and versions."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -143,6 +144,26 @@ def test_out_of_blocks_changes_nothing():
         cache.append_many([seq, *cache.fork(seq, 1)], [[], [1]])
 
 
+def test_what_nothing_refers_to_gives_its_blocks_back():
+    cache = make(num_blocks=7)
+    fill(cache, seq := cache.open(range(9)))
+    kept, *rest = cache.fork(seq, 3)
+    for other in rest:
+        cache.append(other, range(5))
+    assert cache.stats["blocks_free"] == 0
+    match = "1 blocks are needed, 0 of 7 are free or evictable: close what has ended of the 4 open sequences, or make a"
+    with pytest.raises(rlkernels.OutOfBlocks, match=match):
+        cache.open([7])
+    del seq, rest, other
+    assert cache.stats["blocks_free"] == 4 and cache.open(range(40, 52)).num_cached == 0
+    circle = [kept]
+    circle.append(circle)
+    del kept, circle
+    gc.collect()
+    assert [cache.stats[name] for name in ("blocks_free", "blocks_cached", "blocks_pinned")] == [5, 2, 0]
+    assert cache.open(range(9)).num_cached == 8  # what was committed is found until its space is needed
+
+
 class LittleMemory(TorchDispatchMode):
     """Has memory for so many new tensors on a device (that of "meta"), and none for the next one."""
 
@@ -180,12 +201,13 @@ def test_eviction_takes_the_least_recently_used_tail_first():
         fill(cache, seq := cache.open(range(start, start + 12)))
         cache.close(seq)
     cache.close(cache.open(range(9)))  # touches the first two blocks of the older one
-    cache.open(range(200, 208))
+    other = cache.open(range(200, 208))
     assert cache.stats["evictions"] == 1
     seq = cache.open([*range(12), 1])
     assert seq.num_cached == 8  # the block that was not touched went first
     cache.close(seq)
     assert cache.open([*range(100, 112), 1]).num_cached == 4  # then the tail of the other one
+    cache.close(other)
 
 
 def test_group_describes_neighbours():
