@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
-from python_trainer.run_directory import publish
+from python_trainer.run_directory import usual_mode
+from rlkernels._files import draft_of, remove_folder, replace_folder
 
 CHECKSUMS = "checksums.json"
 SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
@@ -75,12 +76,13 @@ def save_checkpoint(
         UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged. All ranks raise.
     """
     ranks = ranks or RankGroup()
-    aside, target = folder / f".step-{step:06d}.tmp", folder / f"step-{step:06d}"
+    target = folder / f"step-{step:06d}"
+    aside = draft_of(target)
     try:
         with ranks.together():
             if ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                for leftover in folder.glob(".*"):
+                folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link leads that leads nowhere yet
+                for leftover in (*folder.glob(".*"), aside):
                     shutil.rmtree(leftover, ignore_errors=True)
                 aside.mkdir()
                 tensors: dict[str, torch.Tensor] = {}
@@ -91,11 +93,11 @@ def save_checkpoint(
         with ranks.together():
             if ranks.rank == 0:
                 (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-                publish(aside, target)
+                usual_mode(aside)
+                replace_folder(target)
                 for old in list_checkpoints(folder)[:-keep]:
                     if step_of(old) != spare:
-                        # out of sight in one step, so that a kill in the middle leaves no half of it
-                        shutil.rmtree(old.rename(old.with_name(f".old-{old.name}")))
+                        remove_folder(old)
     except (OSError, SafetensorError, UserError) as error:  # UserError: another rank told of its error
         shutil.rmtree(aside, ignore_errors=True)
         found = list_checkpoints(folder)

@@ -26,12 +26,13 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
-from python_trainer.run_directory import check_run_directory, locked, publish, unusable_output_dir, write_text
+from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested, problem_line
 from python_trainer.terminal import log_into
+from rlkernels._files import draft_of, remove_folder, replace_folder
 
-MODEL_ASIDE = ".model.tmp"  # a model, while it is being written
+MODELS = ("model", "adapter", "best")  # folders of a run
 
 
 class SavedRun(BaseModel):
@@ -182,9 +183,10 @@ class Checkpointer:
         for path in self.present:
             if step_of(path) > self.state.step:  # the run could not be resumed from it
                 target = path.with_name(f"damaged-{path.name}")
-                shutil.rmtree(target, ignore_errors=True)
+                remove_folder(target)
                 path.rename(target)
-        shutil.rmtree(self.folder / MODEL_ASIDE, ignore_errors=True)
+        for name in MODELS:  # a killed run may have left drafts
+            shutil.rmtree(draft_of(self.folder / name), ignore_errors=True)
 
     def after_step(self, signal: str | None, *, done: bool) -> None:
         """Saves the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
@@ -270,7 +272,7 @@ class Checkpointer:
             self._load_step(self.state.step)
             self.logger.note(f"step {best} was evaluated best: {self.folder / 'best'}")
         elif self.ranks.rank == 0:
-            shutil.rmtree(self.folder / "best", ignore_errors=True)  # of a run that was shorter
+            remove_folder(self.folder / "best")  # of a run that was shorter
 
     def _write_policy(self, name: str) -> None:
         self.policy.restore_inference_model()
@@ -278,11 +280,13 @@ class Checkpointer:
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         """Replaces a folder of the run by what ``write`` writes, complete or not at all."""
-        folder, aside = self.folder / name, self.folder / MODEL_ASIDE
+        folder = self.folder / name
         if self.ranks.rank == 0:
             try:
-                write(aside)
-                publish(aside, folder)
+                draft = draft_of(folder)
+                write(draft)
+                usual_mode(draft)
+                replace_folder(folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{folder} cannot be written: {error}; {self.how_to_go_on()}") from error
 

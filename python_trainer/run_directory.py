@@ -4,26 +4,17 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from python_trainer.errors import UserError
+from rlkernels._files import replace_file
 
 EVALUATIONS = "evaluations.jsonl"  # on the test split
 ENDS = ("start", "final")  # evaluations before the first step and after the last
 LOCK = ".lock"
-
-
-def flush(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_run_directory(folder: Path, *, resume: bool) -> None:
@@ -69,12 +60,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: readers see either the old text or the new one."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with naming(path):
-        aside.write_text(text, encoding="utf-8")
-        flush(aside)
-        aside.replace(path)
-        flush(path.parent)
+    replace_file(path, text.encode())
 
 
 def usual_mode(folder: Path) -> None:
@@ -84,21 +70,6 @@ def usual_mode(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~umask)
-
-
-def publish(aside: Path, target: Path) -> None:
-    """Flushes a complete folder, with the usual permissions, and renames it to ``target``, which it replaces."""
-    usual_mode(aside)
-    for path in sorted(aside.rglob("*"), reverse=True):
-        flush(path)
-    flush(aside)
-    old = target.with_name(f".old-{target.name}")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    flush(target.parent)
 
 
 @contextmanager

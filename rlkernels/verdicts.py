@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from rlkernels._files import replace_file
 
 PACKAGE = Path(__file__).parent
 # beside the ops of their folders, with no launch that runs through them
@@ -102,10 +103,7 @@ def store(verdict: Verdict, index: int) -> None:
     _memory[name] = verdict
     with contextlib.suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder()) as aside:
-            draft = Path(aside, name)
-            draft.write_text(json.dumps(verdict, indent=1))
-            draft.replace(folder() / name)
+        replace_file(folder() / name, json.dumps(verdict, indent=1).encode())
 
 
 def load(op: str, index: int, workload: str | None = None) -> list[Verdict]:

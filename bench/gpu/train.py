@@ -23,6 +23,7 @@ from rich.table import Table
 from bench.gpu.build import Build
 from bench.gpu.journal import ROOT, call_facts, record_path
 from python_trainer.run_directory import read_metrics
+from rlkernels._files import replace_file
 from rlkernels.backend import extension_error
 from rlkernels.proof.process import AFTER_KILL_S
 
@@ -102,9 +103,7 @@ def show(runs: dict[str, dict[str, Any]], console: Console) -> None:
 
 def write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=1) + "\n")
-    draft.replace(path)
+    replace_file(path, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def work(args: argparse.Namespace, console: Console) -> int:

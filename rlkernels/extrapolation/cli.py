@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from rlkernels._files import draft_of, replace_folder
 from rlkernels.extrapolation.attempt import Attempt
 from rlkernels.extrapolation.predictors import PREDICTORS, skill
 from rlkernels.extrapolation.trajectory import RankOneTrajectory
@@ -86,7 +87,7 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
     """Write the files of ``last`` with the predicted weights in their dtypes, one weight file at a time in memory."""
     from safetensors.torch import save_file
 
-    aside = output_dir.with_name(f".{output_dir.name}.tmp")
+    aside = draft_of(output_dir)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file in last.path.iterdir():
@@ -97,4 +98,4 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
         changed = {name: predicted[name].to(tensors[name].dtype) for name in tensors if name in predicted}
         save_file(tensors | changed, aside / file.name, metadata={"format": "pt"})
         shutil.copymode(file, aside / file.name)  # save_file leaves it to its owner alone, whatever the umask
-    aside.rename(output_dir)
+    replace_folder(output_dir)

@@ -2,7 +2,6 @@
 
 import os
 import reprlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels._files import replace_file
 from rlkernels.history import reference
 
 __all__ = ["RolloutHistory"]
@@ -169,18 +169,11 @@ class RolloutHistory:
         return self._core.longest_prompt(_ids("ids", ids))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rollouts (not the handles) to one file atomically."""
-        folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-        try:
-            with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=folder) as aside:
-                draft = os.path.join(aside, "draft")
-                with open(draft, "xb") as file:
-                    file.write(self._core.to_bytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(draft, path)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        """Write the rollouts (not the handles) to one file atomically.
+
+        A symbolic link stays and leads to the new file, which takes over the permissions of the one that it replaces.
+        """
+        replace_file(path, self._core.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, backend: str = "auto") -> "RolloutHistory":

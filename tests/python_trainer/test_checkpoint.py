@@ -240,6 +240,26 @@ def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
 
 
+def test_folders_of_a_run_may_lie_elsewhere(make_config, tmp_path):
+    """Checkpoints and the model on another disk: links stay, a checkpoint that is moved is not in the way."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    for name in ("checkpoints", "model", "config.yaml"):  # which lead nowhere yet
+        (run / name).symlink_to(disk / name)
+    config = make_config(max_steps=2, save={"save_steps": 1, "save_total_limit": 2})
+    Trainer(config, run, console=QUIET).run()
+    moved = (disk / "checkpoints" / "step-000001").rename(disk / "moved")
+    (disk / "checkpoints" / "step-000001").symlink_to(moved)
+    more = make_config(max_steps=3, save={"save_steps": 1, "save_total_limit": 2})
+    Trainer(more, run, resume=True, console=QUIET).run()
+    assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert (moved / "state.json").exists()  # not ours to remove
+    assert all((run / name).is_symlink() for name in ("checkpoints", "model", "config.yaml"))
+    assert sorted(path.name for path in disk.iterdir()) == ["checkpoints", "config.yaml", "model", "moved"]
+    assert (disk / "model" / "config.json").exists() and len(read_metrics(run)) == 4
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

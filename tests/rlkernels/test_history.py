@@ -305,7 +305,6 @@ def test_save_and_load(tmp_path):
 
 def test_savers_of_one_path_do_not_meet(tmp_path):
     path = tmp_path / "h.bin"
-    rlkernels.RolloutHistory().save(path)
 
     def save(seed):
         history = rlkernels.RolloutHistory()
@@ -315,6 +314,7 @@ def test_savers_of_one_path_do_not_meet(tmp_path):
 
     before = os.umask(0o002)
     try:
+        rlkernels.RolloutHistory().save(path)
         with ThreadPoolExecutor(6) as pool:
             savers = [pool.submit(save, seed) for seed in range(6)]
             while not all(saver.done() for saver in savers):
@@ -328,6 +328,21 @@ def test_savers_of_one_path_do_not_meet(tmp_path):
     with pytest.raises(IsADirectoryError):
         rlkernels.RolloutHistory().save(tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "h.bin"]  # no temporary file left
+
+
+def test_saving_keeps_links_and_permissions(tmp_path):
+    history = rlkernels.RolloutHistory()
+    history.add([1], [2, 3])
+    (tmp_path / "disk").mkdir()
+    link, file = tmp_path / "h.bin", tmp_path / "disk" / "history"
+    link.symlink_to("disk/history")
+    for mode in (0o600, 0o664):  # at first the link leads nowhere
+        history.save(link)
+        assert link.is_symlink() and rlkernels.RolloutHistory.load(file).stats["tokens"] == 2
+        file.chmod(mode)
+        history.save(link)
+        assert file.stat().st_mode & 0o777 == mode
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "h.bin", "history"]
 
 
 def test_paths_are_taken_as_the_system_takes_them(tmp_path):
