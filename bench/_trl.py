@@ -15,7 +15,7 @@ from bench._turns import Turns
 from python_trainer import Callback, Config, Trainer, load_config
 from python_trainer.hub import policy_folder
 from python_trainer.model.loading import dtype_name, find_dtype
-from python_trainer.model.policy import set_matmul_precision
+from python_trainer.model.precision import set_matmul_precision
 
 TRL_BATCH = 32  # most answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
 

@@ -21,7 +21,8 @@ from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import load_policy, set_matmul_precision
+from python_trainer.model.policy import load_policy
+from python_trainer.model.precision import set_matmul_precision
 from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise

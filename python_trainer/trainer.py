@@ -28,7 +28,8 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger, choose_samples, rollout_statistics
 from python_trainer.model.loading import dtype_name
-from python_trainer.model.policy import choose_device, set_matmul_precision
+from python_trainer.model.policy import choose_device
+from python_trainer.model.precision import set_matmul_precision
 from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
@@ -98,7 +99,6 @@ class Trainer:
             tasks = load_tasks(config, choose_device(config.model.device))
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
-        set_matmul_precision("highest")  # while the model is checked, by the engine too
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
         self.engine = make_engine(chosen, self.policy, output_dir, ranks)
         set_matmul_precision(chosen.model.matmul_precision)

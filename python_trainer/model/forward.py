@@ -71,7 +71,7 @@ def forward(
 
 
 def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float | None:
-    """Returns x if logits [R, V] are x times the product of states [R, H] and output matrix, by the model's config.
+    """Returns x if float32 logits [R, V] are x times the product of states [R, H] and output matrix, by the config.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``; Gemma caps, which small logits hide.
     """
@@ -82,8 +82,7 @@ def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float
         return None
     product = linear(states[None], head.weight, head.bias)[0] * factor
     near = 4 * torch.finfo(logits.dtype).eps * logits.abs().max()
-    same = logits.dtype == product.dtype and bool((logits - product).abs().max() <= near)
-    return factor if same else None
+    return factor if (logits - product).abs().max() <= near else None
 
 
 @dataclass

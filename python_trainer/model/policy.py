@@ -32,14 +32,6 @@ from rlkernels.integrations.vllm_worker import merged_weight
 LARGEST_LOGITS = 1 << 28
 
 
-def set_matmul_precision(precision: str) -> None:
-    """Sets for the whole process how float32 matrix products round their inputs; see ``ModelConfig``."""
-    # typed as any: torch's stubs do not know this setting
-    mkldnn: Any = torch.backends.mkldnn
-    mkldnn.matmul.fp32_precision = "bf16" if precision == "medium" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "medium" else "ieee"
-
-
 def load_policy(config: ModelConfig) -> "Policy":
     """Loads a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged.
 

@@ -29,6 +29,20 @@ def even(prompts, completions, completion_ids, **columns):
     return [float(ids[-2:][0] % 2 == 0) for ids in completion_ids]
 
 
+@pytest.fixture
+def rounding_processor(monkeypatch):
+    """Rounds the inputs of float32 products where torch is allowed to, as processors with AMX do."""
+    plain = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        if x.dtype == torch.float32 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+            x, weight = x.bfloat16().float(), weight.bfloat16().float()
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr("python_trainer.model.fused.linear", linear)
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))

@@ -120,7 +120,7 @@ def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
     assert shares[1] == pytest.approx(1 - (1 - shares[0]) * 0.5 / 0.2)
 
 
-def test_tiny_goes_the_whole_way(tmp_path, monkeypatch):
+def test_tiny_goes_the_whole_way(tmp_path, monkeypatch, rounding_processor):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # other tests need theirs
     pretrain.main(["--size", "tiny", "--output", str(tmp_path)])
     facts = json.loads((tmp_path / pretrain.FACTS).read_text())
