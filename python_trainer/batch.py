@@ -11,12 +11,15 @@ from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.model.packing import Packed, pack, scored_tokens
 
-# what Minibatch.loss sums: metrics that are means over the tokens in the loss, and over the fresh ones of those
-OF_TOKENS = ("entropy", "kl", "importance_ratio/mean", "clip_ratio/low_mean", "clip_ratio/high_mean")
-OF_VALUES = ("value_loss", "clip_ratio/value")  # means over tokens too, with a critic
-OF_SAMPLED = ("sampling/logp_difference/mean", "sampling/importance_sampling_ratio/mean")
-SUMS = ("tokens", "sampled", "loss", *OF_TOKENS, *OF_VALUES, *OF_SAMPLED)
-MAXIMA = ("importance_ratio/max", "sampling/logp_difference/max")
+# metric -> the tokens that it is a mean, or the maximum, over; Minibatch.loss sums metrics and counts tokens
+MEANS = {
+    "clip_ratio/low_mean": "all", "clip_ratio/high_mean": "all",  # tokens without a gradient are never clipped
+    "importance_ratio/mean": "passed", "kl": "compared", "value_loss": "valued", "clip_ratio/value": "valued",
+    "sampling/logp_difference/mean": "sampled", "sampling/importance_sampling_ratio/mean": "corrected",
+}  # fmt: skip
+MAXIMA = {"importance_ratio/max": "passed", "sampling/logp_difference/max": "sampled"}
+COUNTS = ("passed", "compared", "valued", "sampled", "corrected")
+SUMS = ("loss", *COUNTS, *MEANS)
 
 
 def take(table: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -139,9 +142,12 @@ class Batch:
                 fresh = self.caps[judged].isnan()[:, None]
                 self.returns = self.record().index_copy(0, judged, torch.where(fresh, returns, torch.nan))
                 learned = step.in_loss & fresh
-                metrics["explained_variance"] = explained_variance(step.values, returns, learned)
-                for name, table in (("values", step.values), ("returns", returns)):
-                    metrics[f"{name}/mean"] = float(table[learned].mean()) if learned.any() else 0.0
+                if learned.any():
+                    metrics["explained_variance"] = explained_variance(step.values, returns, learned)
+                    metrics |= {
+                        "values/mean": float(step.values[learned].mean()),
+                        "returns/mean": float(returns[learned].mean()),
+                    }
         self.advantages = torch.where(self.present, advantages, 0.0)
         return metrics
 
@@ -169,8 +175,7 @@ class Batch:
         """
         for part in self.split():
             if self.loss_tokens[part].any():  # else every answer was truncated and is masked
-                # one sample at least, so that there is a gradient, even if it is 0
-                yield Minibatch(self, part, [index for index in part if trained[index]] or part[:1])
+                yield Minibatch(self, part, [index for index in part if trained[index]])
 
 
 class Minibatch:
@@ -178,12 +183,16 @@ class Minibatch:
 
     Args:
         indices: of all its samples, within the batch.
-        samples: those of them that are passed; the others have no gradient.
+        trained: those of them that have a gradient; None: all.
+
+    Attributes:
+        samples: those that are passed: one at least, so that there is a gradient, even if it is 0.
     """
 
-    def __init__(self, batch: Batch, indices: Sequence[int], samples: Sequence[int] | None = None):
+    def __init__(self, batch: Batch, indices: Sequence[int], trained: Sequence[int] | None = None):
         self.batch, self.indices = batch, list(indices)
-        self.samples = self.indices if samples is None else list(samples)
+        self.trained = self.indices if trained is None else list(trained)
+        self.samples = self.trained or self.indices[:1]
         self.num_tokens = int(batch.loss_tokens[self.indices].sum())
         self.critic_tokens = max(int(batch.critic_tokens[self.indices].sum()), 1)
 
@@ -197,7 +206,7 @@ class Minibatch:
             values: [B, L] from the critic, if there is one.
 
         Returns:
-            A scalar to call backward on, and metrics [len(SUMS) + len(MAXIMA)], detached.
+            A scalar to call backward on, and numbers for :func:`mean_metrics` [len(SUMS) + len(MAXIMA)], detached.
         """
         batch, config = self.batch, self.batch.config
         assert batch.advantages is not None, "set_advantages comes first"
@@ -224,15 +233,15 @@ class Minibatch:
         correction = torch.where(caps.isnan(), correction, stored)
         out = policy_loss(logprobs, old, take(batch.advantages, packed), mask, config, weights=correction)
         per_token = out.loss
-        kl = torch.zeros_like(logprobs)
+        kl, none = torch.zeros_like(logprobs), torch.zeros_like(mask)
+        compared = mask if batch.reference is not None and not config.use_kl_in_reward else none
         if batch.reference is not None and not config.use_kl_in_reward:
             kl = kl_estimate(logprobs, take(batch.reference, packed), mask, config.kl_estimator)
             per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-        entropy = torch.where(mask, entropy, 0.0)
         loss = (per_token * weight).sum()
         if config.entropy_coef:  # a mean over tokens, whatever weight loss_type gives to a token
-            loss = loss - config.entropy_coef * entropy.sum() / max(self.num_tokens, 1)
-        error, moved_far = torch.zeros_like(logprobs), torch.zeros_like(mask)
+            loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0).sum() / max(self.num_tokens, 1)
+        error, due, moved_far = torch.zeros_like(logprobs), none, none
         if values is not None and batch.values is not None and batch.returns is not None:
             before, returns, clip = take(batch.values, packed), take(batch.returns, packed), config.cliprange_value
             due = mask & ~returns.isnan()
@@ -241,27 +250,32 @@ class Minibatch:
             moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
         with torch.no_grad():
             difference = torch.where(fresh, (old - sampler).abs(), 0.0)
-            sums = (mask, fresh, loss, entropy, kl, out.ratio, out.clipped_low, out.clipped_high, error, moved_far,
-                    difference, correction * fresh)  # fmt: skip
+            sums = {
+                "loss": loss, "passed": mask, "compared": compared, "valued": due, "sampled": fresh,
+                "corrected": none if config.correction is None else fresh,
+                "clip_ratio/low_mean": out.clipped_low, "clip_ratio/high_mean": out.clipped_high,
+                "importance_ratio/mean": out.ratio, "kl": kl, "value_loss": error, "clip_ratio/value": moved_far,
+                "sampling/logp_difference/mean": difference,
+                "sampling/importance_sampling_ratio/mean": correction * fresh,
+            }  # fmt: skip
             maxima = (out.ratio, difference)
-            metrics = [value.sum().float() for value in sums]
-            metrics += [value.max() if value.numel() else value.sum() for value in maxima]
-            return loss, torch.stack(metrics)
+            numbers = [sums[name].sum().float() for name in SUMS]
+            numbers += [value.max() if value.numel() else value.sum() for value in maxima]
+            return loss, torch.stack(numbers)
 
 
 def mean_metrics(
-    counted: list[torch.Tensor], optimizer_steps: int, device: torch.device, ranks: RankGroup
+    counted: list[torch.Tensor], optimizer_steps: Sequence[Minibatch], device: torch.device, ranks: RankGroup
 ) -> dict[str, float]:
     """Returns the metrics of a step from what :meth:`Minibatch.loss` counted in each micro-batch.
 
-    They are means over tokens, and the loss is a mean over optimizer steps.
+    The loss is a mean over optimizer steps, the others are means over tokens or maxima; what has no tokens is missing.
     """
     # of a step with a single sample, other ranks have seen nothing
     table = torch.stack(counted) if counted else torch.zeros(1, len(SUMS) + len(MAXIMA), device=device)
     sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
-    largest = ranks.gather(table[:, len(SUMS) :].amax(0).tolist())
-    maxima = {name: max(values) for name, *values in zip(MAXIMA, *largest)}
-    means = {name: sums[name] / max(sums["sampled"], 1.0) for name in OF_SAMPLED}
-    for name in (*OF_TOKENS, *(OF_VALUES if sums["value_loss"] else ())):
-        means[name] = sums[name] / max(sums["tokens"], 1.0)
-    return {"loss": sums["loss"] / optimizer_steps} | means | maxima
+    largest = [max(values) for values in zip(*ranks.gather(table[:, len(SUMS) :].amax(0).tolist()))]
+    tokens = sums | {"all": sum(minibatch.num_tokens for minibatch in optimizer_steps)}
+    row = {"loss": sums["loss"] / len(optimizer_steps)}
+    row |= {name: sums[name] / tokens[kind] for name, kind in MEANS.items() if tokens[kind]}
+    return row | {name: value for (name, kind), value in zip(MAXIMA.items(), largest) if tokens[kind]}

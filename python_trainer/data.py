@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 Messages = list[dict[str, str]]  # {"role": "user", "content": "..."}
@@ -59,7 +60,8 @@ class Rollout:
     prompt_ids: Sequence[int]
     response_ids: list[int]  # the given prefix, then what was generated, the end token included when there is one
     prefix_len: int = 0  # how many of response_ids were given
-    logprobs: list[float] = field(default_factory=list)  # of the generated tokens, where they were drawn from
+    # of the generated tokens, under softmax(logits / temperature) before top-k and top-p, as in the loss; NaN: unknown
+    logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""  # "stop" (end token or stop string) or "length"; empty while it is being generated
     # False for each token of response_ids that others wrote (tool output, the user's next turn): context only, and its
     # entry in logprobs is ignored; None: all tokens are the policy's. Accelerators do not keep it.
@@ -84,7 +86,13 @@ class Rollout:
     @property
     def written(self) -> int:
         """Returns how many tokens the policy has generated."""
-        return len(self.logprobs) if self.response_mask is None else sum(self.response_mask[self.prefix_len :])
+        return len(self.written_logprobs)
+
+    @property
+    def written_logprobs(self) -> list[float]:
+        """Returns the log-probabilities of the tokens that the policy has generated."""
+        mask = self.response_mask
+        return self.logprobs if mask is None else list(compress(self.logprobs, mask[self.prefix_len :]))
 
     @property
     def said(self) -> str | Messages:

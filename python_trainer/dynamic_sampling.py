@@ -41,6 +41,10 @@ class StepSampler:
             else:
                 self.dropped.append(members)
 
+    def generated(self) -> list[Rollout]:
+        """Returns all rollouts of all rounds."""
+        return [rollout for members in (*self.kept, *self.dropped, *self.ungrouped) for rollout in members]
+
     def rollouts(self) -> list[Rollout]:
         """Returns the rollouts to train on.
 

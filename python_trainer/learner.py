@@ -79,13 +79,14 @@ class Learner:
             minibatches = list(batch.minibatches(trained))
             if minibatches and batch.old is None and algorithm.num_iterations * len(batch.split()) > 1:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
-            for minibatch in minibatches * algorithm.num_iterations:
+            steps = minibatches * algorithm.num_iterations
+            for minibatch in steps:
                 norm, passed = self._step(minibatch, lr, counted)
                 tokens += passed
                 norms.append(norm)
         self.changed = True  # or will be, by an accelerator
         if norms:
-            row = mean_metrics(counted, len(norms), device, self.ranks) | row | {"grad_norm": sum(norms) / len(norms)}
+            row = mean_metrics(counted, steps, device, self.ranks) | row | {"grad_norm": sum(norms) / len(norms)}
         return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(tokens)))}
 
     def _have_gradient(self, batch: Batch) -> list[bool]:
@@ -110,7 +111,8 @@ class Learner:
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
             total += loss.detach()
-            counted.append(metrics)
+            if minibatch.trained:  # what has no gradient says nothing of the update
+                counted.append(metrics)
             tokens += packed.input_ids.numel()
         if not math.isfinite(whole := float(self.ranks.sum(total))):
             raise NotFinite(f"the loss is {whole}")

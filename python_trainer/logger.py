@@ -23,25 +23,39 @@ SAMPLES = 4  # answers of a step in samples.jsonl
 SAMPLE_CHARACTERS = 4000  # of a prompt or an answer there
 
 
+def group_spread(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns metrics of the rewards within the groups that are trained on; ``reward_std`` is their mean deviation.
+
+    Stored answers count too: they decide whether a group teaches anything. Stored answers that are judged against a
+    chance, and other groups of one answer, have no deviation; without other groups there are no metrics.
+    """
+    grouped = [rollout for rollout in rollouts if rollout.expected is None]
+    rewards = torch.tensor([rollout.reward for rollout in grouped], dtype=torch.float64)
+    size, _, deviation = group_statistics(rewards, torch.tensor([rollout.group for rollout in grouped]))
+    deviation = deviation[size > 1]
+    if not len(deviation):
+        return {}
+    return {"reward_std": float(deviation.mean()), "frac_reward_zero_std": float((deviation == 0).double().mean())}
+
+
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns metrics of a step's rollouts, by TRL's names. ``reward_std`` is the mean deviation within groups.
+    """Returns metrics of what the policy has generated in a step, by TRL's names; stored answers do not count.
 
     - Rewards and accuracy cover rollouts that the policy generated from their first token on; without any they are
       missing. Rollouts with a given prefix have ``continued/`` metrics: most continuations of a right prefix are right.
-    - Stored answers count in the deviations alone, which decide whether a group teaches anything; stored answers that
-      are judged against a chance do not count at all. If all rollouts are stored, there are no lengths.
+    - ``entropy`` is the mean of -log p over all generated tokens: an estimate without bias, which takes no further
+      pass. Where top-k or top-p leave tokens out, it is below the entropy of all tokens.
     """
-    rollouts = [rollout for rollout in rollouts if rollout.expected is None]
-    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    groups = torch.tensor([rollout.group for rollout in rollouts])
-    deviation = group_statistics(rewards, groups)[2]
     rollouts = [rollout for rollout in rollouts if rollout.importance_cap is None]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
-    row = {"reward_std": float(deviation.mean()), "frac_reward_zero_std": float((deviation == 0).double().mean())}
+    row: dict[str, float] = {}
     if rollouts:
         row["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
         row["completions/generated_length"] = sum(rollout.written for rollout in rollouts) / len(rollouts)
+    surprisals = [-logprob for rollout in rollouts for logprob in rollout.written_logprobs]
+    if surprisals and math.isfinite(entropy := fmean(surprisals)):  # NaN: the engine cannot tell
+        row["entropy"] = entropy
     begun = fresh_ones(rollouts)
     continued = [rollout for rollout in rollouts if rollout.prefix_len]
     row |= reward_statistics(begun) | {f"continued/{name}": x for name, x in reward_statistics(continued).items()}

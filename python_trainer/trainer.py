@@ -26,7 +26,7 @@ from python_trainer.evaluation import Evaluator, Scorer
 from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner
-from python_trainer.logger import Logger, choose_samples, rollout_statistics
+from python_trainer.logger import Logger, choose_samples, group_spread, rollout_statistics
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.policy import choose_device
 from python_trainer.model.precision import set_matmul_precision
@@ -183,7 +183,7 @@ class Trainer:
                 sampler.add(self.collect(context, rollouts))
             rollouts = sampler.rollouts()
             self.notify("on_rollouts", number, rollouts)
-            context.telemetry |= sampler.metrics() | rollout_statistics(rollouts)
+            context.telemetry |= sampler.metrics() | group_spread(rollouts) | rollout_statistics(sampler.generated())
             self.update(context, rollouts)
             samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
             self.state.step = number

@@ -21,7 +21,7 @@ from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch
 from python_trainer.data import Rollout
 from python_trainer.dynamic_sampling import StepSampler
-from python_trainer.logger import rollout_statistics
+from python_trainer.logger import group_spread, rollout_statistics
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -165,8 +165,10 @@ def test_they_are_in_no_metric_of_groups():
     fresh = [answer(0, reward=float(i), group=0) for i in range(2)]
     lone = answer(1, group=1, expected=0.1, importance_cap=1.0)
     assert rollout_statistics([*fresh, lone]) == rollout_statistics(fresh)
+    assert group_spread([*fresh, lone]) == group_spread(fresh)
     stored = [answer(0, reward=float(i), group=0, importance_cap=1.0) for i in range(2)]
-    assert rollout_statistics(stored) == {"reward_std": pytest.approx(0.5**0.5), "frac_reward_zero_std": 0.0}
+    assert rollout_statistics(stored) == {}
+    assert group_spread(stored) == {"reward_std": pytest.approx(0.5**0.5), "frac_reward_zero_std": 0.0}
 
 
 SMALL_GROUPS = {"num_generations": 2, "prompts_per_step": 8}

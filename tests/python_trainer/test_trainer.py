@@ -32,7 +32,7 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     for name in (
         "reward", "reward_std", "rewards/digits/mean", "rewards/digits/std", "frac_reward_zero_std", "accuracy",
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
-        "loss", "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "importance_ratio/mean",
+        "loss", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "importance_ratio/mean",
         "sampling/logp_difference/mean", "grad_norm", "learning_rate", "tokens_per_second", "time/rollout_s",
         "time/train_s", "time/reward_s", "time/wall_s",
     ):  # fmt: skip
