@@ -18,6 +18,7 @@ from python_trainer.hub import policy_folder
 from python_trainer.launch import read_launch
 from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_run_directory, write_text
+from rlkernels._text import escape_controls
 
 
 class Parser(argparse.ArgumentParser):
@@ -189,7 +190,8 @@ def run_history(args: argparse.Namespace) -> None:
         folder, seed = (run.settings.get(name, "-") for name in ("output_dir", "seed"))
         last = f"{steps[-1].accuracy:.3f}" if steps else "-"
         done = f"{len(steps)} steps, {tokens} tokens, accuracy {last}"
-        print(f"run {run.id}, {begun:%Y-%m-%d}, {folder}: {run.task}, seed {seed}, {done}")
+        told = f"run {run.id}, {begun:%Y-%m-%d}, {folder}: {run.task}, seed {seed}, {done}"
+        print(escape_controls(told, keep=""))
     print(f"{database.name}: {len(runs)} runs")
 
 

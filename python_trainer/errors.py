@@ -5,14 +5,19 @@ import re
 import sys
 import time
 
+from rlkernels._text import escape_controls
+
 HEAD_START = 5.0  # seconds
 
 
 class UserError(Exception):
     """Mistake of the user: a setting, file, model or reward function; exit code 2.
 
-    The message names its value and what is allowed.
+    The message names its value and what is allowed. It may quote text from outside, which it escapes.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(escape_controls(str(message)))
 
 
 class Interrupted(Exception):
@@ -52,7 +57,7 @@ def hide_passwords(text: str) -> str:
 def tell(message: str) -> None:
     """Prints a message on standard error, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":  # compared as text: the message may be about this variable
-        print(message, file=sys.stderr)
+        print(escape_controls(message), file=sys.stderr)
 
 
 def wait_for_first_rank() -> None:
@@ -87,4 +92,4 @@ def tell_error(error: BaseException, message: str) -> None:
     wait_for_first_rank()  # which may have found the same
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     who = "" if size == "1" else f"process {rank} of {size}: "
-    print(f"error: {who}{message}", file=sys.stderr)
+    print(f"error: {who}{escape_controls(message)}", file=sys.stderr)

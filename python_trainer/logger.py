@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter  # takes a second, which no ru
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, fresh_ones, merits
 from python_trainer.run_directory import EVALUATIONS, append_row, read_rows, write_text
+from rlkernels._text import escape_controls
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
 SAMPLES = 4  # answers of a step in samples.jsonl
@@ -163,7 +164,7 @@ class Logger:
 
     def note(self, text: str) -> None:
         """Shows the user a fact that is no error but may be unintended."""
-        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(f"note: {escape_controls(text)}", highlight=False, markup=False, soft_wrap=True)
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Appends a row to metrics.jsonl, sends it to TensorBoard and shows it."""

@@ -26,6 +26,7 @@ from python_trainer.config import settings_used
 from python_trainer.errors import UserError
 from python_trainer.run_directory import ENDS, on_all_prompts, read_evaluations, read_metrics, read_samples, write_text
 from python_trainer.settings import PluginError
+from rlkernels._text import escape_controls
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,9 +42,9 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     console = console or Console()
     runs = find_runs(folders)
     rows = summary_rows(runs)
-    table = Table("", *(Column(Text(name), justify="right") for name in by_variant(runs)))
+    table = Table("", *(Column(Text(escape_controls(name, keep="")), justify="right") for name in by_variant(runs)))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(escape_controls(cell, keep="")) for cell in row))
     console.print(table)
     home = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     picture, page = home / "accuracy.png", home / "report.html"
@@ -51,7 +52,7 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     write_text(page, render_page(runs, rows, picture))
     lines = [*(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
     for line in [*lines, f"picture: {picture}", f"page: {page}"]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(escape_controls(line, keep=""), highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass
@@ -299,11 +300,6 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     return found
 
 
-def escape_controls(text: str) -> str:
-    """Escape control characters, so that no answer can move a cursor or end a document."""
-    return "".join(c if c in "\n\t" or c.isprintable() or c == " " else repr(c)[1:-1] for c in text)
-
-
 def draw_curves(runs: Sequence[Run]) -> "Figure":
     """Draw accuracy over seconds and over tokens: a colour per variant, a line per seed."""
     from matplotlib.figure import Figure
@@ -313,7 +309,7 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     target = next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
     for axes, (x, words) in zip(both, AXES.items()):
         for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
-            label: str | None = re.sub("^_", " _", name).replace("$", r"\$")  # no formula; and a legend shows it
+            label: str | None = re.sub("^_", " _", escape_controls(name, keep="")).replace("$", r"\$")  # no formula
             for run in mine:
                 rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
                 if rows:
@@ -343,9 +339,12 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
     """Return the page: verdict, curves, summary, sample answers, settings, versions."""
     variants, settings = list(by_variant(runs)), table_rows([settings_used(run.folder) for run in runs])
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: escape_controls(value) if type(value) is str else value,  # not the markup of macros
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["escape_controls"] = escape_controls
     text = environment.get_template("report.html.jinja").render(
         title=", ".join(variants),
         runs=runs,

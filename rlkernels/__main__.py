@@ -7,6 +7,7 @@ import sys
 
 from rlkernels import __version__
 from rlkernels._folder import folder_problem
+from rlkernels._text import escape_controls
 
 
 def show_info(args: argparse.Namespace) -> int:
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
         return 0
     except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"rlkernels {args.command}: {error}", file=sys.stderr)
+        print(f"rlkernels {args.command}: {escape_controls(str(error))}", file=sys.stderr)
         return 2
     return code
 
