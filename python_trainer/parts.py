@@ -21,6 +21,7 @@ from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
+from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 
@@ -102,7 +103,7 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
     if policy.device.type != "cpu":
         reserved = plan_memory(chosen, device_here("cuda", ranks.size), model=policy.model).reserved
     if urls := rollout.vllm_server:
-        backend = ranks.once(lambda: _find_servers(urls, policy, output_dir / ".vllm"))
+        backend = ranks.once(lambda: _find_servers(urls, policy, output_dir / ".vllm", rollout))
     elif rollout.engine == "vllm":
         with ranks.together():
             import_vllm()  # where that fails on one rank the others would wait for it in vLLM
@@ -114,6 +115,7 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
             longest_draft=max((x.longest_draft() for x in chosen.accelerators.chosen()), default=0),
             memory_bytes=rollout.memory_bytes or memory_limit(policy.device, reserved),
+            logprobs_mode=next(iter(vllm_logprobs_modes(rollout)), "processed_logprobs"),
         )
     with ranks.together():
         if backend is None:
@@ -131,11 +133,11 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
     return engine
 
 
-def _find_servers(urls: list[str], policy: Policy, folder: Path) -> Servers:
+def _find_servers(urls: list[str], policy: Policy, folder: Path, settings: RolloutConfig) -> Servers:
     """Checks the servers, and keeps the policy's adapters for them."""
     adapters = None
     if policy.adapted:
         names = [f"{name}.weight" for name, _ in adapted_layers(policy.model)]
         adapters = AdapterFiles(policy.inference_model, names, folder)
         policy.on_merge = adapters.remember
-    return Servers(policy.inference_model, urls, folder, adapters)
+    return Servers(policy.inference_model, urls, folder, adapters, settings)

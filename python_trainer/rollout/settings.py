@@ -7,7 +7,25 @@ from pydantic import Field, field_validator
 
 from python_trainer.settings import Section
 
+LEAST_VLLM_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for a lower one
 SERVER = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/\S*)?")
+
+
+def truncates(sampling: Any) -> bool:
+    """Returns whether ``top_p`` or ``top_k`` leave tokens out."""
+    return bool(sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def vllm_logprobs_modes(sampling: Any) -> list[str]:
+    """Lists the modes in which vLLM gives log softmax(logits / temperature) of a token, which the loss needs.
+
+    Raw ones are at temperature 1, processed ones of what top-k and top-p leave. Empty: neither will do.
+
+    Args:
+        sampling: has ``temperature``, ``top_p`` and ``top_k``.
+    """
+    processed = [] if truncates(sampling) else ["processed_logprobs"]
+    return processed + ["raw_logprobs"] * (sampling.temperature == 1)
 
 
 class RolloutConfig(Section):
@@ -19,6 +37,8 @@ class RolloutConfig(Section):
     vllm_server: list[str] | None = Field(None)
     """URL of a vLLM server, or a list of servers that share the work. docs/scale.md says how to start one. Servers read
     weights from OUTPUT_DIR."""
+    vllm_request_timeout: float = Field(7200.0, gt=0)
+    """Seconds that a request to a vLLM server may take in all. One that takes longer ends the run."""
     prompts_per_step: int = Field(32, ge=1)
     """Prompts per training step."""
     num_generations: int = Field(8, ge=1)
@@ -42,6 +62,22 @@ class RolloutConfig(Section):
     changes no answer."""
     memory_bytes: int | None = Field(None, ge=1)
     """Size of the KV cache in bytes; null: chosen by model and device."""
+
+    @property
+    def takes_vllm(self) -> bool:
+        """Returns whether vLLM generates; ``engine: auto`` may still choose it."""
+        return self.engine == "vllm" or self.vllm_server is not None
+
+    @property
+    def hidden_logprobs(self) -> str | None:
+        """Says why the engine has no log-probabilities for the loss, and what to set; None: it has."""
+        if not self.takes_vllm or vllm_logprobs_modes(self):
+            return None
+        return (
+            "vLLM has log-probabilities of the tokens that rollout.top_p and top_k leave, or of all tokens at "
+            f"temperature 1, not of all tokens at rollout.temperature {self.temperature:g}; set "
+            "rollout.temperature=1, or top_p=1 and top_k=0, or rollout.engine=paged"
+        )
 
     @field_validator("vllm_server", mode="before")
     @classmethod

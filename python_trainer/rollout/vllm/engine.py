@@ -1,6 +1,7 @@
 """VLLMEngine: rollouts by vLLM, in the trainer's process or on servers (``servers.py``)."""
 
 import importlib
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
 from python_trainer.rollout.ordering import longest_first
+from python_trainer.rollout.settings import vllm_logprobs_modes
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
 
@@ -68,6 +70,7 @@ class Backend(ABC):
     limited_by: str
     on_first_rank = False
     drafts = False  # it can draft
+    logprobs_mode = "processed_logprobs"  # vLLM's
 
     @abstractmethod
     def load(self, model: PreTrainedModel) -> int:
@@ -168,6 +171,9 @@ class VLLMEngine(Engine):
         if self._sampling.temperature == 0:
             for rollout in rollouts:  # the distribution sampled from has one token
                 rollout.logprobs = [0.0] * len(rollout.logprobs)
+        elif self.backend.logprobs_mode not in vllm_logprobs_modes(self._sampling):
+            for rollout in rollouts:
+                rollout.logprobs = [math.nan] * len(rollout.logprobs)
         self._count(before, sum(len(rollout.logprobs) for rollout in rollouts))
         return rollouts
 
@@ -260,6 +266,7 @@ class InProcess(Backend):
         model: gives device and type of the weights.
         folder: configuration and tokenizer of the model; its weights are not read.
         memory_bytes: size of vLLM's KV cache.
+        logprobs_mode: vLLM's, one of ``vllm_logprobs_modes``.
         trust_remote_code: run Python code that comes with the folder.
         gathered: makes the weights, by their names in a checkpoint, where the model does not have them.
         longest_draft: most tokens that vLLM verifies at once; 0: it is made without drafts, and :meth:`draft_from` has
@@ -272,11 +279,12 @@ class InProcess(Backend):
         folder: str | Path,
         *,
         memory_bytes: int,
+        logprobs_mode: str = "processed_logprobs",
         trust_remote_code: bool = False,
         gathered: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
         longest_draft: int = 0,
     ):
-        self._gathered = gathered
+        self._gathered, self.logprobs_mode = gathered, logprobs_mode
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm: Any = import_vllm()
@@ -299,7 +307,7 @@ class InProcess(Backend):
                 enable_prefix_caching=True,
                 # vLLM 0.32 cannot rewind a CPU's seeded generator after a chunk, and ends
                 enable_chunked_prefill=device.type != "cpu",
-                logprobs_mode="processed_logprobs",
+                logprobs_mode=logprobs_mode,
                 worker_extension_cls=WORKER,
                 disable_log_stats=False,
                 trust_remote_code=trust_remote_code,

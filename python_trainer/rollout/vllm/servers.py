@@ -4,10 +4,14 @@ A server may run anywhere that can read the folder of the weights.
 """
 
 import http.client
+import io
 import json
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -21,22 +25,39 @@ from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.rollout.ordering import balance
+from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Continuation, Drawn, check_version
+from python_trainer.rollout.vllm.replies import (
+    Completion,
+    Expected,
+    Models,
+    PolicyResults,
+    Reply,
+    Results,
+    Version,
+    read_reply,
+)
 from python_trainer.run_directory import usual_mode
 from rlkernels.integrations.transformers_attention import rotary_limit
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
 
-TIMEOUT_S = 60  # without a byte of one that answers; a busy server answers late
-LOOK_SECONDS = 10.0  # between two looks at a server that has not answered yet
+TIMEOUT_S = 60  # for a connection, and for a short request in all
+LOOK_SECONDS = 10.0  # between two looks at a server whose answer is not complete
+LARGEST_ANSWER = 1 << 30  # bytes
 HEADERS = {"Content-Type": "application/json"}
-START = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls {WORKER}"
+METRICS = {f"{name}_{kind}" for name in COUNTERS.values() for kind in ("count", "total")}
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode {} --worker-extension-cls " + WORKER
 CONNECTIONS = 64  # to a server: vLLM batches simultaneous requests
 BASE, ADAPTER = "base", "adapter.safetensors"
 
 
 class Server:
     """A server that was started as ``START`` says.
+
+    Args:
+        settings: of generation, for which its log-probabilities must be the right ones; None: the default ones.
 
     Attributes:
         serves: what servers of one model have in common.
@@ -47,80 +68,98 @@ class Server:
         UserError: nothing answers there, vLLM is too old, was not started that way, or serves another model.
     """
 
-    def __init__(self, model: PreTrainedModel, url: str):
-        self.url, self.given_up = url.rstrip("/"), False
-        check_version(str(self._ask("/version", None, "version")), f"the server {self.url}")
-        self._name: str = self._ask("/v1/models", None, "data", 0, "id")
-        settings = self.rpc("policy_settings")
-        if settings["logprobs_mode"] != "processed_logprobs":
+    def __init__(self, model: PreTrainedModel, url: str, settings: RolloutConfig | None = None):
+        settings = settings or RolloutConfig()
+        self.url, self.given_up, self._time_limit = url.rstrip("/"), False, settings.vllm_request_timeout
+        modes = vllm_logprobs_modes(settings)
+        self._start = START.format(modes[0] if modes else "processed_logprobs")
+        check_version(self._ask(Version, "/version").version, f"the server {self.url}")
+        self._name = self._ask(Models, "/v1/models").data[0].id
+        served = self._rpc(PolicyResults, "policy_settings").results[0]
+        if modes and served.logprobs_mode != modes[0]:
             raise UserError(
-                f"the vLLM server {self.url} gives {settings['logprobs_mode']}, not those of the distribution that it "
-                f"samples from; start it with: {START}"
+                f"the vLLM server {self.url} gives {served.logprobs_mode}, not those of the distribution that is "
+                f"trained, with rollout.temperature, top_p and top_k as they are; start it with: {self._start}"
             )
         config = model.config.get_text_config()
         for name in ("model_type", "vocab_size"):
-            if settings[name] != getattr(config, name):
+            if getattr(served, name) != getattr(config, name):
                 raise UserError(
-                    f"the vLLM server {self.url} serves {self._name}, whose {name} is {settings[name]}; the policy's "
-                    f"is {getattr(config, name)}"
+                    f"the vLLM server {self.url} serves {self._name}, whose {name} is {getattr(served, name)}; the "
+                    f"policy's is {getattr(config, name)}"
                 )
-        self.max_positions: int = settings.pop("max_model_len")
+        self.vocab_size, self.max_positions = served.vocab_size, served.max_model_len
         if (limit := rotary_limit(config)) is not None and self.max_positions > limit:
             raise UserError(
                 f"the vLLM server {self.url} takes up to {self.max_positions} tokens, and beyond {limit} the model's "
                 "rotary factors change: vLLM then takes those of long sequences for all, unlike the trainer; start it "
                 f"with --max-model-len {limit}"
             )
-        self.serves: dict[str, Any] = {"model": self._name} | settings
+        self.serves: dict[str, Any] = {"model": self._name} | served.model_dump(exclude={"max_model_len"})
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
         """Generates the samples of one; ``settings`` are those that all have in common, by vLLM's names."""
         common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
         body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
-        choices = sorted(self._ask("/v1/completions", body, "choices"), key=lambda choice: choice["index"])
-        drawn = [Drawn(one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"]) for one in choices]
-        if other := {answer.finish_reason for answer in drawn} - {"stop", "length"}:  # such as "abort", with a part
+        ends = frozenset(settings["stop_token_ids"])
+        expected = Expected(one.n, one.max_tokens, self.vocab_size, ends, bool(settings["stop"]))
+        reply = self._ask(Completion, "/v1/completions", body, expected)
+        if reply.interrupted:
+            reasons = ", ".join(sorted(reply.interrupted))
             raise UserError(
-                f"rollout.vllm_server: {self.url} ended answers early ({', '.join(other)}): it was stopped or paused"
+                f"rollout.vllm_server: {self.url} ended answers early ({reasons}): it was stopped or paused"
             )
-        return drawn
+        return [Drawn(one.token_ids, one.logprobs.token_logprobs, one.finish_reason) for one in reply.choices]
 
     def counters(self) -> dict[str, float]:
         """Reads counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
         for line in self._read("/metrics").splitlines():
-            if not line.startswith("#"):
-                name, _, rest = line.partition("{")  # one line for each engine of the server
-                sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2] or 0)
+            name, _, rest = line.partition("{")  # one line for each engine of the server
+            if name in METRICS:
+                try:
+                    count = float(rest.rpartition(" ")[2])
+                except ValueError:
+                    count = math.nan
+                if not 0 <= count < math.inf:
+                    raise self._wrong("/metrics", line, f"{name} must be a finite number >= 0")
+                sums[name] = sums.get(name, 0.0) + count
         return {
             name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
         }
 
-    def rpc(self, method: str, *args: str) -> Any:
-        """Calls a method of all workers -> the answer of the first."""
+    def load_policy(self, *places: str) -> None:
+        """Lets all workers read weights from there."""
+        self._rpc(Results, "load_policy", *places)
+
+    def _rpc(self, kind: type[R], method: str, *args: str) -> R:
+        """Calls a method of all workers -> their answers."""
         try:
-            return self._ask("/collective_rpc", {"method": method, "args": args}, "results", 0)
+            return self._ask(kind, "/collective_rpc", {"method": method, "args": args})
         except UserError as error:
             raise UserError(
-                f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {START}"
+                f"the vLLM server {self.url} does not take weights ({method}: {error}); start it with: {self._start}"
             ) from error
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None, *places: str | int) -> Any:
-        """Asks the server -> its answer, or what is at these places in it, one within the other."""
+    def _ask(self, kind: type[R], path: str, body: dict[str, Any] | None = None, expected: Expected | None = None) -> R:
+        """Asks the server -> its answer."""
         text = self._read(path, body)
         try:
-            answer = json.loads(text)
-            for place in places:
-                answer = answer[place]
-            return answer
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"rollout.vllm_server: {self.url}{path} must answer as vLLM, got {text[:100]!r}") from error
+            return read_reply(kind, text, expected)
+        except ValueError as error:
+            raise self._wrong(path, text, str(error)) from error
+
+    def _wrong(self, path: str, text: str, problem: str) -> UserError:
+        return UserError(f"rollout.vllm_server: {self.url}{path} must answer as vLLM, got {text[:100]!r}: {problem}")
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         try:
-            status, text = read(self.url + path, data, self._check_health)
+            status, text = read(self.url + path, data, self._check_health, self._time_limit)
+        except AnswerTimeout as error:
+            where = f"{self.url}{path}: {error}"
+            raise UserError(f"rollout.vllm_server: {where}, the limit of rollout.vllm_request_timeout") from error
         except (OSError, ValueError) as error:  # ValueError: the address cannot be one
             raise UserError(f"rollout.vllm_server: no vLLM server answers at {self.url}: {error}") from error
         if status >= 400:
@@ -138,29 +177,67 @@ class Server:
             )
 
 
-def read(url: str, body: bytes | None = None, alive: Callable[[], object] | None = None) -> tuple[int, str]:
+class AnswerTimeout(TimeoutError):
+    """An answer that is not complete when its time is over."""
+
+
+class TimedReader(io.RawIOBase):
+    """Reads from a socket until a moment at which the whole answer must be there.
+
+    Args:
+        limit: seconds until then.
+        look: called every LOOK_SECONDS; what it raises ends the reading. None: nothing is called.
+    """
+
+    def __init__(self, sock: Any, limit: float, look: Callable[[], object] | None):
+        self.sock, self.limit, self.look = sock, limit, look
+        self.end = time.monotonic() + limit
+        self.next_look = time.monotonic() + LOOK_SECONDS if look else math.inf
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while (now := time.monotonic()) < self.end:
+            if self.look and now >= self.next_look:
+                self.look()
+                self.next_look = time.monotonic() + LOOK_SECONDS
+            self.sock.settimeout(max(min(self.end, self.next_look) - now, 0.001))
+            with suppress(TimeoutError):
+                return int(self.sock.recv_into(buffer))
+        raise AnswerTimeout(f"its answer is not complete after {self.limit:g} s")
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Returns what ``http.client`` asks a socket for."""
+        return io.BufferedReader(self)
+
+
+def read(
+    url: str, body: bytes | None = None, alive: Callable[[], object] | None = None, limit: float = math.inf
+) -> tuple[int, str]:
     """Asks a server, by GET or, with a body, by POST -> status and text of its answer.
 
     Args:
-        alive: called every LOOK_SECONDS while nothing comes, which may last an hour; what it raises ends the wait.
+        alive: called every LOOK_SECONDS until the answer is there, which may last an hour; what it raises ends the
+            wait. None: the answer must be there after TIMEOUT_S.
+        limit: seconds after which the answer must be there.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc, timeout=TIMEOUT_S)
     try:
         connection.request("POST" if body is not None else "GET", parts.path or "/", body, HEADERS)
-        response = http.client.HTTPResponse(connection.sock)
-        while alive is not None:
-            connection.sock.settimeout(LOOK_SECONDS)
-            try:
-                response.fp.peek(1)  # over TLS other bytes come before, so the socket alone cannot tell
-                break
-            except TimeoutError:
-                alive()
-                response = http.client.HTTPResponse(connection.sock)  # the file of one reads no more
-        connection.sock.settimeout(TIMEOUT_S)
+        reader: Any = TimedReader(connection.sock, limit if alive else TIMEOUT_S, alive)
+        response = http.client.HTTPResponse(reader)
         response.begin()
-        return response.status, response.read().decode(errors="replace")
+        data = bytearray()
+        while block := response.read(1 << 20):
+            data += block
+            if len(data) > LARGEST_ANSWER:
+                raise OSError(f"its answer has more than {LARGEST_ANSWER} bytes")
+        if response.length:  # by its own account
+            raise http.client.IncompleteRead(bytes(data), response.length)
+        return response.status, data.decode(errors="replace")
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -228,15 +305,24 @@ class Servers(Backend):
         urls: where they listen.
         folder: for the weights; made for each transfer and removed after it.
         adapters: of a policy that trains nothing else; their files are in ``folder`` too, until :meth:`close`.
+        settings: of generation; None: the default ones.
     """
 
     on_first_rank = True
 
-    def __init__(self, model: PreTrainedModel, urls: Sequence[str], folder: Path, adapters: AdapterFiles | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        urls: Sequence[str],
+        folder: Path,
+        adapters: AdapterFiles | None = None,
+        settings: RolloutConfig | None = None,
+    ):
         self.folder, self.adapters = folder.absolute(), adapters
         shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left it, and servers read all files
-        self.servers = [Server(model, url) for url in urls]
+        self.servers = [Server(model, url, settings) for url in urls]
         one = self.servers[0]
+        self.logprobs_mode = one.serves["logprobs_mode"]
         for other in self.servers[1:]:
             for name, value in one.serves.items():
                 if other.serves.get(name) != value:
@@ -256,7 +342,7 @@ class Servers(Backend):
                 sent = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
                 places = [str(self.folder)]
             usual_mode(self.folder)  # a server may be another user's
-            self._each(lambda server: server.rpc("load_policy", *places))
+            self._each(lambda server: server.load_policy(*places))
         except (OSError, SafetensorError) as error:
             raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
         finally:
