@@ -17,7 +17,7 @@ from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
-from python_trainer.rollout.settings import RolloutConfig
+from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
 from python_trainer.settings import Row, Section, copy_nested, describe_section, did_you_mean, problem_line, section_in
 from python_trainer.tasks.settings import TaskSettings
 
@@ -121,6 +121,17 @@ class Config(Section):
                 "rollout.dynamic_sampling needs rollout.num_generations >= 2: one answer has no spread, got "
                 f"{rollout.num_generations}"
             )
+        if rollout.hidden_logprobs and algorithm.importance_sampling != "none":
+            yield (
+                f"algorithm.importance_sampling must be none, got {algorithm.importance_sampling}: "
+                f"{rollout.hidden_logprobs}"
+            )
+        for name, temperature in (("rollout", rollout.temperature), ("evaluation", self.evaluation.temperature)):
+            if rollout.takes_vllm and 0 < temperature < LEAST_VLLM_TEMPERATURE:
+                yield (
+                    f"{name}.temperature must be at least {LEAST_VLLM_TEMPERATURE} with vLLM, which raises lower ones "
+                    f"to that, got {temperature}"
+                )
         if rollout.vllm_server and rollout.engine == "paged":
             yield f"rollout.vllm_server needs rollout.engine vllm, got {rollout.engine}"
         if self.optimizer.offload and self.parallel != "fsdp2":

@@ -20,11 +20,11 @@ def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: 
 
 
 def own_logprobs(model, context: list[int], ids: list[int], sampling) -> list[float]:
-    """Log-probabilities of the tokens that follow a context, in the distributions they are drawn from: one pass."""
+    """Log-probabilities of the tokens that follow a context, at the temperature, before top-k and top-p: one pass."""
     with torch.no_grad():
         logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
-    kept = sampling.temperature, sampling.top_p, sampling.top_k
-    return [distribution(row, *kept)[token].log().item() for row, token in zip(logits, ids)]
+    whole = torch.log_softmax(logits.double() / sampling.temperature, -1)
+    return [row[token].item() for row, token in zip(whole, ids)]
 
 
 def uniforms(n: int, seed: int = 0) -> torch.Tensor:

@@ -120,6 +120,8 @@ class RhymeSettings(AcceleratorSettings):
     def conflicts(self, config: Any) -> str | None:
         if self.recorder and config.task.environment is not None:
             return f"accelerators.rhyme.database needs task.environment null, got {config.task.environment}"
+        if config.rollout.hidden_logprobs:
+            return f"rhyme, and its database, store log-probabilities: {config.rollout.hidden_logprobs}"
         return None
 
 

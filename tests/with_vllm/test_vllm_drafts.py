@@ -47,7 +47,7 @@ def test_drafts_change_no_greedy_token(drafting, model):
         engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS, SamplingParams(temperature=0.3, seed=4)])
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SamplingParams(temperature=0.3, seed=4)])
 def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, model, sampling):
     """Accepted or drawn in place of a draft; and what is not drafted is drawn as by an engine that cannot draft."""
     engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])

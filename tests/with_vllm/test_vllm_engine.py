@@ -1,5 +1,6 @@
 """Rollouts by the real vLLM, in this process and on a server of its own, against Transformers and PagedEngine."""
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -18,12 +19,15 @@ from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
+from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.rollout.settings import vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
+from rlkernels import RolloutHistory
 from rlkernels.integrations.vllm_worker import PolicyWorker, merged_weight
 
 
@@ -83,15 +87,22 @@ def test_greedy_equals_transformers(backend, model):
     assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_logprobs_are_those_of_the_model(engine, model, sampling):
+def check_logprobs(engine, model, sampling):
+    """They are the model's, before top-k and top-p, where vLLM's mode tells them, else NaN."""
     prefix = list(range(8))
     requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
     completions = engine.generate(requests, sampling)
     assert len({tuple(c.ids) for c in completions}) == len(completions) == 15
     for i, completion in enumerate(completions):
         expected = own_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
-        assert completion.logprobs == pytest.approx(expected, abs=2e-4)
+        if engine.backend.logprobs_mode not in vllm_logprobs_modes(sampling):
+            expected = [math.nan] * len(expected)
+        assert completion.logprobs == pytest.approx(expected, abs=2e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logprobs_are_those_of_the_model(engine, model, sampling):
+    check_logprobs(engine, model, sampling)
 
 
 def test_samples_follow_seed_and_sample_id(engine):
@@ -267,6 +278,20 @@ def test_a_head_that_an_adapter_has_untied(folder, model):
     engine = VLLMEngine(model, InProcess(model, folder, memory_bytes=MEMORY), eos_token_ids=[EOS])
     answer = engine.generate([Request(PROMPTS[1], max_new_tokens=12)], SAMPLINGS[0])[0]
     assert answer.logprobs == pytest.approx(own_logprobs(model, PROMPTS[1], answer.ids, SAMPLINGS[0]), abs=1e-4)
+
+
+def test_logprobs_before_top_p_and_with_drafts(folder, model):
+    """Raw ones, also of tokens that a draft had right."""
+    backend = InProcess(model, folder, memory_bytes=MEMORY, logprobs_mode="raw_logprobs", longest_draft=8)
+    engine, sampling = VLLMEngine(model, backend, eos_token_ids=[EOS]), SAMPLINGS[2]
+    assert sampling.top_p < 1 and vllm_logprobs_modes(sampling) == [backend.logprobs_mode]
+    check_logprobs(engine, model, sampling)
+    engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
+    for prompt in PROMPTS:
+        for answer in engine.generate([Request(prompt, list(range(8)), 3, 20)], sampling):
+            engine.drafter.history.add(prompt, answer.response_ids)
+    check_logprobs(engine, model, sampling)
+    assert engine.stats["accepted_tokens"] > 0
 
 
 def test_what_vllm_cannot_run_is_named(folder, tmp_path):

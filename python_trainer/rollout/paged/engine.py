@@ -21,7 +21,8 @@ from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, c
 from python_trainer.rollout.ordering import longest_first
 from python_trainer.rollout.paged.graphs import DecodeGraphs, padded_size
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
-from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, verify_drafts
+from python_trainer.rollout.settings import truncates
+from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, token_logprobs, verify_drafts
 
 CPU_MEMORY_BYTES = 1 << 30
 CUDA_MEMORY_SHARE = 0.4
@@ -288,8 +289,8 @@ def draw_tokens(
 ) -> tuple[list[int], list[float], list[int], list[int]]:
     """Draws after every token of a sample's draft and after what comes before it, with logits [R, V] for each.
 
-    Returns R tokens, R log-probabilities; the first row of each sample, and how many tokens of its draft were drawn
-    again.
+    Returns R tokens, R log-probabilities before top-k and top-p; the first row of each sample, and how many tokens of
+    its draft were drawn again.
     """
     lengths = [1 + len(sample.draft) for sample in samples]
     starts = [0, *itertools.accumulate(lengths)]
@@ -307,6 +308,9 @@ def draw_tokens(
     else:
         drafts = [sample.draft for sample in samples]
         counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
+    if truncates(sampling) and sampling.temperature:  # the loss is about the whole distribution
+        whole = token_logprobs(logits, ids.clamp(min=0), temperature=sampling.temperature)
+        logprobs = torch.where(ids < 0, logprobs, whole.float())
     # one wait for the device; float64 holds all three exactly
     read = torch.cat([ids.double(), counted.double(), logprobs.double()]).tolist()
     drawn, accepted = ([int(x) for x in part] for part in (read[:rows], read[rows:-rows]))
