@@ -131,13 +131,16 @@ static void wide_values(const uint32_t* p, const uint32_t* values, int dim, floa
   if (c < dim) wide_values_32(values + c * 16, dim, out + c);
 }
 
-// 2^x for x <= 8, to 4e-6, which is plenty for a bfloat16; 0 below -126, NaN stays.
+// 2^x for x <= 8, within 2 units in the last place (Cephes' polynomial); 0 below -126, NaN stays. The weights are rounded
+// to bfloat16 later, but their sum is not: its relative error is the error of the log-sum-exp.
 RLK_INLINE vfloat power_of_two(vfloat x) {
   const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const vfloat shifted = x + magic, r = x - (shifted - magic);
-  vfloat p = r * 9.6181291e-3f + 5.5504109e-2f;
-  p = p * r + 2.4022651e-1f;
-  p = p * r + 6.9314718e-1f;
+  vfloat p = r * 1.535336188e-4f + 1.339887440e-3f;
+  p = p * r + 9.618437357e-3f;
+  p = p * r + 5.550332471e-2f;
+  p = p * r + 2.402264791e-1f;
+  p = p * r + 6.931472029e-1f;
   p = p * r + 1.0f;
   return x < -126.0f ? vfloat{} : (vfloat)((vint)p + ((vint)shifted << 23));
 }
