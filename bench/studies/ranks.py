@@ -20,7 +20,7 @@ from python_trainer.hub import policy_folder
 from python_trainer.run_directory import read_evaluations
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Points
-from rlkernels.rank1.stream import default_filter
+from rlkernels.rank1.projections import Projections
 
 RANKS = (1, 4, 16)
 KNOWN = 0.4  # of the steps, from whose checkpoints the end is predicted
@@ -29,8 +29,7 @@ KNOWN = 0.4  # of the steps, from whose checkpoints the end is predicted
 def base_weights(run: Path) -> dict[str, Tensor]:
     """The projections of attention and MLP that a run began with, float32."""
     folder = policy_folder(load_config(run / "config.yaml").model.path)
-    named = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict().items()
-    return {name: weight for name, weight in named if weight.ndim == 2 and default_filter(name)}
+    return dict(Projections.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()))
 
 
 def linearity(points: Points) -> float:

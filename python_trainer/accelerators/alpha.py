@@ -1,7 +1,7 @@
 """AlphaRL: weights are extrapolated along the rank-1 direction in which training moved them, behind a gate.
 
-After arXiv 2510.00553. As there, only 2-D projections of attention and MLP change; embeddings, norms, biases and head
-keep their trained values. What differs:
+After arXiv 2510.00553. As there, only projections of attention and MLP change, each expert's by itself; embeddings,
+norms, biases and head keep their trained values. What differs:
 
 - The prediction is a line in the step, which does not divide by the slope of the accuracy, and what the update holds
   beyond rank 1 stays as trained.
@@ -34,7 +34,7 @@ from python_trainer.data import Rollout, fresh_ones, merits
 from python_trainer.errors import UserError
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Gate, Limits
-from rlkernels.rank1.stream import default_filter
+from rlkernels.rank1.projections import Projections
 
 GATE_LEVEL = 0.05  # chance per run of accepting weights that are no better, at most
 SMOOTHING = 5  # steps over which the training accuracy is averaged
@@ -59,6 +59,7 @@ class Alpha(Accelerator):
 
     def begin(self, run: RunContext) -> None:
         self.restart(run, 0)
+        run.note(f"alpha: {Projections.of(run.optimizer.masters).describe_left_out()}")
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         fresh = merits(fresh_ones(rollouts))  # not those that were stored, or had a right beginning
@@ -79,13 +80,13 @@ class Alpha(Accelerator):
     def restart(self, run: RunContext, step: int) -> None:
         """Starts a new trajectory at the present weights, those after ``step`` steps."""
         base = {}
-        for name, master in run.optimizer.masters.items():
-            if master.ndim == 2 and default_filter(name):
-                stored = run.optimizer.params[name].detach()
-                # the model's own precision is enough where it holds the master exactly
-                base[name] = stored.clone() if torch.equal(stored.float(), master) else master.detach().clone()
+        for name, master in Projections.of(run.optimizer.masters).items():
+            stored = run.optimizer.places(name)[-1]
+            # the model's own precision is enough where it holds the master exactly
+            exact = torch.equal(stored.float(), master)
+            base[name] = (stored if exact else master).detach().clone()
         if not base:
-            raise UserError("accelerator alpha: the model has no trainable 2-D projection to extrapolate")
+            raise UserError("accelerator alpha: the model has no trainable projection to extrapolate")
         self.trajectory, self.anchor, self.answered = RankOneTrajectory(base), step, []
 
     def track(self, context: StepContext) -> None:
@@ -99,7 +100,7 @@ class Alpha(Accelerator):
 
     def weights(self, context: StepContext) -> dict[str, torch.Tensor]:
         """Returns the tracked weights, as precise as they are trained."""
-        return {name: context.run.optimizer.masters[name] for name in self.trajectory.base}
+        return {name: context.run.optimizer.places(name)[0] for name in self.trajectory.base}
 
     def rules(self, prompts: int) -> Attempt:
         if self.settings.preset == "paper":

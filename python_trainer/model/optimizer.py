@@ -10,6 +10,7 @@ import torch
 from python_trainer.errors import NotFinite
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.model.weights import full, like
+from rlkernels.rank1.projections import tensor_name, view_of
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
 
@@ -107,17 +108,21 @@ class PolicyOptimizer:
             param.copy_(master)
         return norm
 
-    def forget_momentum(self, names: Iterable[str]) -> None:
-        """Sets the gradient's mean of these parameters to 0; the mean of its square and the step count stay."""
-        for name in names:
-            state = self.adamw.state.get(self.masters[name], {})
-            if "exp_avg" in state:
-                state["exp_avg"].zero_()
+    def forget_momentum(self, matrices: Iterable[str]) -> None:
+        """Set the gradient's mean of these matrices to 0; the mean of its square and the step count stay.
 
-    def places(self, name: str) -> list[torch.Tensor]:
-        """Returns the tensors that hold a weight: its master, then the parameter if it is rounded from that."""
-        param, master = self.params[name], self.masters[name]
-        return [param] if master is param else [master, param]
+        Args:
+            matrices: names as in :class:`rlkernels.rank1.projections.Projections`.
+        """
+        for matrix in matrices:
+            state = self.adamw.state.get(self.masters[tensor_name(matrix)], {})
+            if "exp_avg" in state:
+                view_of(matrix, state["exp_avg"]).zero_()
+
+    def places(self, matrix: str) -> list[torch.Tensor]:
+        """Return views of the tensors that hold a matrix: the master, then the parameter if it is rounded from that."""
+        param, master = (tensors[tensor_name(matrix)] for tensors in (self.params, self.masters))
+        return [view_of(matrix, tensor) for tensor in ([param] if master is param else [master, param])]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns moments, and master weights that are not the model's own parameters, by parameter name."""

@@ -1,9 +1,11 @@
 """``python -m rlkernels extrapolate BASE CHECKPOINT... --output-dir DIR``, for checkpoints of any trainer."""
 
 import argparse
+import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -12,15 +14,17 @@ from rlkernels._files import draft_of, replace_folder
 from rlkernels.extrapolation.attempt import Attempt
 from rlkernels.extrapolation.predictors import PREDICTORS, skill
 from rlkernels.extrapolation.trajectory import RankOneTrajectory
-from rlkernels.rank1.stream import Folder, default_filter
+from rlkernels.rank1.projections import Projections, matrix_names, view_of
+from rlkernels.rank1.stream import Folder
 
+STEP_FOLDER = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d+)$")
 STATE = (".safetensors", ".bin", ".pt", ".pth")  # weights and what a trainer keeps beside them: not copied
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
     parser.add_argument("base", type=Path, help="folder with the safetensors that training began with")
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, in training order")
+    parser.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, in any order")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="new folder for the weights")
     parser.add_argument("--predictor", choices=sorted(PREDICTORS), default="secant", help="default: %(default)s")
     parser.add_argument("--horizon", type=float, default=2.0, metavar="X",
@@ -32,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes extrapolated weights beside the other files of the last checkpoint, and prints what they are.
 
-    The steps of the checkpoints are the numbers that the folders' names end with, else 1, 2, ... The output folder is
-    written as a whole or not at all. Without accuracies they count as rising. No gate is used.
+    Checkpoints are sorted by their steps, see :func:`step_of`. The output folder is written as a whole or not at all.
+    Without accuracies they count as rising. No gate is used.
 
     Returns:
         The exit code.
@@ -49,38 +53,68 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     if accuracy is not None and len(accuracy) != len(checkpoints):
         raise ValueError(f"--accuracy must have one number for each of {len(checkpoints)} checkpoints, got {accuracy}")
-    origin, folders = Folder(base), [Folder(path) for path in checkpoints]
-    names = [n for n in origin if default_filter(n) and len(origin.shape(n)) == 2 and 0 not in origin.shape(n)]
-    if not names:
-        raise ValueError(f"{base} has no projection with two dimensions to extrapolate")
-    trajectory = RankOneTrajectory({name: origin[name] for name in names})
-    steps = _steps(checkpoints)
-    for index, (step, weights) in enumerate(zip(steps, folders)):
-        for name in names:
-            if name not in weights or weights.shape(name) != origin.shape(name):
-                raise ValueError(f"{weights.path} has no {name} of shape {origin.shape(name)}, as {base} has")
-        risen = index / len(steps) if accuracy is None else accuracy[index]
-        trajectory.track(weights, step=step, accuracy=risen)
+    numbered = sorted((step_of(path), path, place) for place, path in enumerate(checkpoints))
+    steps = [step for step, _, _ in numbered]
+    for (step, path, _), (later_step, later_path, _) in pairwise(numbered):
+        if step == later_step:
+            raise ValueError(
+                f"checkpoints must be of different steps, got {path} and {later_path}, both of step {step}"
+            )
+    if accuracy is not None:
+        accuracy = [accuracy[place] for _, _, place in numbered]
+    origin, folders = Folder(base), [Folder(path) for _, path, _ in numbered]
+    before = Projections(origin, origin.shapes)
+    if not before:
+        raise ValueError(f"{base} has no projection to extrapolate")
+    for folder in folders:
+        for name in before.names.values():
+            if folder.shapes.get(name) != origin.shapes[name]:
+                raise ValueError(f"{folder.path} has no {name} of shape {origin.shapes[name]}, as {base} has")
+    trajectory = RankOneTrajectory(before)
+    tracked = [Projections(folder, origin.shapes) for folder in folders]
+    for index, (step, weights) in enumerate(zip(steps, tracked)):
+        assumed = index / len(steps)  # it rises
+        trajectory.track(weights, step=step, accuracy=assumed if accuracy is None else accuracy[index])
     if (objection := attempt.refusal(trajectory)) is not None:
         raise ValueError(f"refused: {objection}")
     kept = set(trajectory.steps)
-    points = trajectory.exact_points(folder for step, folder in zip(steps, folders) if step in kept)
-    predicted = attempt.predict(trajectory, folders[-1], points=points)
+    points = trajectory.exact_points(weights for step, weights in zip(steps, tracked) if step in kept)
+    predicted = attempt.predict(trajectory, tracked[-1], points=points)
     _write(folders[-1], predicted, output_dir)
     print(
-        f"{len(steps)} checkpoints, {len(predicted)} of {len(names)} projections taken from step {steps[-1]} to "
+        f"{len(steps)} checkpoints, {len(predicted)} of {len(before)} projections taken from step {steps[-1]} to "
         f"{attempt.horizon * steps[-1]:g}; back-test skill {skill(trajectory, attempt.predictor):.2f} (1: exact)\n"
+        f"{before.describe_left_out()}\n"
         f"written to {output_dir}. Nothing has tested these weights: evaluate them on held-out prompts before you use "
         "them (rlkernels.Gate judges two sets of answers)"
     )
     return 0
 
 
-def _steps(checkpoints: Sequence[Path]) -> list[int]:
-    ends = [re.search(r"(\d+)$", path.name) for path in checkpoints]
-    steps = [int(end[1]) for end in ends if end]
-    ascending = len(steps) == len(checkpoints) and sorted(set(steps)) == steps and steps[0] > 0
-    return steps if ascending else list(range(1, len(checkpoints) + 1))
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint: ``global_step`` of its trainer_state.json, else the number that ends its name.
+
+    Where the name has no number, that of a folder above it counts: ``global_step_100/actor/huggingface``.
+
+    Raises:
+        ValueError: no step can be told, or one below 1.
+    """
+    state = checkpoint / "trainer_state.json"
+    if state.is_file():
+        try:
+            step = json.loads(state.read_text())["global_step"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{state} is not the state of a trainer with a global_step: {error!r}") from None
+    else:
+        path = checkpoint.absolute()
+        numbers = [re.search(r"(\d+)$", path.name), *(STEP_FOLDER.search(parent.name) for parent in path.parents)]
+        step = next((int(number[1]) for number in numbers if number), None)
+    if not isinstance(step, int) or step < 1:
+        raise ValueError(
+            f"checkpoints must tell their steps, at least 1, by trainer_state.json or by names such as checkpoint-100, "
+            f"got {checkpoint} (step {step})"
+        )
+    return step
 
 
 def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path) -> None:
@@ -95,7 +129,12 @@ def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path
             shutil.copyfile(file, aside / file.name)
     for file in sorted(set(last.files.values())):
         tensors = {name: last[name] for name, place in last.files.items() if place == file}
-        changed = {name: predicted[name].to(tensors[name].dtype) for name in tensors if name in predicted}
-        save_file(tensors | changed, aside / file.name, metadata={"format": "pt"})
+        for name, tensor in tensors.items():
+            matrices = [matrix for matrix in matrix_names(name, tensor.shape) if matrix in predicted]
+            if matrices:
+                tensors[name] = tensor.clone()
+            for matrix in matrices:
+                view_of(matrix, tensors[name]).copy_(predicted[matrix])
+        save_file(tensors, aside / file.name, metadata={"format": "pt"})
         shutil.copymode(file, aside / file.name)  # save_file leaves it to its owner alone, whatever the umask
     replace_folder(output_dir)

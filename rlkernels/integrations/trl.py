@@ -14,6 +14,7 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 import functools
 import inspect
 import json
+import logging
 import math
 import os
 import random
@@ -31,11 +32,12 @@ from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
 from rlkernels.history import RolloutHistory
 from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer
-from rlkernels.rank1.stream import default_filter
+from rlkernels.rank1.projections import Projections, view_of
 
 __all__ = ["GatedExtrapolation", "HistoryRecorder", "SharedPrefixGRPOTrainer", "SuffixRollouts"]
 
 Reward = Callable[..., Sequence[float | None]]
+logger = logging.getLogger(__name__)
 
 if not (1, 16) <= tuple(int(part) for part in trl.__version__.split(".")[:2]) < (2, 0):
     raise ImportError(f"rlkernels.integrations.trl needs trl >= 1.16, < 2, found {trl.__version__}")
@@ -288,7 +290,7 @@ class GatedExtrapolation(TrainerCallback):
         self.metric, self.smoothing = metric, smoothing
         self.events: list[dict[str, Any]] = []
         self.trajectory: RankOneTrajectory | None = None
-        self._weights: dict[str, torch.nn.Parameter] = {}
+        self._weights = Projections.of({})
         self._anchor = 0
         self._rewards: list[float] = []
 
@@ -299,12 +301,13 @@ class GatedExtrapolation(TrainerCallback):
                 f"logging_steps must divide track_steps {self.track_steps} of GatedExtrapolation, which reads "
                 f"rewards from the logs, got {every} with logging_strategy {strategy!r}"
             )
-        named = kwargs["model"].named_parameters()
-        self._weights = {n: p for n, p in named if p.requires_grad and p.ndim == 2 and default_filter(n)}
+        trained = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
+        self._weights = Projections.of(trained)
+        logger.info("GatedExtrapolation: %s", self._weights.describe_left_out())
         wrong = [name for name, weight in self._weights.items() if "lora_" in name or hasattr(weight, "full_tensor")]
         if not self._weights or wrong:
             raise ValueError(
-                f"model must have 2-D projections that GatedExtrapolation can follow, trained themselves, not by LoRA, "
+                f"model must have projections that GatedExtrapolation can follow, trained themselves, not by LoRA, "
                 f"and whole in each process; got {type(kwargs['model']).__name__} with "
                 f"{wrong[0] if wrong else 'none that is trained'}"
             )
@@ -349,9 +352,10 @@ class GatedExtrapolation(TrainerCallback):
         self.next_attempt = step + self.every
         if tries[-1]["accepted"]:
             for name in predicted:  # Adam's mean gradient is of where the weights were
-                mean = optimizer.state.get(self._weights[name], {}).get("exp_avg")
+                parameter = self._weights.weights[self._weights.names[name]]
+                mean = optimizer.state.get(parameter, {}).get("exp_avg")
                 if mean is not None:
-                    mean.zero_()
+                    view_of(name, mean).zero_()
             self._restart(step)
 
     def _answers(self, model: torch.nn.Module, rows: range) -> Sequence[float]:

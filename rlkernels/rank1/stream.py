@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from rlkernels.rank1.ops import top1_delta
+from rlkernels.rank1.projections import is_projection, matrix_names, view_of
 from rlkernels.rank1.update import Rank1Update
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# AlphaRL's modules: two-dimensional projections, not the embeddings nor the head.
-SKIPPED = ("embed", "lm_head", "wte", "wpe", "norm")
 
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """What :func:`stream_top1` found for one tensor."""
+    """What :func:`stream_top1` found for one matrix."""
 
     name: str
     shape: tuple[int, int]
@@ -41,7 +40,13 @@ class Folder(Mapping[str, torch.Tensor]):
             raise ValueError(f"{self.path} holds an adapter (adapter_config.json): merge it into the weights first")
         if not (files := weight_files(self.path)):
             raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
-        self.files = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}
+        for file in files:
+            opened = self._open(file)
+            for name in opened.keys():  # noqa: SIM118
+                self.files[name] = file
+                self.shapes[name] = opened.get_slice(name).get_shape()
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -51,9 +56,6 @@ class Folder(Mapping[str, torch.Tensor]):
             return safe_open(str(file), framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, truncated or not a safetensors file: {error}") from None
-
-    def shape(self, name: str) -> list[int]:
-        return self._open(self.files[name]).get_slice(name).get_shape()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -108,12 +110,9 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def default_filter(name: str) -> bool:
-    """Accept projections of attention and MLP: no embeddings, norms or head."""
-    return not any(part in name for part in SKIPPED)
-
-
-def _names(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> Iterator[str]:
+def _matrices(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Return name -> names of its matrices, for each tensor of the two folders that has some."""
+    matrices = {}
     for name in sorted(set(base) | set(checkpoint)):
         if not wanted(name):
             continue
@@ -121,32 +120,33 @@ def _names(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> I
             # a tied weight is stored under one of its names only: what both folders lack is no loss
             where = checkpoint if name not in checkpoint else base
             raise ValueError(f"tensor {name!r} is missing in {where.path}")
-        shapes = base.shape(name), checkpoint.shape(name)
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"tensor {name!r} has shape {shapes[0]} in {base.path} and {shapes[1]} in {checkpoint.path}"
-            )
-        if len(shapes[0]) == 2 and 0 not in shapes[0]:
-            yield name
+        shape, other_shape = base.shapes[name], checkpoint.shapes[name]
+        if shape != other_shape:
+            raise ValueError(f"tensor {name!r} has shape {shape} in {base.path} and {other_shape} in {checkpoint.path}")
+        if names := matrix_names(name, shape):
+            matrices[name] = names
+    return matrices
 
 
-def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Callable[[str], bool] = default_filter,
+def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Callable[[str], bool] = is_projection,
                 starts: dict[str, torch.Tensor] | None = None, tol: float = 1e-2, max_passes: int = 12, seed: int = 0,
                 device: str | torch.device = "cpu", backend: str = "auto") -> Iterator[ModuleUpdate]:  # fmt: skip
-    """Yield the leading singular triplet of every two-dimensional tensor's change between two checkpoints.
+    """Yield the leading singular triplet of the change of every matrix between two checkpoints.
+
+    Matrices are the tensors with two dimensions, and each matrix of a stack [experts, m, n], by the name ``NAME[3]``.
 
     The two may be sharded differently and differ in dtype; :class:`Folder` says which files count. One pair of tensors
     is in memory at a time. Tied weights, stored under one name, are looked at once.
 
     Args:
         base_dir, checkpoint_dir: folders.
-        wanted: which names to look at; by default all but embeddings, norms and the head.
+        wanted: which tensors to look at, by name; by default projections, see :mod:`rlkernels.rank1.projections`.
         starts: name -> warm start, such as the ``v`` of an earlier checkpoint.
         tol, max_passes, seed, backend: as for :func:`rlkernels.top1_delta`.
         device: where to compute.
 
     Yields:
-        :class:`ModuleUpdate`, in the order of the names.
+        :class:`ModuleUpdate`, in the order of the tensors' names.
 
     Raises:
         ValueError: a folder without safetensors of a model, or with an adapter; a file that is truncated or missing; a
@@ -155,17 +155,18 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         TypeError: a tensor that is not bfloat16, float16 or float32.
     """
     base, checkpoint = Folder(base_dir), Folder(checkpoint_dir)
-    names = list(_names(base, checkpoint, wanted))
+    matrices = _matrices(base, checkpoint, wanted)
     starts = starts or {}
-    if unknown := sorted(set(starts) - set(names)):
-        raise ValueError(f"starts must be keyed by names of streamed tensors, got {unknown[0]!r}")
-    for name in names:
+    if unknown := sorted(set(starts) - {matrix for names in matrices.values() for matrix in names}):
+        raise ValueError(f"starts must be keyed by names of streamed matrices, got {unknown[0]!r}")
+    for name, names in matrices.items():
         weight, origin = checkpoint[name], base[name]
-        try:
-            update = top1_delta(weight.to(device), origin.to(device), start=starts.get(name), tol=tol,
-                                max_passes=max_passes, seed=seed, backend=backend)  # fmt: skip
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"tensor {name!r}: {error}") from None
-        shape = (weight.shape[0], weight.shape[1])
+        for matrix in names:
+            pair = (view_of(matrix, tensor).to(device) for tensor in (weight, origin))
+            try:
+                update = top1_delta(*pair, start=starts.get(matrix), tol=tol, max_passes=max_passes, seed=seed,
+                                    backend=backend)  # fmt: skip
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"tensor {matrix!r}: {error}") from None
+            yield ModuleUpdate(matrix, (len(update.u), len(update.v)), update)
         del weight, origin  # unmap before the next pair is read
-        yield ModuleUpdate(name, shape, update)

@@ -50,7 +50,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
 
     context = SimpleNamespace(
         policy=model, optimizer=optimizer, engine=Mock(), evaluate_each=Mock(side_effect=evaluate_each),
-        task=SimpleNamespace(gate=range(GATE)), once=lambda function: function(),
+        task=SimpleNamespace(gate=range(GATE)), once=lambda function: function(), note=Mock(),
     )  # fmt: skip
     context.run = context
     options = {"first_step": 1000, "track_steps": 1, "horizon": 2.0} | settings
@@ -103,6 +103,29 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     param.grad = torch.zeros_like(param)
     context.optimizer.step(1e-3)
     assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_one_parameter_are_tracked_and_changed_each_by_itself(dtype):
+    model = torch.nn.ParameterDict({"experts": torch.zeros(3, 16, 24, dtype=dtype)})
+    optimizer = PolicyOptimizer(model, OptimizerConfig())
+    run = SimpleNamespace(optimizer=optimizer, note=Mock())
+    alpha = Alpha(AlphaSettings(track_steps=1, first_step=1000))
+    alpha.begin(run)
+    model["experts"].grad = torch.ones_like(model["experts"])
+    optimizer.step(1e-3)
+    alpha.answered = [[1, 0.5, 1.0]]
+    alpha.after_update(SimpleNamespace(run=run, step=1, telemetry={}))
+    assert [*alpha.trajectory.base] == ["experts[0]", "experts[1]", "experts[2]"]
+    for place in optimizer.places("experts[1]"):
+        with torch.no_grad():
+            place.fill_(7)
+    optimizer.forget_momentum(["experts[1]"])
+    moments = optimizer.adamw.state[optimizer.masters["experts"]]["exp_avg"]
+    for tensor in (optimizer.masters["experts"], model["experts"]):
+        assert (tensor[1] == 7).all() and not (tensor[[0, 2]] == 7).any()
+    assert not moments[1].any() and moments[[0, 2]].all()
+    run.note.assert_called_once_with("alpha: every weight is a projection")
 
 
 def test_too_far_is_shrunk_until_it_helps():

@@ -1,6 +1,7 @@
 """``python -m rlkernels extrapolate`` on folders as trainers leave them; a straight line tells the right weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,29 +68,60 @@ def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
 def test_reasons_not_to(training, tmp_path, capsys):
     base, folders, _, _ = training
     out = tmp_path / "further"
+    unmoved = [shutil.copytree(base, tmp_path / f"unmoved-{step}") for step in STEPS]
     for paths, more, message in (
         (folders[:2], [], "refused: few points (secant needs 3 tracked steps, there are 2)"),
         (folders, ["--accuracy", "0.5", "0.5", "0.5", "0.5"], "refused: flat accuracy (rose by 0.000"),
         (folders, ["--accuracy", "0.5"], "--accuracy must have one number for each of 4 checkpoints, got [0.5]"),
         (folders, ["--predictor", "pls"], "predictor pls goes by accuracy: give --accuracy"),
         (folders, ["--horizon", "1"], "horizon must be above 1, got 1.0"),
-        ([base] * 3, [], "refused: no update"),
-        ([*folders[:3], tmp_path / "nowhere"], [], "nowhere is not a folder"),
+        (unmoved, [], "refused: no update"),
+        ([*folders[:3], tmp_path / "nowhere-50"], [], "nowhere-50 is not a folder"),
+        (
+            [*folders[:3], base],
+            [],
+            "checkpoints must tell their steps, at least 1, by trainer_state.json or by names "
+            "such as checkpoint-100, got base (step None)",
+        ),
+        (
+            [*folders, folders[0]],
+            [],
+            "checkpoints must be of different steps, got checkpoint-10 and checkpoint-10, both of step 10",
+        ),
+        ([*folders[:3], tmp_path / "start-0"], [], "checkpoints must tell their steps, at least 1,"),
     ):
         assert extrapolate(base, paths, out, *more) == 2
         assert f"rlkernels extrapolate: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
         assert not out.exists()
-    llama(48).save_pretrained(tmp_path / "other")
-    assert extrapolate(base, [*folders[:3], tmp_path / "other"], out) == 2
-    assert "other has no model.layers.0.mlp.down_proj.weight of shape [24, 32], as " in capsys.readouterr().err
+    llama(48).save_pretrained(tmp_path / "other-50")
+    assert extrapolate(base, [*folders[:3], tmp_path / "other-50"], out) == 2
+    assert "other-50 has no model.layers.0.mlp.down_proj.weight of shape [24, 32], as " in capsys.readouterr().err
 
 
-def test_pls_goes_by_accuracy_and_steps_count_where_names_have_none(training, tmp_path, capsys):
+def test_pls_goes_by_accuracy_in_any_order_of_the_checkpoints(training, tmp_path, capsys):
     base, folders, start, direction = training
-    renamed = [path.rename(tmp_path / name) for path, name in zip(folders, ("a", "b", "c", "d"))]
-    more = ["--predictor", "pls", "--accuracy", "0.1", "0.2", "0.3", "0.4"]
-    assert extrapolate(base, renamed, tmp_path / "further", *more) == 0
-    assert "taken from step 4 to 8" in capsys.readouterr().out
+    renamed = [path.rename(tmp_path / name) for path, name in zip(folders, ("a", "b", "c-7", "d"))]
+    more = ["--predictor", "pls", "--accuracy", "0.4", "0.1", "0.3", "0.2"]
+    given = [renamed[place] for place in (3, 0, 2, 1)]
+    assert extrapolate(base, given, tmp_path / "further", *more) == 0
+    assert "taken from step 40 to 80" in capsys.readouterr().out, "trainer_state.json tells the steps"
     found = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"  # an accuracy of 1 is ten times that of the first checkpoint
     torch.testing.assert_close(found[name], start[name] + 100 * direction[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 2, 1, 0)], ids=["of a shell", "backwards"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpoints_are_sorted_by_the_steps_of_their_names(training, tmp_path, capsys, order, nested):
+    base, folders, start, direction = training
+    for number, folder in enumerate(folders):
+        (folder / "trainer_state.json").unlink()
+        if nested:  # as verl's
+            target = tmp_path / f"global_step_{folder.name.split('-')[1]}" / "actor" / "huggingface"
+            target.parent.mkdir(parents=True)
+            folders[number] = folder.rename(target)
+    assert extrapolate(base, [folders[place] for place in order], tmp_path / "further", "--horizon", "1.5") == 0
+    assert "taken from step 40 to 60" in capsys.readouterr().out
+    found = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    torch.testing.assert_close(found[name], start[name] + 60 * direction[name], rtol=1e-4, atol=1e-4)

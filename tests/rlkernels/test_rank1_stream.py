@@ -16,6 +16,7 @@ from support import run_python
 
 import rlkernels
 from rlkernels.rank1 import stream
+from rlkernels.rank1.projections import Projections, is_projection, matrix_names
 
 save_file = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors").save_file
 transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
@@ -289,6 +290,72 @@ def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
         assert torch.allclose(got, wanted, atol=1e-6), name
     with pytest.raises(ValueError, match="updates must have names of modules of the model, got 'layers.0.nothing'"):
         rlkernels.export_peft({"layers.0.nothing": next(iter(updates.values()))}, tmp_path, base_model="x", model=base)
+
+
+def mixture(kind):
+    """Return a small mixture of experts; files of the first two hold a tensor an expert, of the others one a layer."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    if kind == "qwen3":
+        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=24)
+        return transformers.Qwen3MoeForCausalLM(config)
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+    if kind == "llama4":
+        config = transformers.Llama4TextConfig(**sizes, num_local_experts=4, intermediate_size_mlp=24)
+        return transformers.Llama4ForCausalLM(config)
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, num_local_experts=4))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "llama4", "gpt-oss"])
+def test_experts_are_streamed_and_exported_each_by_itself(tmp_path, kind):
+    torch.manual_seed(0)
+    base, trained = mixture(kind), mixture(kind)
+    trained.load_state_dict(base.state_dict())
+    with torch.no_grad():
+        for matrix in Projections.of(dict(trained.named_parameters())).values():
+            matrix.add_(torch.outer(torch.randn(matrix.shape[0]), torch.randn(matrix.shape[1])), alpha=1e-3)
+    for model, name in ((base, "base"), (trained, "trained")):
+        model.save_pretrained(tmp_path / name)
+    updates = {module.name: module.update for module in rlkernels.stream_top1(tmp_path / "base", tmp_path / "trained")}
+    experts = [name for name in updates if ".experts" in name]
+    assert len(experts) == 2 * 4 * (3 if kind in ("qwen3", "mixtral") else 2)  # layers, experts, projections
+    with pytest.raises(ValueError, match="model must be given for '.*experts.*: only the base model tells how PEFT"):
+        rlkernels.export_peft({experts[0]: updates[experts[0]]}, tmp_path / "adapter", base_model="tiny")
+    rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    expected = dict(trained.named_parameters())
+    for name, weight in merged.named_parameters():
+        assert torch.allclose(weight, expected[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "matrices"),
+    [("model.layers.0.mlp.experts.gate_up_proj", (3, 8, 4), 3), ("layers.0.mlp.experts.gate_up_proj_bias", (3, 8), 0),
+     ("shared.weight", (9, 4), 0), ("layers.0.mlp.shared_expert.up_proj.weight", (9, 4), 1),
+     ("block.0.layer.0.SelfAttention.relative_attention_bias.weight", (9, 4), 0), ("score.weight", (1, 4), 0),
+     ("output.weight", (9, 4), 0), ("encoder.layer.0.attention.output.dense.weight", (4, 4), 1),
+     ("backbone.layers.0.mixer.A_log", (8, 4), 0), ("backbone.layers.0.mixer.conv1d.weight", (8, 1, 4), 0),
+     ("model.layers.0.conv.in_proj.weight", (8, 4), 1), ("transformer.wte.weight", (9, 4), 0),
+     ("transformer.h.0.attn.c_attn.weight", (4, 8), 1), ("model.layers.0.self_attn.q_norm.weight", (4,), 0),
+     ("lm_head.weight", (9, 4), 0), ("model.embed_tokens.weight", (9, 4), 0), ("visual.patch.weight", (8, 3, 2, 2), 0),
+     ("model.layers.0.self_attn.q_proj.bias", (4,), 0), ("model.layers.0.q_proj.weight", (0, 4), 0)],
+)  # fmt: skip
+def test_projections_by_name_and_shape(name, shape, matrices):
+    """Heads, biases, tables and convolutions as Transformers names them are no projections."""
+    assert len(matrix_names(name, shape) if is_projection(name) else []) == matrices
+
+
+def test_what_no_projection_holds_is_named_with_its_share():
+    weights = {"embed.weight": torch.zeros(6, 4), "up": torch.zeros(2, 9, 4), "norm.weight": torch.zeros(4)}
+    projections = Projections.of(weights)
+    assert list(projections) == ["up[0]", "up[1]"] and "embed.weight" not in projections
+    projections["up[1]"].fill_(1)
+    assert weights["up"].sum() == 36 and not weights["up"][0].any(), "matrices are views"
+    said = "28.0% of the parameters are no projections and stay as trained: embed.weight, norm.weight"
+    assert projections.describe_left_out() == said
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path):

@@ -3,10 +3,12 @@
 import re
 import runpy
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from support import ROOT
 from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
@@ -200,6 +202,24 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     inner = trainer.optimizer.state[trainer.model.get_parameter(name)]
     assert inner["exp_avg"].abs().sum() == 0 and inner["exp_avg_sq"].sum() > 0
     assert len(callback.trajectory) == 0
+
+
+def test_experts_of_a_mixture_are_followed(trl_integration):
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
+    config = transformers.Qwen3MoeConfig(vocab_size=16, **sizes, num_experts=4, moe_intermediate_size=6)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    callback = trl_integration.GatedExtrapolation(print, 80)
+    arguments = SimpleNamespace(logging_strategy="steps")
+    callback.on_train_begin(arguments, SimpleNamespace(logging_steps=1, global_step=0), None, model=model)
+    shapes = {name: weight.shape for name, weight in callback.trajectory.base.items()}
+    assert shapes["model.layers.0.mlp.experts.gate_up_proj[3]"] == (12, 8)
+    assert len(shapes) == 4 + 1 + 2 * 4, "attention, router, two projections of each expert"
 
 
 def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
