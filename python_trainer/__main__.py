@@ -11,6 +11,7 @@ from python_trainer.errors import (
     hide_passwords,
     is_lost_connection,
     is_out_of_memory,
+    is_timed_out,
     tell,
     tell_error,
 )
@@ -63,6 +64,8 @@ def explain(error: Exception) -> str | None:
         return "; ".join(["out of memory", *str(error).splitlines()[:1]])
     if isinstance(error, RuntimeError) and is_lost_connection(error):
         return "another process has ended: its own message says why, or the report of torchrun"
+    if isinstance(error, RuntimeError) and is_timed_out(error):
+        return "another process did not come within ddp_timeout"
     return None
 
 

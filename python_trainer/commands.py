@@ -109,7 +109,7 @@ def run_train(args: argparse.Namespace) -> None:
     from python_trainer.trainer import Trainer
 
     note_resuming(args, config)
-    with start(config.parallel, config.model.device) as ranks:
+    with start(config.parallel, config.model.device, timeout=config.ddp_timeout) as ranks:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
         report([args.output_dir])

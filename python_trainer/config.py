@@ -15,6 +15,7 @@ from python_trainer.accelerators import AcceleratorsConfig
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
+from python_trainer.launch import DDP_TIMEOUT
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
@@ -73,6 +74,8 @@ class Config(Section):
     parallel: Literal["none", "ddp", "fsdp2"] = "none"
     """How the processes of torchrun share a run. `ddp`: each process holds all weights and trains on a part of the
     answers. `fsdp2`: each process also holds one shard of the weights, gradients and moments."""
+    ddp_timeout: float = Field(DDP_TIMEOUT, ge=1, le=1e7)
+    """Seconds that a process waits for one that is stopped or late before it ends the run. A line a minute names it."""
     max_seconds: float | None = Field(None, gt=0)
     """Stop after the step in which the wall time, without evaluations, passes this many seconds."""
     task: SerializeAsAny[TaskSettings] = TaskSettings.model_validate({})

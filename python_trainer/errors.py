@@ -40,6 +40,12 @@ def is_lost_connection(error: BaseException) -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in said)
 
 
+def is_timed_out(error: BaseException) -> bool:
+    """Tell whether gloo, NCCL or the store of the process group has waited for another rank until ddp_timeout."""
+    said = ("Timed out waiting", "Application timeout", "wait timeout after", "collective operation timeout")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+
+
 def kind_of(error: BaseException) -> type[Exception] | None:
     """Returns the class that another rank raises for this error; None if it does not end a run in one line."""
     for kind in (UserError, NotFinite):

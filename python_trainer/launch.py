@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from python_trainer.errors import UserError
 
+# Seconds that processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that
+# ends is noticed at once.
+DDP_TIMEOUT = 7200.0
 LAUNCHER = "torchrun sets it; a process that starts without torchrun needs none"
 
 

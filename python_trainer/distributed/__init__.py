@@ -7,17 +7,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from python_trainer.distributed.group import RankGroup
-from python_trainer.errors import Interrupted, UserError, is_shared
-from python_trainer.launch import meeting_point, read_launch
+from python_trainer.distributed.watch import Watch
+from python_trainer.errors import Interrupted, UserError, is_shared, is_timed_out
+from python_trainer.launch import DDP_TIMEOUT, Launch, meeting_point, read_launch
 from python_trainer.model.loading import choose_device
 
 __all__ = ["RankGroup", "start"]
 
-# How long processes wait for one another: while the first one asks vLLM's servers the others do nothing. One that ends
-# is noticed at once.
-PATIENCE = timedelta(hours=2)
 # Seconds until gloo's threads have let go of what was sent last. One that lets go of a tensor while Python ends aborts
 # its process, and torchrun calls the finished run failed (pytorch/pytorch#179291): they live on after the group is
 # destroyed, since DTensor keeps it.
@@ -25,8 +24,11 @@ LET_GO = 0.5
 
 
 @contextmanager
-def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
+def start(parallel: str, device: str = "auto", *, timeout: float = DDP_TIMEOUT) -> Iterator[RankGroup]:
     """Joins the processes of a run, within it; a group of one where torchrun started none.
+
+    Args:
+        timeout: seconds that a process waits for another one.
 
     Raises:
         UserError: torchrun started several, but ``parallel`` is none; there are more processes than GPUs; a variable
@@ -41,17 +43,8 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
         return
     from python_trainer.distributed.sharded import ShardedGroup
 
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if size > 1:
-        place = meeting_point()
-        try:
-            dist.init_process_group(backend, timeout=PATIENCE)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"the processes cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {reason}") from error
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    alone = False
+    store = _join(launch, timedelta(seconds=timeout))
+    alone, watch = False, None
     try:
         ranks = RankGroup("ddp") if parallel == "ddp" else ShardedGroup()
         with ranks.together():
@@ -63,8 +56,11 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
                         f"for process {number}"
                     )
                 torch.cuda.set_device(number)
-        yield ranks
+        with Watch(ranks, store, timeout) as watch:
+            yield ranks
     except BaseException as error:
+        if watch and watch.finding and is_timed_out(error):
+            error.add_note(watch.finding)
         alone = size > 1 and not (isinstance(error, Interrupted) or is_shared(error))
         raise
     finally:
@@ -72,3 +68,19 @@ def start(parallel: str, device: str = "auto") -> Iterator[RankGroup]:
             dist.destroy_process_group()
         if size > 1:
             time.sleep(LET_GO)
+
+
+def _join(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Make the process group; return its store."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store: dist.Store = dist.HashStore()
+    place = meeting_point() if launch.size > 1 else "here"
+    try:
+        if launch.size > 1:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the processes cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {reason}") from error
+    return dist.PrefixStore("rlkernels", store)

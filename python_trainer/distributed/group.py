@@ -32,6 +32,7 @@ class RankGroup:
     Attributes:
         rank, size: this process is number ``rank`` out of ``size``.
         sharded: each rank has a part of the weights and moments only; all must compute as many micro-batches.
+        entered: collectives that this rank has entered here; ``waits``: it has not left the newest one.
     """
 
     sharded = False
@@ -39,16 +40,25 @@ class RankGroup:
     def __init__(self, name: str = "none"):
         self.name = name
         self.rank, self.size = (0, 1) if name == "none" else (dist.get_rank(), dist.get_world_size())
+        self.entered, self.waits = 0, False
         self._apart = False  # within together()
         self._aside: TemporaryDirectory[str] | None = None
 
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        assert not self._apart, ALONE
+        self.entered, self.waits = self.entered + 1, True
+        try:
+            yield
+        finally:
+            self.waits = False
+
     def gather(self, value: T) -> list[T]:
         """Returns the value of every rank, by rank."""
-        assert not self._apart, ALONE
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        found: list[Any] = [value] * self.size
+        with self._collective():
+            if self.size > 1:
+                dist.all_gather_object(found, value)
         return found
 
     @contextmanager
@@ -80,11 +90,10 @@ class RankGroup:
 
     def first(self, value: T) -> T:
         """Returns the value of rank 0."""
-        assert not self._apart, ALONE
-        if self.size == 1:
-            return value
         sent = [value]
-        dist.broadcast_object_list(sent, src=0)
+        with self._collective():
+            if self.size > 1:
+                dist.broadcast_object_list(sent, src=0)
         return sent[0]
 
     def once(self, function: Callable[[], T]) -> T:
@@ -107,7 +116,8 @@ class RankGroup:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
-        dist.all_reduce(total)
+        with self._collective():
+            dist.all_reduce(total)
         return total
 
     def merge(self, values: torch.Tensor) -> torch.Tensor:

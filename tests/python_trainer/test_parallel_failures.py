@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bench.faults.training import load_whole
+from python_trainer import distributed
 from python_trainer.checkpoint import list_checkpoints, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import start
@@ -153,7 +154,7 @@ mark_shared(SHARED)
 def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, left):
     """As NCCL would where only one of them ends its group."""
     calls = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: calls.append("joined"))
+    monkeypatch.setattr(distributed, "_join", lambda *_: calls.append("joined"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
