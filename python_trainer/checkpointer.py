@@ -26,6 +26,7 @@ from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
+from python_trainer.origin import Origin, check_origin
 from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested, problem_line
@@ -44,24 +45,25 @@ class SavedRun(BaseModel):
     enabled: list[str] = []
     accelerators: dict[str, dict[str, Any]] = {}
     lengths: dict[str, dict[str, FiniteFloat]] | None = None
+    origin: Origin | None = None
 
 
-def check_saved(path: Path, saved: Any) -> RunState:
-    """Check what a checkpoint holds; return the state of its run.
+def check_saved(path: Path, saved: Any) -> SavedRun:
+    """Check what a checkpoint holds.
 
     Raises:
         UserError: something is missing, of another type or out of its range.
     """
     try:
-        state = SavedRun.model_validate(saved).state
-        if state.step != step_of(path):
-            raise ValueError(f"it is named {path.name} and holds step {state.step}")
+        run = SavedRun.model_validate(saved)
+        if run.state.step != step_of(path):
+            raise ValueError(f"it is named {path.name} and holds step {run.state.step}")
     except ValueError as error:
         reason = problem_line(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
         raise UserError(
             f"{path} was written by another version of the trainer or something else: {reason:.300}"
         ) from error
-    return state
+    return run
 
 
 class Checkpointer:
@@ -79,7 +81,7 @@ class Checkpointer:
         checkpoints: the folder of all checkpoints.
         newest: the checkpoint that the run continues from; None: it begins anew.
         saved: its contents without shards, until :meth:`restore`.
-        saved_state: the state of its run.
+        saved_run: the same, checked.
         saved_step: step of the newest checkpoint, 0 if there is none.
     """
 
@@ -107,21 +109,27 @@ class Checkpointer:
         self.newest = ranks.first(found and found[0])
         with ranks.together():
             self.saved: Any = found[1] if found else self.newest and load_checkpoint(self.newest)
-            self.saved_state = None if self.newest is None else check_saved(self.newest, self.saved)
+            self.saved_run = None if self.newest is None else check_saved(self.newest, self.saved)
 
     def restore(
-        self, learner: Learner, progress: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
+        self,
+        learner: Learner,
+        progress: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+        origin: Origin,
     ) -> bool:
         """Takes the other parts of the run, and loads the checkpoint that it continues from -> whether there is one."""
         self.policy, self.learner, self.progress = learner.policy, learner, progress
         saved, self.saved = self.saved, None  # to free its memory
-        state = self.saved_state
-        if self.newest is None or state is None:
+        self.origin = origin
+        run = self.saved_run
+        if self.newest is None or run is None:
             return False
         try:
             with self.ranks.together():
+                check_origin(run.origin, origin, self.folder, self.config.model.path, self.logger.note)
                 load(saved)
-                vars(self.state).update(asdict(state))
+                vars(self.state).update(asdict(run.state))
                 if self.state.step > learner.max_steps:
                     raise UserError(
                         f"{self.folder} has done {self.state.step} steps, and these settings make {learner.max_steps}: "
@@ -216,7 +224,12 @@ class Checkpointer:
         """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
         progress, state = copy_nested(self.progress()), self.state
         state.wall_s = state.wall_seconds
-        return {"state": asdict(state), "dtype": dtype_name(self.policy.inference_model.dtype), **progress}
+        return {
+            "state": asdict(state),
+            "dtype": dtype_name(self.policy.inference_model.dtype),
+            "origin": self.origin.model_dump(),
+            **progress,
+        }
 
     @contextmanager
     def keeping_last_step(self) -> Iterator[None]:

@@ -19,7 +19,16 @@ from python_trainer.launch import DDP_TIMEOUT
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
-from python_trainer.settings import Row, Section, copy_nested, describe_section, did_you_mean, problem_line, section_in
+from python_trainer.settings import (
+    LOCAL,
+    Row,
+    Section,
+    copy_nested,
+    describe_section,
+    did_you_mean,
+    problem_line,
+    section_in,
+)
 from python_trainer.tasks.settings import TaskSettings
 
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
@@ -51,7 +60,7 @@ class EvaluationConfig(Section):
     prompts in every evaluation, metrics `eval_all/` all prompts in the first and the last."""
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """summary.json tells when eval/accuracy first reaches this: seconds_to_target, tokens_to_target."""
-    sets: dict[str, str] = Field({})
+    sets: Annotated[dict[str, str], LOCAL] = Field({})
     """More test sets by name, each a place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy."""
 
 

@@ -68,7 +68,8 @@ def resolve_settings(
         chosen, reason = resolve_engine(config)
         if reason is not None:
             note(reason)
-    # that of rank 0, since the processors of others may suit another
+    # those of rank 0, since others may lack vLLM, and their processors suit another type
+    chosen = chosen.with_changes("rollout", engine=ranks.first(chosen.rollout.engine))
     chosen = chosen.with_changes("model", dtype=ranks.once(lambda: run_dtype(chosen.model, saved)))
     if ranks.once(lambda: needs_recomputing(chosen, device_here(chosen.model.device, ranks.size))):
         note(RECOMPUTES)

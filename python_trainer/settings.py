@@ -35,6 +35,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+class Local:
+    """Annotation of a setting that may differ between ranks: a path or URL, whose contents are compared instead."""
+
+
+LOCAL = Local()
+
+
 class Registry(Generic[T]):
     """Plug-ins of one kind, each by a registered name, as ``module:attribute``, or as the object itself.
 
@@ -109,6 +116,13 @@ class Registry(Generic[T]):
             raise PluginError(f"{self.kind} {plugin!r} is not {wanted}")
         return cast(T, found)
 
+    def without_path(self, value: Any) -> Any:
+        """Return a setting of this registry without the paths from which plug-ins are made."""
+        if isinstance(value, list):
+            return [self.without_path(one) for one in value]
+        prefix = str(value).partition(":")[0]
+        return prefix if prefix in self._makers else value
+
     def _load(self, name: str) -> Any:
         module_name, _, attribute = name.partition(":")
         if module_name.endswith(".py") or not attribute.isidentifier():
@@ -165,6 +179,21 @@ class Section(BaseModel):
     def _by_the_fitting_class(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
         kind = cls.fitting(values) if isinstance(values, Mapping) else cls
         return handler(values) if kind is cls else kind.model_validate(values)
+
+
+def shared_values(section: Section) -> dict[str, Any]:
+    """Return the settings that all ranks must share; of those that are local only whether they are set, or names."""
+    values = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            values[name] = shared_values(value)
+        for mark in field.metadata:
+            if isinstance(mark, Registry):
+                values[name] = mark.without_path(values[name])
+            elif mark is LOCAL:
+                values[name] = sorted(value) if isinstance(value, dict) else value is not None
+    return values
 
 
 def problem_line(problem: Any) -> str:

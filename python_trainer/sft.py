@@ -23,6 +23,7 @@ from python_trainer.logger import Logger
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.precision import set_matmul_precision
+from python_trainer.origin import find_origin
 from python_trainer.parts import resolve_settings
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise
@@ -62,6 +63,7 @@ class Sft:
         chosen = chosen.model_copy(update={"algorithm": algorithm})
         chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note)
         self.policy = load_policy(chosen.model)
+        origin = find_origin(chosen, self.policy, RankGroup())
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
         self.rows, self.held_out = self.answers("train", task.train), self.answers("test", task.test[:HELD_OUT])
@@ -72,7 +74,7 @@ class Sft:
         self.logger.max_steps = len(self.batches)
         self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
         progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
-        self.checkpointer.restore(self.learner, lambda: progress, lambda saved: saved["sft_steps"])
+        self.checkpointer.restore(self.learner, lambda: progress, lambda saved: saved["sft_steps"], origin)
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.

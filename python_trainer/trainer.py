@@ -30,6 +30,7 @@ from python_trainer.logger import Logger, choose_samples, group_spread, rollout_
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.policy import choose_device
 from python_trainer.model.precision import set_matmul_precision
+from python_trainer.origin import compare_inputs, compare_settings, find_origin
 from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
@@ -85,6 +86,7 @@ class Trainer:
                 "use `with python_trainer.distributed.start(config.parallel) as ranks`, in processes that torchrun "
                 "started"
             )
+        compare_settings(config, ranks)
         self.folder = ranks.folder(output_dir)
         console = console if ranks.rank == 0 else Console(quiet=True)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
@@ -100,6 +102,7 @@ class Trainer:
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
+        origin = find_origin(config, self.policy, ranks)
         self.engine = make_engine(chosen, self.policy, output_dir, ranks)
         set_matmul_precision(chosen.model.matmul_precision)
         with ExitStack() as unless_ready:
@@ -109,6 +112,7 @@ class Trainer:
                 self.prompts = Prompts(config, tasks, self.policy, self.state, note)
                 self.learner = Learner(self.policy, chosen, ranks)
                 self.accelerators = config.accelerators.make()
+            compare_inputs(config, self.policy, self.prompts, origin, self.checkpointer.newest, ranks)
             self.scorer = Scorer(config, self.prompts, ranks)
             self.evaluator = Evaluator(self.scorer, self.engine, self.logger, self.notify)
             self.run_context = RunContext(
@@ -116,7 +120,7 @@ class Trainer:
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
                 judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
             )  # fmt: skip
-            if self.checkpointer.restore(self.learner, self.progress, self.load_progress):
+            if self.checkpointer.restore(self.learner, self.progress, self.load_progress, origin):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             self.logged = asdict(self.state)  # at the newest row of metrics

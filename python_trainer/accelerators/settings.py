@@ -1,12 +1,12 @@
 """What an accelerator says about itself before anything heavy is loaded: its settings and what belongs to them."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from python_trainer.errors import UserError
-from python_trainer.settings import Section
+from python_trainer.settings import LOCAL, Section
 from python_trainer.tasks.base import Task
 
 LONGEST_VLLM_DRAFT = 128  # its MAX_SPEC_LEN
@@ -95,7 +95,7 @@ class RhymeSettings(AcceleratorSettings):
         "rhyme/replayed_answers": "right answers trained on again (rhyme)",
     }
 
-    database: str | None = None
+    database: Annotated[str | None, LOCAL] = None
     """Retrospective database: a path (SQLite), sqlite:/// or postgresql:// URL. It records this run, also without
     `rhyme`, and gives `rhyme` the right answers of earlier runs to these prompts. null: no database."""
     rare_share: float = Field(0.55, ge=0, le=1)

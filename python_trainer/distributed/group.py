@@ -1,7 +1,7 @@
 """The processes (ranks) that share a run: one, or those that torchrun started, each with all weights (``ddp``)."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,6 +87,32 @@ class RankGroup:
         if problem is not None:
             mark_shared(problem)
             raise problem
+
+    def check_equal(self, shown: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
+        """Compare facts of all ranks by their names.
+
+        Args:
+            shown: facts whose values a message may show; those of ``hidden`` are digests.
+
+        Raises:
+            UserError: they differ; on all ranks.
+        """
+        every = self.gather({**shown, **hidden})
+        others = [rank for rank, facts in enumerate(every) if facts != every[0]]
+        if not others:
+            return
+        names = dict.fromkeys(name for facts in every for name in facts)
+        values = {name: [every[rank].get(name, "missing") for rank in (0, others[0])] for name in names}
+        differing = [
+            f"{name} ({there}, not {here})" if name in shown else name
+            for name, (here, there) in values.items()
+            if here != there
+        ]
+        who = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))} of {self.size}"
+        verb = "differ" if len(others) > 1 else "differs"
+        error = UserError(f"{who} {verb} from process 0 in {', '.join(differing)}")
+        mark_shared(error)
+        raise error
 
     def first(self, value: T) -> T:
         """Returns the value of rank 0."""

@@ -57,6 +57,8 @@ class ShardedGroup(RankGroup):
             whole = empty_copy(model, device).requires_grad_(False)
             copy_weights(whole, read.items())
             read.clear()
+            shapes = {name: [str(weight.dtype), *weight.shape] for name, weight in named_weights(whole)}
+        self.check_equal({}, {"the shapes of the weights": shapes})  # else what rank 0 sends fits no other
         for _, weight in named_weights(whole):
             dist.broadcast(weight, 0)
         self.mesh = init_device_mesh(device.type, (self.size,))

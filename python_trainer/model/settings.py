@@ -1,10 +1,10 @@
 """Settings of the policy, its optimizer and the critic."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from python_trainer.settings import Section
+from python_trainer.settings import LOCAL, Section
 
 
 class LoraSettings(Section):
@@ -21,7 +21,7 @@ class LoraSettings(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = "sums"
+    path: Annotated[str, LOCAL] = "sums"
     """Causal language model: a folder in Hugging Face format, a Hub id (`owner/name`, or `owner/name@revision` for a
     branch, tag or commit), or the name of a shipped policy, such as `sums`. For a PEFT adapter the trainer loads the
     base model and merges the adapter; a tokenizer beside the adapter takes the place of the base's."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from python_trainer.settings import Section
+from python_trainer.settings import LOCAL, Section
 
 LEAST_VLLM_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for a lower one
 SERVER = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/\S*)?")
@@ -34,7 +34,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "paged", "vllm"] = "auto"
     """`paged`: the trainer's own engine. `vllm`: vLLM 0.32 or newer, on the device of the model or on servers. `auto`:
     vllm if vllm_server is set, or if vLLM is installed and there is a GPU; else paged."""
-    vllm_server: list[str] | None = Field(None)
+    vllm_server: Annotated[list[str] | None, LOCAL] = Field(None)
     """URL of a vLLM server, or a list of servers that share the work. docs/scale.md says how to start one. Servers read
     weights from OUTPUT_DIR."""
     vllm_request_timeout: float = Field(7200.0, gt=0)

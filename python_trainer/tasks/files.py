@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.hub import snapshot
+from python_trainer.settings import LOCAL
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, check_columns
 from python_trainer.tasks.settings import TaskSettings
@@ -34,11 +35,11 @@ class JSONLSettings(TaskSettings):
     and dynamic sampling and accelerators compare rewards."""
     reward_weights: list[float] | None = None
     """One weight per reward function; null: 1 each."""
-    train_path: str | None = None
+    train_path: Annotated[str | None, LOCAL] = None
     """Training examples: a file (.jsonl, .json, .csv, .parquet), a folder of such files, or a Hub data set as
     `owner/name`, `owner/name/config` or `owner/name@revision`. A suffix `:SPLIT` selects a split or a part of one, as
     in `train.jsonl:train[:90%]`. The default is the split train."""
-    test_path: str | None = None
+    test_path: Annotated[str | None, LOCAL] = None
     """Test examples, written like train_path. The default of folders and data sets is the split test."""
     columns: dict[str, str] = Field({})
     """New name -> column of the files: {prompt: question, answer: solution}. All other columns keep their names."""

@@ -42,6 +42,7 @@ class RewardModel:
         config = self.model.config.get_text_config()
         if config.num_labels != 1:
             raise UserError(f"task.reward: a reward model has 1 label, {path} has {config.num_labels}")
+        self.folder = Path(path)
         self.pad: int | None = config.pad_token_id
 
     def to(self, device: torch.device) -> None:
