@@ -4,6 +4,7 @@ Option names are TRL's wherever TRL has the option. ``python -m python_trainer t
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,7 @@ from python_trainer.settings import (
 )
 from python_trainer.tasks.settings import TaskSettings
 
+MOST_NODES = 100_000  # of a YAML file with its aliases written out; the longest shipped one has 200
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
 
 
@@ -206,7 +208,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {known}"
         ) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is not UTF-8, a date such as 2026-02-30
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date such as 2026-02-30
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict | None):
         raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
@@ -214,7 +216,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Refuses a section that stands in a file twice: PyYAML takes the last one and forgets the first."""
+    """Refuses a section that stands in a file twice: PyYAML takes the last one and forgets the first.
+
+    It also refuses aliases that make a short file a huge one, or a section that holds itself.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and expanded_size(node, {}) > MOST_NODES:
+            raise yaml.YAMLError(f"its aliases make more than {MOST_NODES} entries")
+        return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # as written: anchors are merged later
@@ -222,6 +233,16 @@ class UniqueKeys(yaml.SafeLoader):
             if key.value in [before.value for before, _ in node.value[:number]]:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
         return node
+
+
+def expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Return the number of nodes below this one with every alias written out; infinite where one holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # while it is counted
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        sizes[id(node)] = 1 + sum(expanded_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -307,6 +328,8 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def settings_used(folder: Path) -> dict[str, str]:
     """Reads the settings of the run in a folder as :func:`flatten` writes them; empty without a run."""
     path = folder / "config.yaml"
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is damaged: it is no regular file")
     return flatten(read_yaml(path)) if path.exists() else {}
 
 

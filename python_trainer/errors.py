@@ -57,7 +57,7 @@ def kind_of(error: BaseException) -> type[Exception] | None:
 def hide_passwords(text: str) -> str:
     """Replaces passwords in URLs by ***: in ``scheme://user:password@host`` and ``?password=``."""
     text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
-    return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", text)
+    return re.sub(r"([?&]\w*password=)[^&\s'\"]*", r"\1***", text)
 
 
 def tell(message: str) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 from jinja2 import Environment, FileSystemLoader
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -24,8 +24,16 @@ from rich.text import Text
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
 from python_trainer.errors import UserError
-from python_trainer.run_directory import ENDS, on_all_prompts, read_evaluations, read_metrics, read_samples, write_text
-from python_trainer.settings import PluginError
+from python_trainer.run_directory import (
+    ENDS,
+    first_problem,
+    on_all_prompts,
+    read_evaluations,
+    read_metrics,
+    read_samples,
+    read_text,
+    write_text,
+)
 from rlkernels._text import escape_controls
 
 if TYPE_CHECKING:
@@ -84,8 +92,10 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
             name = str(home.relative_to(os.path.commonpath(homes)))
         if not (rows := read_metrics(home)):
             continue
-        counters = {text: sum(row.get(metric) or 0.0 for row in rows) for metric, text in counters_of(home).items()}
         summary, ended = summary_of(home, rows)
+        # a plug-in's words are those that the run itself has written: a report imports nothing that a run names
+        texts = registered_counters() | summary["counters"]
+        counters = {text: sum(row.get(metric) or 0.0 for row in rows) for metric, text in texts.items()}
         runs.append(Run(name, home, summary, counters, ended))
     if not runs:
         raise UserError(f"no run (metrics.jsonl) in {', '.join(map(str, folders))}")
@@ -94,40 +104,74 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Return what a report needs of summary.json, from the rows until it is written; and whether the run has ended."""
-    path, last = folder / "summary.json", rows[-1]
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    last, settings = rows[-1], settings_used(folder)
+    found = read_summary(folder / "summary.json")
     ended = bool(found) and found["steps"] >= last["step"]
 
     def total(metric: str) -> float:
         return sum(row.get(metric) or 0.0 for row in rows)
 
-    settings = settings_used(folder)
     # before training, and later; all on the same prompts, as the last one of an unfinished run has not seen others
     start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]
     final = later[-1] if later else {}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
+    target = json.loads(settings.get("evaluation.target_accuracy", "null"))
     return {
         "steps": last["step"],
         **{f"{clock}_s": last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training")},
         **{f"{part}_s": total(f"time/{part}_s") for part in ("rollout", "train")},
-        "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
+        "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in map(str, names or [])},
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
         **{f"eval_accuracy_{part}": row.get("eval/accuracy") for part, row in (("start", start), ("final", final))},
         "evaluation": {"final": {name: value for name, value in final.items() if name.startswith("eval/")}},
         "seconds_to_target": None, "tokens_to_target": None,
-        "target_accuracy": json.loads(settings.get("evaluation.target_accuracy", "null")),
-        "device": "-", "versions": {},
+        "target_accuracy": target if isinstance(target, float | int) else None,
+        "device": "-", "versions": {}, "counters": {},
         **(found if ended else {}),  # that of older runs may tell less
     }, ended  # fmt: skip
 
 
-def counters_of(folder: Path) -> dict[str, str]:
-    """Return metric -> the words of its row, for the accelerators of a run and the registered ones."""
-    found: dict[str, str] = {}
-    for name in [*ACCELERATORS.names, *json.loads(settings_used(folder).get("accelerators.enabled", "[]"))]:
-        with suppress(PluginError):  # the module of a plug-in may be missing here
-            found |= ACCELERATORS.resolve(name).counters
-    return found
+class Summary(BaseModel):
+    """What a report reads of summary.json; that of an older run may tell less."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    steps: int
+    wall_s: float = 0.0
+    training_s: float = 0.0
+    rollout_s: float = 0.0
+    train_s: float = 0.0
+    accelerator_s: dict[str, float] = {}
+    generated_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    trained_tokens: float = 0.0
+    eval_accuracy_start: float | None = None
+    eval_accuracy_final: float | None = None
+    evaluation: dict[str, dict[str, float | None]] = {}
+    seconds_to_target: float | None = None
+    tokens_to_target: float | None = None
+    target_accuracy: float | None = None
+    device: str = "-"
+    versions: dict[str, str] = {}
+    counters: dict[str, str] = {}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what a run has written at its end; empty if it has not. UserError if a report cannot use it."""
+    text = read_text(path)
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+        Summary.model_validate(values)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({first_problem(error)})") from error
+    return values
+
+
+def registered_counters() -> dict[str, str]:
+    """Return metric -> the words of its row, for the shipped accelerators."""
+    return {metric: text for kind in ACCELERATORS.registered() for metric, text in kind.counters.items()}
 
 
 def by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:

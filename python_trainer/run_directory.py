@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from python_trainer.errors import UserError
 from rlkernels._files import replace_file
 
@@ -93,19 +95,75 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON-lines file, each with a number ``step``; none if there is no file.
+class Row(BaseModel):
+    """A row of a JSON-lines file of a run."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    step: int
+
+
+class MetricsRow(Row):
+    """A row of metrics.jsonl: numbers by name."""
+
+    __pydantic_extra__: dict[str, float | None]
+    step: int = Field(ge=0)
+
+
+class SamplesRow(Row):
+    """A row of samples.jsonl: answers of a step."""
+
+    samples: list[dict[str, Any]] = []
+
+
+class EvaluationRow(Row):
+    """A row of evaluations.jsonl: the share of right answers to each test prompt."""
+
+    name: str = ""
+    correct: list[float] = []
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a file of a run; None if there is none.
+
+    Raises:
+        UserError: it is no regular file, or not UTF-8.
+    """
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise UserError(f"{path} is damaged: it is no regular file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+
+
+def read_rows(path: Path, schema: type[Row] = Row) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines file; none if there is no file.
 
     A kill can leave half of a line at the end, which is left out.
+
+    Raises:
+        UserError: a row that is no JSON, or does not fit the schema.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        rows = [json.loads(line) for line in lines]
-        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
-            raise ValueError("a row is no object with a step")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error})") from error
+    rows = []
+    for number, line in enumerate((read_text(path) or "").split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            schema.model_validate(row)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged (line {number}: {first_problem(error)})") from error
+        rows.append(row)
     return rows
+
+
+def first_problem(error: Exception) -> str:
+    """Return what a schema, or JSON, has against a file, in one line."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"])) or "row"
+        return f"{place}: {problem['msg']}, got {problem['input']!r:.80}"
+    return str(error) or type(error).__name__
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -116,17 +174,19 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns all rows of metrics.jsonl; none if there is no file."""
-    return read_rows(folder / "metrics.jsonl")
+    return read_rows(folder / "metrics.jsonl", MetricsRow)
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Returns step -> the sample rollouts kept of it; empty if the run has none."""
-    return {row["step"]: row["samples"] for row in read_rows(folder / "samples.jsonl") if "samples" in row}
+    rows = read_rows(folder / "samples.jsonl", SamplesRow)
+    return {row["step"]: row["samples"] for row in rows if "samples" in row}
 
 
 def read_evaluations(folder: Path) -> dict[str, list[float]]:
     """Returns the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
-    return {row["name"]: row["correct"] for row in read_rows(folder / EVALUATIONS) if {"name", "correct"} <= row.keys()}
+    rows = read_rows(folder / EVALUATIONS, EvaluationRow)
+    return {row["name"]: row["correct"] for row in rows if {"name", "correct"} <= row.keys()}
 
 
 def on_all_prompts(row: Mapping[str, Any], metric: str) -> Any:

@@ -162,6 +162,12 @@ class Trainer:
                 summary = summarise(state, self.config.evaluation.target_accuracy, self.policy.device) | {
                     "dtype": dtype_name(self.policy.inference_model.dtype),
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
+                    "counters": {
+                        metric: text
+                        for a in self.accelerators
+                        if a.enabled
+                        for metric, text in getattr(a.settings, "counters", {}).items()
+                    },
                 }
                 self.logger.write_summary(summary)
                 self.notify("on_end", summary)

@@ -1,6 +1,8 @@
 """What SECURITY.md promises: nothing from outside is unpickled or run, and passwords stay where they were given."""
 
 import ast
+import json
+import os
 
 import pytest
 import yaml
@@ -8,7 +10,8 @@ from support import ROOT
 
 from python_trainer.__main__ import main
 from python_trainer.config import changed_settings, dump_config, load_config
-from python_trainer.errors import hide_passwords
+from python_trainer.errors import UserError, hide_passwords
+from python_trainer.run_directory import read_evaluations
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -87,6 +90,44 @@ def test_settings_are_written_without_passwords(tmp_path):
     assert "s3cr" not in change and "db.example/runs2" in change
 
 
+MISTYPED = [
+    "host=h user=alice password=s3cret", "password=s3cret", "dbname = runs user = alice password = s3cret",
+    "postgresql//alice:s3cret@h/runs", "postgresql:/alice:s3cret@h/runs", "postgresql:alice:s3cret@h/runs",
+    "alice:s3cret@h/runs", "//alice:s3cret@h/runs", "://alice:s3cret@h/runs", "postgres ql://alice:s3cret@h/runs",
+    "postgresql;//alice:s3cret@h", "postgresql://alice:s3 cret@h/runs", "postgresql://alice:p@s3cret@h/runs",
+    "postgresql://alice/s3cret:x@h/runs", "postgresql://alice:s3cret@h:port/runs", "sqlite://alice:s3cret@h/runs",
+    "mysql://alice:s3cret@h/runs", "jdbc:postgresql://alice:s3cret@h/runs",
+    "postgresql://h/runs;password=s3cret", "runs/history.db?password=s3cret", "'postgresql://alice:s3cret@h/runs'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", MISTYPED)
+def test_a_mistyped_database_is_refused_and_not_repeated(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    override = f"accelerators.rhyme.database={json.dumps(place)}"
+    config = ["--config", "smoke", "--output-dir", str(tmp_path / "run"), "--set", override, "max_steps=1"]
+    code = main(["train", *config])
+    said = capsys.readouterr()
+    assert code == 2 and "s3cret" not in said.err + said.out and "retrospective database" in said.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert [*tmp_path.iterdir()] in ([], [tmp_path / "run"]), "no file is made of that name"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "runs/history.db",
+        "lr=1e-4/a b.db",
+        "sqlite:////tmp/at@10:30.db",
+        "h.db",
+        "postgresql://alice@[::1]:5432/runs",
+        "postgresql:///runs",
+    ],
+)
+def test_plain_paths_are_databases(place):
+    assert load_config({"accelerators": {"rhyme": {"database": place}}}).accelerators.rhyme.database == place
+
+
 def test_a_run_writes_no_password(tmp_path, capsys):
     """Neither into its folder nor to the terminal, where the database cannot be reached."""
     config = tmp_path / "settings.yaml"
@@ -102,3 +143,79 @@ def test_a_run_writes_no_password(tmp_path, capsys):
     assert code == 2 and "127.0.0.1" in said.err and "s3cret" not in said.err + said.out
     for path in (tmp_path / "run").rglob("*") if (tmp_path / "run").exists() else ():
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+
+
+def finished_run(folder, **files):
+    """Write what a report reads of a run, with some files replaced."""
+    rows = {"step": 1, "time/training_s": 1.0, "total/generated_tokens": 8, "eval/accuracy": 0.5}
+    texts = {
+        "config.yaml": "max_steps: 1\n", "metrics.jsonl": json.dumps(rows) + "\n", "summary.json": '{"steps": 1}',
+    } | files  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        if text is not None:
+            (folder / name).write_text(text)
+    return folder
+
+
+def test_a_report_imports_nothing_that_a_run_names(tmp_path, monkeypatch, capsys):
+    """And a look into a database runs nothing, whatever the file is."""
+    (tmp_path / "planted.py").write_text("open('executed', 'w')\n\nclass Settings: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "planted:Settings"
+    settings = {
+        "accelerators": {"enabled": [name]}, "callbacks": [name], "algorithm": {"loss_type": name, "advantage": name},
+        "task": {"name": name, "reward": name, "environment": name}, "model": {"path": "planted"},
+    }  # fmt: skip
+    finished_run(tmp_path / "run", **{"config.yaml": yaml.safe_dump(settings)})
+    assert main(["report", "run"]) == 0, capsys.readouterr().err
+    assert not (tmp_path / "executed").exists() and name in (tmp_path / "run" / "report.html").read_text()
+    code = main(["history", str(tmp_path / "planted.py")])
+    assert code == 2 and not (tmp_path / "executed").exists()
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+)
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("metrics.jsonl", '{"step": 1, "eval/accuracy": 1' + 400 * "0" + "}\n", "damaged (line 1: eval/accuracy"),
+    ("metrics.jsonl", '{"step": -5}\n', "metrics.jsonl is damaged (line 1: step: Input should be greater"),
+    ("metrics.jsonl", '{"step": 1.5}\n', "line 1: step: Input should be a valid integer"),
+    ("metrics.jsonl", '{"step": 1, "time/training_s": "long"}\n', "time/training_s: Input should be a valid number"),
+    ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl is damaged (line 1"),
+    ("summary.json", '{"steps": 1, "training_s": {}}', "summary.json is damaged (training_s"),
+    ("summary.json", '{"steps": 1, "versions": [1]}', "summary.json is damaged (versions"),
+    ("summary.json", "[]", "summary.json is damaged (row: Input should be a valid dictionary"),
+    ("samples.jsonl", '{"step": 1, "samples": [3]}\n', "samples.0: Input should be a valid dictionary"),
+    ("config.yaml", BOMB, "config.yaml is not valid YAML: its aliases make more than 100000 entries"),
+    ("config.yaml", "a: &a [*a]\n", "its aliases make more than"),
+    ("config.yaml", "[" * 100_000, "config.yaml is not valid YAML"),
+])  # fmt: skip
+def test_a_damaged_run_is_named_in_one_line(tmp_path, capsys, name, text, words):
+    folder = finished_run(tmp_path / "run", **{name: text})
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+def test_damaged_evaluations_are_named(tmp_path):
+    row = '{"step": 1, "name": "final", "correct": ["x"]}\n'
+    folder = finished_run(tmp_path / "run", **{"evaluations.jsonl": row})
+    with pytest.raises(UserError, match="damaged .line 1: correct.0: Input should be a valid number, got 'x'"):
+        read_evaluations(folder)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.yaml", "samples.jsonl", "evaluations.jsonl"])
+def test_a_fifo_in_the_place_of_a_file_is_refused(tmp_path, capsys, name):
+    """Nothing waits for somebody to write into it."""
+    folder = finished_run(tmp_path / "run", **{name: None})
+    os.mkfifo(folder / name)
+    if name == "evaluations.jsonl":  # read where variants are compared
+        for variant in ("baseline", "rpo"):
+            finished_run(tmp_path / variant)
+        folder = tmp_path
+    assert main(["report", str(folder)]) == 2
+    assert f"{name} is damaged: it is no regular file" in capsys.readouterr().err

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from python_trainer.database_url import parse_database_url
 from python_trainer.errors import UserError
 from python_trainer.settings import LOCAL, Section
 from python_trainer.tasks.base import Task
@@ -112,6 +113,16 @@ class RhymeSettings(AcceleratorSettings):
     """Age in steps up to which this run's own answers may join groups; 0: never."""
     selection: Literal["likelihood", "retrodiction", "random"] = "likelihood"
     """Rule by which stage 2 ranks stored answers. retrodiction trains a small network after each step."""
+
+    @field_validator("database")
+    @classmethod
+    def _is_path_or_url(cls, place: str | None) -> str | None:
+        if place is not None:
+            try:
+                parse_database_url(place)
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return place
 
     @property
     def recorder(self) -> str | None:

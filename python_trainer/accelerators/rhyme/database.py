@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
 
-from python_trainer.errors import UserError, hide_passwords
+from python_trainer.database_url import FORMS, parse_database_url, show_database_url
+from python_trainer.errors import UserError
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
 VERSION = 3  # of the tables; another one is refused
@@ -135,7 +136,7 @@ class RetrospectiveDatabase:
 
     def __init__(self, url: str, *, create: bool = True):
         self._create, self._engine = create, make_engine(url)
-        self.name = self._engine.url.render_as_string(hide_password=True)
+        self.name = show_database_url(self._engine.url)
         self.is_sqlite = self._engine.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
             check_sqlite_file(Path(self._engine.url.database or ""), create=create)
@@ -255,26 +256,22 @@ def step_of(row: sa.Row) -> StepRecord:
     return StepRecord(row.step, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
 
 
-def make_engine(url: str) -> sa.Engine:
-    """Makes the engine of a path or URL, which opens nothing yet; UserError if it can be of no database."""
+def make_engine(place: str) -> sa.Engine:
+    """Return the engine of a path or URL, which opens nothing yet; UserError if it can be of no database."""
+    url = parse_database_url(place)
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    is_sqlite = url.get_backend_name() == "sqlite"
+    # transactions of SQLite begin where we say, not where the driver thinks
+    options = {"timeout": BUSY_SECONDS, "isolation_level": None} if is_sqlite else {}
     try:
-        parsed = sa.make_url(url) if "://" in url else sa.URL.create("sqlite", database=url)
-        kind = parsed.get_backend_name()
-        if kind not in ("sqlite", "postgresql", "postgres"):
-            raise UserError(f"a retrospective database is a path, sqlite:/// or postgresql://, got {kind}://")
-        if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
-            raise UserError(f"a retrospective database needs a file, got {url!r}")
-        if parsed.drivername in ("postgresql", "postgres"):
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        # transactions of SQLite begin where we say, not where the driver thinks
-        options = {"timeout": BUSY_SECONDS, "isolation_level": None} if kind == "sqlite" else {}
-        return sa.create_engine(parsed, poolclass=sa.NullPool, connect_args=options)
+        return sa.create_engine(url, poolclass=sa.NullPool, connect_args=options)
     except (ImportError, NoSuchModuleError) as error:
-        lack = f"{parsed.drivername} needs {getattr(error, 'name', None) or error}"
+        lack = f"{url.drivername} needs {getattr(error, 'name', None) or error}"
         raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
-    except (ArgumentError, ValueError) as error:  # ValueError: the port or another option is no number
-        forms = "sqlite:///PATH or postgresql://host/name"
-        raise UserError(f"{hide_passwords(url)!r} is neither a path nor a database URL such as {forms}") from error
+    except (ArgumentError, ValueError) as error:  # ValueError: an option of the query is no number
+        reason = " ".join(str(error).split())
+        raise UserError(f"{show_database_url(url)!r} cannot be used ({reason}): write {FORMS}") from error
 
 
 def check_sqlite_file(path: Path, *, create: bool) -> None:
