@@ -8,6 +8,7 @@ import torch
 
 import rlkernels
 from bench import Case, optional, read_bandwidth
+from bench._case import Provider
 from rlkernels.rank1 import reference
 
 
@@ -112,7 +113,7 @@ def cases(quick: bool) -> Iterator[Case]:
         )
         copy = weight.clone()
         for stochastic in (False, True):
-            providers = {
+            providers: dict[str, Provider] = {
                 "rlkernels": (copy.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
                 "torch reference": (copy.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
             }

@@ -34,7 +34,7 @@ def stated_precision(device: torch.device) -> Iterator[None]:
     finally:
         torch.set_default_dtype(default)
         for backend, precision in zip(backends, before):
-            inherited = precision == torch.backends.fp32_precision
+            inherited = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
             backend.matmul.fp32_precision = "none" if inherited else precision
 
 

@@ -83,7 +83,7 @@ def export_peft(updates: Mapping[str, Rank1Update], directory: str | Path, *, ba
         raise ValueError(f"updates must hold at least one that is not zero, got {len(updates)}")
     is_fused = any(factors.expert.part for parts in stacks.values() for part in parts.values() for factors in part)
     rank = 2 if is_fused else 1
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for module, factors in layers.items():
         tensors |= factors.tensors(f"base_model.model.{module}", rank)
     for module, parts in stacks.items():
@@ -161,8 +161,8 @@ def _expert_of(name: str, update: Rank1Update, known: Mapping[str, torch.nn.Modu
     rows, columns = len(update.u) * (2 if part else 1), len(update.v)
 
     def holds(other: torch.nn.Module) -> bool:
-        shape = getattr(getattr(other, parameter, None), "shape", ())
-        return tuple(shape[1:]) == (rows, columns) and number < shape[0]
+        shape = tuple(getattr(getattr(other, parameter, None), "shape", ()))
+        return len(shape) == 3 and shape[1:] == (rows, columns) and number < shape[0]
 
     return Expert(_find_module(module, name, known, holds), parameter, number, part)
 

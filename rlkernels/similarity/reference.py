@@ -230,7 +230,7 @@ def state_similarity(x, y, *, metric="sliced_wasserstein", scale=1.0, projection
     """See :func:`rlkernels.state_similarity`; float64 throughout."""
     out = x.new_empty(x.shape[0], y.shape[0], dtype=torch.float32)
     width = x.shape[1] * projections if metric == "sliced_wasserstein" else x.shape[1]  # of a row of features
-    for rows, columns in blocks(*out.shape, BLOCK_PAIRS, longest=BLOCK_FLOATS // max(width, 1)):
+    for rows, columns in blocks(x.shape[0], y.shape[0], BLOCK_PAIRS, longest=BLOCK_FLOATS // max(width, 1)):
         if metric == "sliced_wasserstein":
             samples = [project_and_sort(t, projections, seed) for t in (x[rows], y[columns])]
             out[rows, columns] = torch.exp(_distances(*samples) / -scale).float()

@@ -45,8 +45,8 @@ class Trajectories:
         return self.rewards.shape[0]
 
     def _rows(self, rows: slice) -> "Trajectories":
-        parts = (self.rewards, self.states, self.lengths)
-        return Trajectories(*(part if part is None else part[rows] for part in parts))
+        states, lengths = (None if part is None else part[rows] for part in (self.states, self.lengths))
+        return Trajectories(self.rewards[rows], states, lengths)
 
 
 def _check_trajectories(query: Trajectories, bank: Trajectories) -> None:
@@ -113,7 +113,7 @@ def rhyme_similarity(
         _check.one_of("state_metric", state_metric, METRICS)
     _backend.choose("rhyme_similarity", query.rewards.device, backend)
     out = query.rewards.new_empty(len(query), len(bank), dtype=torch.float32)
-    for rows, columns in reference.blocks(*out.shape, reference.BLOCK_PAIRS):
+    for rows, columns in reference.blocks(len(query), len(bank), reference.BLOCK_PAIRS):
         x, y = query._rows(rows), bank._rows(columns)
         state = None
         if reward_weight < 1:
