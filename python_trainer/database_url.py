@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 FORMS = "a database URL such as sqlite:///PATH or postgresql://USER@HOST/NAME"
 # characters of URLs, and the keywords of libpq, which also takes `host=h user=u password=p`
 NO_PLAIN_PATH = re.compile(
-    r"[:@?&;'\"\x00-\x1f]|\b(host|hostaddr|port|dbname|user|password|passfile|service)\s*=", re.IGNORECASE
+    r"[:@;'\"\x00-\x1f]|\b(host|hostaddr|port|dbname|user|password|passfile|service)\s*=", re.IGNORECASE
 )
 NOT_IN_HOSTS = re.compile(r"[/@;=]")  # colons are in those of IPv6
 NOT_IN_NAMES = re.compile(r"[:/@;=]")  # of PostgreSQL's databases

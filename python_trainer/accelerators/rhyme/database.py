@@ -8,7 +8,7 @@ transaction. Tensors are safetensors bytes; nothing is ever unpickled.
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
@@ -25,7 +26,8 @@ from python_trainer.database_url import FORMS, parse_database_url, show_database
 from python_trainer.errors import UserError
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
-VERSION = 3  # of the tables; another one is refused
+VERSION = 4  # of the tables; 3, without checksums, is brought to it, another one is refused
+MOST_ANSWERS = 1_000_000  # that are read at once
 MOST_RUNS = 64  # that are kept; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
 TENSORS = "response_ids", "logprobs"  # of an answer, stored together
@@ -45,6 +47,7 @@ run_table = sa.Table(
     sa.Column("tokenizer", sa.String(64), nullable=False),  # fingerprint
     sa.Column("task", sa.String(200), nullable=False),
     sa.Column("settings", sa.Text, nullable=False),  # JSON
+    sa.Column("checksum", sa.String(32), nullable=False),
 )  # fmt: skip
 
 step_table = sa.Table(
@@ -55,6 +58,7 @@ step_table = sa.Table(
     sa.Column("accuracy", sa.Float, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
     sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch and outcomes
+    sa.Column("checksum", sa.String(32), nullable=False),
 )  # fmt: skip
 
 answer_table = sa.Table(
@@ -67,9 +71,72 @@ answer_table = sa.Table(
     sa.Column("finished", sa.Boolean, nullable=False),  # ended by itself, not by the length limit
     sa.Column("reward", sa.Float, nullable=False),
     sa.Column("tensors", sa.LargeBinary, nullable=False),  # safetensors: response_ids, logprobs (NaN where unknown)
+    sa.Column("checksum", sa.String(32), nullable=False),
     sa.Index("rlkernels_rollouts_place", "run_id", "step"),
     sa.Index("rlkernels_rollouts_worth", "reward", "id"),
 )  # fmt: skip
+
+
+class StoredRow(BaseModel):
+    """What every row of a table must be, whoever wrote it; ``checksum`` finds damage, not malice."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, from_attributes=True)
+
+    def digest(self) -> str:
+        """Return the checksum of the columns."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in self:
+            data = value if isinstance(value, bytes) else repr(value).encode(errors="replace")
+            digest.update(f"{name} {len(data)} ".encode() + data)
+        return digest.hexdigest()
+
+
+class RunRow(StoredRow):
+    created: float
+    tokenizer: str
+    task: str
+    settings: str
+
+
+class StepRow(StoredRow):
+    run_id: int
+    step: int = Field(ge=0)
+    reward: float
+    accuracy: float
+    generated_tokens: int = Field(ge=0)
+    sketch: bytes
+
+
+class AnswerRow(StoredRow):
+    run_id: int
+    step: int = Field(ge=0)
+    prompt_key: str
+    text: str
+    finished: bool
+    reward: float
+    tensors: bytes
+
+
+ROWS: dict[str, type[StoredRow]] = {run_table.name: RunRow, step_table.name: StepRow, answer_table.name: AnswerRow}
+
+
+def with_checksum(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for a table, checked, with its checksum."""
+    row = ROWS[table.name].model_validate(values)
+    return row.model_dump() | {"checksum": row.digest()}
+
+
+def check_row(table: sa.Table, row: sa.Row) -> Any:
+    """Return the columns of a row; UserError if one has another type or range, or has changed since it was written."""
+    try:
+        columns = ROWS[table.name].model_validate(row)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        raise UserError(f"a row of {table.name} is damaged ({reason})") from None
+    if columns.digest() != row.checksum:
+        raise UserError(f"a row of {table.name} is damaged (its checksum differs)")
+    return columns
 
 
 @dataclass(frozen=True)
@@ -151,7 +218,13 @@ class RetrospectiveDatabase:
             connection.execute(meta_table.insert(), [{"key": "version", "value": str(VERSION)}])
             if self.is_sqlite:
                 connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
-        found = connection.execute(sa.select(meta_table.c.value).where(meta_table.c.key == "version")).scalar()
+        names = set(sa.inspect(connection).get_view_names()) & set(metadata.tables)
+        if names:  # the query of a view may never end
+            raise UserError(f"{self.name} holds views in the place of tables ({', '.join(sorted(names))})")
+        version = sa.select(meta_table.c.value).where(meta_table.c.key == "version")
+        if create and connection.execute(version).scalar() == "3":
+            add_checksums(connection)
+        found = connection.execute(version).scalar()
         if found != str(VERSION):
             raise UserError(f"{self.name} has schema version {found}, must be {VERSION}: choose another database")
 
@@ -170,14 +243,14 @@ class RetrospectiveDatabase:
                     connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(APPLICATION_ID)))
                 yield connection
-        except (SQLAlchemyError, UnicodeDecodeError) as error:
+        except (SQLAlchemyError, ValueError, OverflowError, TypeError) as error:  # the last three: damaged values
             reason = error.orig if isinstance(error, DatabaseError) else error
             raise UserError(f"retrospective database {self.name}: {' '.join(str(reason).split())}") from error
 
     def add_run(self, run: StoredRun) -> int:
         """Begins a run -> its id. The oldest go if there are too many."""
-        values = {name: value for name, value in vars(run).items() if name != "id"}
-        values["settings"] = json.dumps(run.settings)
+        described = {name: value for name, value in vars(run).items() if name != "id"}
+        values = with_checksum(run_table, described | {"settings": json.dumps(run.settings)})
         newest = sa.select(run_table.c.id).order_by(run_table.c.id.desc()).limit(MOST_RUNS).subquery()
         with self._transaction() as connection:
             run_id = connection.execute(run_table.insert().values(values).returning(run_table.c.id)).scalar_one()
@@ -191,7 +264,7 @@ class RetrospectiveDatabase:
         """
         rows = [answer_row(run_id, record.step, answer) for answer in answers]
         step = {name: getattr(record, name) for name in ("step", "reward", "accuracy", "generated_tokens")}
-        step |= {"run_id": run_id, "sketch": save(record.sketch | record.outcomes)}
+        step = with_checksum(step_table, step | {"run_id": run_id, "sketch": save(record.sketch | record.outcomes)})
         if self.is_sqlite and not Path(self._engine.url.database or "").exists():  # SQLite would make a new file
             return False
         with self._transaction() as connection:
@@ -214,7 +287,7 @@ class RetrospectiveDatabase:
         """Returns all runs, oldest first."""
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(run_table).order_by(run_table.c.id)).all()
-        return [StoredRun(**dict(row._mapping) | {"settings": json.loads(row.settings)}) for row in rows]
+        return [run_of(row) for row in rows]
 
     def trajectory(self, run_id: int) -> list[StepRecord]:
         """Returns the steps of a run in order."""
@@ -233,7 +306,7 @@ class RetrospectiveDatabase:
         with self._transaction(write=False) as connection:
             rows = connection.execution_options(yield_per=1000).execute(query)
             found = (answer_of(row) for row in rows if wanted is None or row.prompt_key in wanted)
-            return list(islice(found, limit))
+            return list(islice(found, MOST_ANSWERS if limit is None else limit))
 
 
 def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
@@ -241,19 +314,58 @@ def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
     # PostgreSQL takes no NUL in texts, and no database a lone surrogate
     text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
     row = {name: getattr(answer, name) for name in ("prompt_key", "finished", "reward")}
-    return row | {"run_id": run_id, "step": step, "text": text.decode(), "tensors": packed}
+    return with_checksum(answer_table, row | {"run_id": run_id, "step": step, "text": text.decode(), "tensors": packed})
 
 
 def answer_of(row: sa.Row) -> StoredAnswer:
-    tensors = unpack_tensors(row.tensors, *TENSORS)
-    facts: dict[str, Any] = {name: getattr(row, name, None) for name in StoredAnswer.__dataclass_fields__}
-    return StoredAnswer(**facts | {name: tensors[name] for name in TENSORS})
+    columns = check_row(answer_table, row)
+    tensors = unpack_tensors(columns.tensors, *TENSORS)
+    ids, logprobs = (tensors[name] for name in TENSORS)
+    if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or (ids < 0).any():
+        raise UserError(f"response_ids of a row of {answer_table.name} must be token ids, got {tuple(ids.shape)}")
+    if logprobs.shape != ids.shape or not logprobs.is_floating_point() or logprobs.isinf().any():
+        raise UserError(f"logprobs of a row of {answer_table.name} must be finite or NaN, one for each token")
+    facts = {name: getattr(columns, name) for name in ("run_id", "step", "prompt_key", "text", "finished", "reward")}
+    return StoredAnswer(**facts, tokenizer=str(row.tokenizer), response_ids=ids, logprobs=logprobs)
 
 
 def step_of(row: sa.Row) -> StepRecord:
-    tensors = unpack_tensors(row.sketch)
+    columns = check_row(step_table, row)
+    tensors = unpack_tensors(columns.sketch)
     outcomes = {name: tensors.pop(name) for name in sorted({"prompts", "answers", "right"} & tensors.keys())}
-    return StepRecord(row.step, row.reward, row.accuracy, tensors, row.generated_tokens, outcomes)
+    return StepRecord(columns.step, columns.reward, columns.accuracy, tensors, columns.generated_tokens, outcomes)
+
+
+def run_of(row: sa.Row) -> StoredRun:
+    columns = check_row(run_table, row)
+    settings = json.loads(columns.settings)
+    if not isinstance(settings, dict):
+        raise UserError(f"settings of a row of {run_table.name} must be an object, got {type(settings).__name__}")
+    return StoredRun(columns.tokenizer, columns.task, settings, columns.created, row.id)
+
+
+def add_checksums(connection: sa.Connection) -> None:
+    """Bring a database of version 3 to version 4.
+
+    Log-probabilities of runs that sampled with top-k or top-p were of the truncated distribution; they become unknown.
+    """
+    for table in (run_table, step_table, answer_table):
+        connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN checksum VARCHAR(32) NOT NULL DEFAULT ''")
+    truncated = set()
+    for row in connection.execute(sa.select(run_table)).all():
+        rollout = json.loads(row.settings).get("rollout", {})
+        if rollout.get("top_k") or rollout.get("top_p", 1.0) < 1:
+            truncated.add(row.id)
+    for table in (run_table, step_table, answer_table):
+        keys = list(table.primary_key.columns)
+        for key in connection.execute(sa.select(*keys)).all():
+            place = sa.and_(*(column == value for column, value in zip(keys, key)))
+            values = dict(connection.execute(sa.select(table).where(place)).one()._mapping)
+            if table is answer_table and values["run_id"] in truncated:
+                tensors = unpack_tensors(values["tensors"], *TENSORS)
+                values["tensors"] = save(tensors | {"logprobs": torch.full_like(tensors["logprobs"], torch.nan)})
+            connection.execute(table.update().where(place).values(with_checksum(table, values)))
+    connection.execute(meta_table.update().where(meta_table.c.key == "version").values(value=str(VERSION)))
 
 
 def make_engine(place: str) -> sa.Engine:
@@ -289,8 +401,11 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
             connection.execute("BEGIN")  # one look, while another may be making it
             (owner,) = connection.execute("PRAGMA application_id").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            programs = connection.execute("SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')")
             if tables and owner != APPLICATION_ID:
                 raise UserError(f"{path} is the SQLite database of another program; it was left as it is")
+            if programs.fetchone()[0]:  # their queries may never end
+                raise UserError(f"{path} holds views or triggers, which no trainer makes; it was left as it is")
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except (sqlite3.Error, UnicodeDecodeError) as error:  # their messages quote what is there
         verdict = str(error)

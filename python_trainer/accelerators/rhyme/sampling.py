@@ -112,6 +112,8 @@ def encode_again(answers: Sequence[StoredAnswer], tokenizer: Any, fingerprint: s
             ids = [*ids, tokenizer.eos_token_id] if answer.finished else ids
             answer.response_ids, answer.tokenizer = torch.tensor(ids, dtype=torch.int32), fingerprint
             answer.logprobs = torch.full((len(ids),), math.nan)
+        elif answer.response_ids.numel() and int(answer.response_ids.max()) >= len(tokenizer):
+            continue  # whoever wrote the row: no policy has an embedding for these
         kept.append(answer)
     return kept
 

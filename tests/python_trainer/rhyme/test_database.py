@@ -272,3 +272,96 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     RetrospectiveDatabase(path)
     assert main(["history", path]) == 0  # empty
     assert "0 runs" in capsys.readouterr().out
+
+
+def written(tmp_path, name="history.db"):
+    """Write a database with one run of one step and two answers; return its path."""
+    path = tmp_path / name
+    database = RetrospectiveDatabase(str(path))
+    run = database.add_run(replace(FACTS, settings={"rollout": {"top_k": 0, "top_p": 1.0}}))
+    database.add_step(run, make_step(1), [make_sample(text="one"), make_sample(text="two")], created=FACTS.created)
+    return path
+
+
+def contents(path):
+    """Return all that the trainer reads, as text."""
+    database = RetrospectiveDatabase(str(path), create=False)
+    runs = database.runs()
+    steps = [vars(step) for run in runs for step in database.trajectory(run.id)]
+    for step in steps:
+        step["sketch"] = sorted(step["sketch"].items())
+    return repr((runs, steps, [vars(answer) for answer in database.samples()]))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ("UPDATE rlkernels_rollouts SET text = x'00ff'", "text: Input should be a valid string"),
+    ("UPDATE rlkernels_rollouts SET reward = 9e999", "reward: Input should be a finite number"),
+    ("UPDATE rlkernels_rollouts SET reward = 'much'", "rollouts is damaged"),
+    ("UPDATE rlkernels_rollouts SET step = -5", "step: Input should be greater than or equal to 0"),
+    ("UPDATE rlkernels_rollouts SET text = 'three'", "rollouts is damaged (its checksum differs)"),
+    ("UPDATE rlkernels_steps SET accuracy = 0.9", "steps is damaged (its checksum differs)"),
+    ("UPDATE rlkernels_steps SET generated_tokens = 'x'", "damaged"),
+    ("UPDATE rlkernels_runs SET settings = '[1]'", "runs is damaged (its checksum differs)"),
+    ("DELETE FROM rlkernels_meta", "has schema version None"),
+    ("CREATE VIEW endless AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n",
+     "holds views or triggers"),
+    ("CREATE TRIGGER t AFTER INSERT ON rlkernels_runs BEGIN DELETE FROM rlkernels_runs; END", "views or triggers"),
+])  # fmt: skip
+def test_rows_that_nobody_wrote_so_are_refused_in_one_line(tmp_path, change, words):
+    path = written(tmp_path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(change)
+    with pytest.raises(UserError) as raised:
+        contents(path)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_flipped_byte_is_told_or_changes_nothing(tmp_path):
+    path = written(tmp_path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.execute("PRAGMA journal_mode = DELETE")
+    whole, before, told = path.read_bytes(), contents(path), 0
+    for place in range(0, len(whole), 61):
+        copy = tmp_path / "flipped.db"
+        copy.write_bytes(whole[:place] + bytes([whole[place] ^ 0x24]) + whole[place + 1 :])
+        try:
+            assert contents(copy) == before, f"byte {place}"
+        except UserError:
+            told += 1
+    assert told > 20
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([[1]]), torch.tensor([-1]), torch.tensor([0.5])])
+def test_tensors_that_are_no_answer_are_refused(tmp_path, ids):
+    """With a checksum that fits, as only somebody who means it can make it."""
+    path = tmp_path / "history.db"
+    database = RetrospectiveDatabase(str(path))
+    run = database.add_run(FACTS)
+    sample = replace(make_sample(), response_ids=ids, logprobs=torch.zeros_like(ids, dtype=torch.float32))
+    database.add_step(run, make_step(), [sample], created=FACTS.created)
+    with pytest.raises(UserError, match="response_ids of a row of rlkernels_rollouts must be token ids"):
+        database.samples()
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_an_older_database_gets_checksums(tmp_path, top_k):
+    path = tmp_path / "history.db"
+    database = RetrospectiveDatabase(str(path))
+    run = database.add_run(replace(FACTS, settings={"rollout": {"top_k": top_k}}))
+    database.add_step(run, make_step(1), [make_sample(text="one")], created=FACTS.created)
+    before = database.samples()[0]
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for table in ("runs", "steps", "rollouts"):
+            connection.execute(f"ALTER TABLE rlkernels_{table} DROP COLUMN checksum")
+        connection.execute("UPDATE rlkernels_meta SET value = '3'")
+    with pytest.raises(UserError, match="has schema version 3, must be 4"):
+        RetrospectiveDatabase(str(path), create=False)
+    (after,) = RetrospectiveDatabase(str(path)).samples()
+    assert torch.equal(after.response_ids, before.response_ids) and after.text == "one"
+    assert (
+        after.logprobs.isnan().all()
+        if top_k
+        else torch.equal(after.logprobs.nan_to_num(7), before.logprobs.nan_to_num(7))
+    )
+    assert len(contents(path)) > 100
