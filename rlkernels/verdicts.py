@@ -38,13 +38,8 @@ def structure(node: Any) -> str:
 
 
 def digest(path: Path) -> str:
-    """Hash a source file so that comments and layout do not count; another file by its bytes."""
-    if path.suffix == ".py":
-        text = structure(ast.parse(path.read_text())).encode()
-    elif path.suffix in (".cu", ".cuh", ".h", ".cpp"):
-        text = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL).split()).encode()
-    else:
-        text = path.read_bytes()
+    """Hash a module so that comments and layout do not count; another file by its bytes."""
+    text = structure(ast.parse(path.read_text())).encode() if path.suffix == ".py" else path.read_bytes()
     return hashlib.sha256(text).hexdigest()[:16]
 
 

@@ -2,7 +2,7 @@
 
 What a GPU would refuse is refused: an operation on tensors of both devices, or numpy of one there. So code runs as on a
 GPU as far as devices decide anything (kernels, the type of weights, where a tensor is made), and a tensor that was left
-behind on the other side is found. How often the host waits for the device is counted.
+behind on the other side is found. How often the host waits for the device is counted, and what it launches there.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support import waits
+from support import computes, waits
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,6 +67,7 @@ class GPUTensor(torch.Tensor):
 
     numbers: torch.Tensor
     waits: ClassVar[Counter[str]] = Counter()
+    launches: ClassVar[Counter[str]] = Counter()
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> "GPUTensor":
@@ -121,6 +122,8 @@ def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return OPDEFS[func._schema.name]._backend_fns[None](*args, **kwargs)
     if waits(func, args, kwargs):
         GPUTensor.waits[str(func)] += 1
+    if computes(func):
+        GPUTensor.launches[func.overloadpacket.__name__] += 1
     numbers = tree_map(lambda x: x.numbers if isinstance(x, GPUTensor) else x, (args, kwargs))
     out = STAND_INS.get(func, func)(*numbers[0], **numbers[1])
     written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
@@ -155,6 +158,8 @@ class PretendGPU(TorchFunctionMode):
         kwargs["device"] = torch.device("cpu")
         out = func(*args, **kwargs)
         if where == "cuda":
+            if not func.__name__.startswith("empty"):
+                GPUTensor.launches[func.__name__] += 1
             return out if isinstance(out, GPUTensor) else GPUTensor(out).requires_grad_(out.requires_grad)
         return out.numbers if isinstance(out, GPUTensor) else out
 
@@ -174,6 +179,7 @@ def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
         return tensor
     assert not (tensor.requires_grad and torch.is_grad_enabled()), "no gradient goes from one device to the other"
     if where == "cuda":
+        GPUTensor.launches["to the GPU"] += 1
         return GPUTensor(tensor.detach().clone())
     GPUTensor.waits["to the host"] += 1
     return tensor.numbers.clone()  # type: ignore[attr-defined]
@@ -207,6 +213,7 @@ def pretended() -> Iterator[Counter[str]]:
         "set_rng_state": None,
     }
     GPUTensor.waits.clear()
+    GPUTensor.launches.clear()
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # to parameters of another class
     try:
         with pytest.MonkeyPatch.context() as monkeypatch, PretendGPU():

@@ -31,6 +31,12 @@ def waits(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def computes(func: Any) -> bool:
+    """Whether a GPU would launch something for an operation: not for views and empty memory."""
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return not view and not func.overloadpacket.__name__.startswith(("empty", "new_empty", "lift_fresh"))
+
+
 class Launches(TorchDispatchMode):
     """Notes what operations do.
 
@@ -50,8 +56,7 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if waits(func, args, kwargs):
             self.waits.append(str(func))
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not view and not name.startswith(("empty", "new_empty", "lift_fresh")):
+        if computes(func):
             self.counts[name] += 1
         out = func(*args, **(kwargs or {}))
         self.results += [(name, t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

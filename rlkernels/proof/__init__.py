@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pkgutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from rlkernels import _check, verdicts
 from rlkernels import backend as backends
+from rlkernels.proof import compiled
 from rlkernels.proof.problem import Case
 from rlkernels.proof.process import DeviceLost, Message, Worker
 from rlkernels.proof.workload import Workload
@@ -30,7 +32,9 @@ __all__ = ["PROVABLE", "WIN", "Workload", "prove"]
 WIN = 0.97
 HANG_S = 25.0  # from one message of the worker to the next; a kernel compiles meanwhile
 CASE_S = 0.5  # of timing in a case
+COMPILE_S = 600.0  # for the PTX of all candidates
 CASES = "rlkernels.proof.cases:cases_of"
+NO_GPU = "torch finds no CUDA device; --device cpu (device='cpu') makes a dry run on the CPU"
 # the worker imports what this process would
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
 # the ops that have a GPU kernel, those that a step spends most time in first
@@ -117,6 +121,25 @@ class Prover:
                 self.place(case, name, found[name], answer)
             return
 
+    def kernels(self, op: str, name: str) -> compiled.Kernels:
+        """Return the PTX that a candidate launches in the timed cases; of CUDA C++ that of all kernels.
+
+        Raises:
+            RuntimeError: it does not run.
+            FileNotFoundError: of CUDA C++: nvcc or the sources are missing.
+            TimeoutError, ConnectionError: as :meth:`ask`.
+        """
+        if name == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            return compiled.cuda_kernels(10 * major + minor)
+        launched = []
+        for case in (case for case in self.cases if case.op == op and case.timed):
+            answer = self.ask({"kind": "compile", "op": op, "case": case.label, "backend": name})
+            if not answer["ok"]:
+                raise RuntimeError(f"{op} {name}, {case.label}: {answer['message']}")
+            launched += answer["launched"]
+        return compiled.collect(launched)
+
     def place(self, case: Case, name: str, entry: Message, answer: Message) -> None:
         """Record the result of a candidate in a timed case."""
         if why := objection({"ok": True, "repeats": True, **answer["judged"][name]}):
@@ -180,7 +203,7 @@ def prove(
     except RuntimeError:
         raise ValueError(f"device must be one that torch knows, such as 'cuda:1', got {device!r}") from None
     if on.type == "cuda" and not torch.cuda.is_available():
-        return {"device": {}, "verdicts": {}, "left_out": dict.fromkeys(wanted, "torch finds no CUDA device")}
+        return {"device": {}, "verdicts": {}, "left_out": dict.fromkeys(wanted, NO_GPU)}
     index = 0 if on.type != "cuda" else on.index if on.index is not None else torch.cuda.current_device()
     facts = {"gpu": "cpu", "torch": torch.__version__}
     if on.type == "cuda":
@@ -215,10 +238,34 @@ def prove(
     return {"device": facts, "verdicts": found, "left_out": left_out}
 
 
-def write_record(path: Path, result: dict[str, Any]) -> None:
-    """Writes the result of :func:`prove` as a record for ``bench/gpu/records``, with the sources that it is of."""
-    root = verdicts.PACKAGE.parent
-    files = [*verdicts.PACKAGE.rglob("*.py"), *(p for p in (root / "csrc").rglob("*.*") if p.is_file())]
-    made_of = {str(file.relative_to(root)): verdicts.digest(file) for file in sorted(files)}
+def compile_candidates(
+    result: dict[str, Any], device: torch.device | str | None = None, *, workload: Workload | None = None,
+    say: Callable[[str], Any] = print, cases: str = CASES,
+) -> compiled.Code:  # fmt: skip
+    """Return the PTX of the candidates in a result of :func:`prove` on the same GPU; none of a dry run.
+
+    ``say`` gets a line about each candidate whose PTX is not to be had.
+    """
+    if result["device"].get("gpu", "cpu") == "cpu":
+        return {}
+    prover = Prover(torch.device(device or "cuda"), workload or Workload(), COMPILE_S, cases, say)
+    code: compiled.Code = {}
+    for op, verdict in result["verdicts"].items():
+        for name in verdict["candidates"] if not backends.OPS[op].like else ():
+            try:
+                code.setdefault(op, {})[name] = prover.kernels(op, name)
+            except DeviceLost as error:
+                say(f"no PTX from {op} {name} on: {error}")
+                return code
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                say(f"no PTX of {op} {name}: {error}")
+    prover.worker.close()
+    return code
+
+
+def write_record(path: Path, result: dict[str, Any], code: compiled.Code) -> None:
+    """Write the result of :func:`prove` as a record for ``bench/gpu/records``, and its PTX beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**result, "sources": made_of}, indent=1) + "\n")
+    path.write_text(json.dumps({**result, "nvcc": compiled.nvcc_version()}, indent=1) + "\n")
+    if code:
+        compiled.write_code(path, code)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rlkernels.proof.compiled import captured
 from rlkernels.proof.problem import Case, Problem, Tolerance, Verdict, check
 from rlkernels.proof.process import Message
 from rlkernels.proof.workload import Workload
@@ -96,6 +97,11 @@ def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Messa
         torch.manual_seed(0)
         verdict, repeats = check(case.make(device), job["backend"], device)
         return {"ok": True, **finding(verdict), "repeats": repeats}
+    if job["kind"] == "compile":
+        problem = case.make(device)
+        with captured() as launched:
+            problem.call(job["backend"])
+        return {"ok": True, "launched": launched}
     return run_timing(case, job["backends"], device, job["seconds"], say)
 
 

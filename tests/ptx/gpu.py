@@ -4,17 +4,15 @@
         out = rlkernels.grouped_attention(query, key, value, layout, scale=0.1, backend="triton")  # tensors of the CPU
 
 Launchers, specialisation and compiler are those of a GPU. What ``torch.empty`` made counts as unwritten until a kernel
-writes it. ``Gpu(90, execute=False)`` compiles the kernels and runs none, for any architecture that Triton knows.
+writes it. ``Gpu(90, execute=False)`` compiles the kernels and runs none, for any architecture that Triton knows; there
+``torch.empty`` gives zeros. ``torch_fills``: operations of torch may write what kernels read.
 """
 
 import random
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,12 +26,13 @@ from ptx.block import Block
 from ptx.memory import Global
 from ptx.program import parse
 
-ROOT = Path(__file__).parents[2]
 ORDERS: dict[str, Callable[[list], list]] = {
     "forward": lambda blocks: blocks,
     "reversed": lambda blocks: blocks[::-1],
     "shuffled": lambda blocks: random.Random(0).sample(blocks, len(blocks)),
 }
+# KiB that a program may have
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 NUMBERS = {"i32": "<i4", "i64": "<i8", "fp32": "<f4", "fp64": "<f8", "u1": "<i1", "i1": "<i1"}
 
 
@@ -52,8 +51,9 @@ class Launch:
 
 class Gpu:
     def __init__(self, arch: int, order: str = "forward", change: Callable[[str], str] = lambda ptx: ptx, *,
-                 execute: bool = True) -> None:  # fmt: skip
+                 execute: bool = True, torch_fills: bool = False) -> None:  # fmt: skip
         self.arch, self.order, self.change, self.execute = arch, ORDERS[order], change, execute
+        self.torch_fills = torch_fills
         self.memory, self.launches = Global(), list[Launch]()
         self._blocks: dict[Any, Block] = {}
         self._patches = ExitStack()
@@ -62,15 +62,17 @@ class Gpu:
         from triton.runtime.jit import JITFunction
 
         from rlkernels.prefix_cache import triton_grouped, triton_kernels
+        from rlkernels.rank1 import layout
 
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            self._launch(kernel, grid, args, kwargs)
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return self._launch(kernel, grid, args, kwargs)
 
         blocks = triton_grouped._blocks
         replaced = {
             (JITFunction, "run"): run,
             (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
             (triton_kernels, "processors"): lambda _: 132,
+            (layout, "max_shared_mem"): lambda _: SHARED_KIB[self.arch] * 1024,
             (torch.cuda, "get_device_capability"): lambda _: divmod(self.arch, 10),
             (triton_grouped, "_blocks"): lambda query: blocks(
                 SimpleNamespace(shape=query.shape, dtype=query.dtype, device=query.device, is_cuda=True)
@@ -89,13 +91,15 @@ class Gpu:
     def _noting(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)
-            if made.device.type == "cpu":
-                self.memory.know(made, written=False)
+            if not self.execute:
+                getattr(made, "numbers", made).zero_()
+            elif made.device.type == "cpu":
+                self.memory.know(made, written=self.torch_fills)
             return made
 
         return noting
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As ``JITFunction.run``, but that the kernel does not go to a driver."""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -116,11 +120,12 @@ class Gpu:
         launch = Launch(kernel, named | options.__dict__, built)
         self.launches.append(launch)
         if not self.execute:
-            return
+            return built
         given = [self._argument(bound[name], kind) for name, kind in signature.items() if kind != "constexpr"]
         scratch = [bytes(8)] * 2  # which the compiler may ask for, and no kernel of ours does
         launch.block = self.run(built.asm["ptx"], kernel.__name__, [*given, *scratch], grid, 32 * options.num_warps,
                                 built.metadata.shared)  # fmt: skip
+        return built
 
     def _argument(self, value: Any, kind: str) -> bytes:
         return self.pointer(value) if isinstance(value, torch.Tensor) else np.array(value, NUMBERS[kind]).tobytes()
@@ -141,13 +146,3 @@ class Gpu:
         for z, y, x in self.order(list(product(*map(range, size[::-1])))):
             block.run((x, y, z))
         return block
-
-
-def compile_cuda(source: str, arch: int) -> str:
-    """The PTX of a file in csrc/cuda."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "out.ptx"
-        command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc/include'}", "-ptx"]
-        subprocess.run([*command, f"-arch=compute_{arch}", str(ROOT / "csrc/cuda" / source), "-o", str(target)],
-                       check=True)  # fmt: skip
-        return target.read_text()

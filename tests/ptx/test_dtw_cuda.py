@@ -10,8 +10,9 @@ import pytest
 import torch
 from support import lacks
 
-from ptx.gpu import Gpu, compile_cuda
+from ptx.gpu import Gpu
 from ptx.program import entries
+from rlkernels.proof.compiled import compile_cuda
 from rlkernels.similarity import reference
 
 NO_BAND = 1 << 40
@@ -36,10 +37,10 @@ def compiled(arch):
 
 
 def launch(arch, tensors, radius, subsequence, kernels):
-    """Launch kernels, named by patterns, as (pattern, last argument, blocks) -> their whole names."""
+    """Launch kernels, named by patterns, as (pattern, last argument, blocks) -> what ran them, by their whole names."""
     (n, rows, dims), (m, columns) = tensors["x"].shape, tensors["y"].shape[:2]
     count = tensors["pairs"].numel() if "pairs" in tensors else n * m
-    names = []
+    ran = {}
     with Gpu(arch) as gpu:
         for tensor in tensors.values():
             gpu.pointer(tensor)
@@ -47,28 +48,39 @@ def launch(arch, tensors, radius, subsequence, kernels):
         problem = Problem(**{name: t.data_ptr() for name, t in tensors.items()}, n=n, m=m, rows=rows, columns=columns,
                           dims=dims, radius=radius, subsequence=subsequence, count=count)  # fmt: skip
         for pattern, last, blocks in kernels:
-            (entry,) = (name for name in entries(compiled(arch)) if re.search(pattern, name))
-            gpu.run(compiled(arch), entry, [bytes(problem), last.to_bytes(8, "little")], (blocks,), 128)
-            names.append(entry)
-    return names
+            entry = entry_of(arch, pattern)
+            ran[entry] = gpu.run(compiled(arch), entry, [bytes(problem), last.to_bytes(8, "little")], (blocks,), 128)
+    return ran
+
+
+def entry_of(arch, pattern):
+    (entry,) = (name for name in entries(compiled(arch)) if re.search(pattern, name))
+    return entry
+
+
+def rows_per_lane(rows, dims):
+    return 4 if dims > 1 else 2 if rows <= 64 else 4 if rows <= 128 else 8
+
+
+def pattern_of(rows, columns, dims, radius, subsequence):
+    """The kernel that ``pick`` of csrc/cuda takes."""
+    flags = (dims == 1, not subsequence and (radius < rows or radius < columns), subsequence)
+    return f"dtw_kernelILi{rows_per_lane(rows, dims)}E" + "".join(f"Lb{int(flag)}E" for flag in flags)
 
 
 def run(arch, x, y, x_lengths, y_lengths, band, subsequence, *, warps=5, cost=None, pairs=None):
-    """As ``dtw`` of csrc/cuda launches it, by ``warps`` warps -> the kernel's name, cost, start and end."""
+    """As ``dtw`` of csrc/cuda launches it, by ``warps`` warps -> what ran it, by its name; cost, start and end."""
     (n, rows, dims), (m, columns) = x.shape, y.shape[:2]
     radius = NO_BAND if band is None else band
-    per_lane = 4 if dims > 1 else 2 if rows <= 64 else 4 if rows <= 128 else 8
-    flags = (dims == 1, not subsequence and (radius < rows or radius < columns), subsequence)
-    pattern = f"dtw_kernelILi{per_lane}E" + "".join(f"Lb{int(flag)}E" for flag in flags)
-    border = warps * columns * (2 if subsequence else 1) if rows > 32 * per_lane else 0
+    pattern = pattern_of(rows, columns, dims, radius, subsequence)
+    border = warps * columns * (2 if subsequence else 1) if rows > 32 * rows_per_lane(rows, dims) else 0
     cost = torch.full((n, m), -7.0) if cost is None else cost
     start, end = torch.empty(2, n, m, dtype=torch.int64)
     tensors = dict(zip((*POINTERS, "cost", "start", "end", "scratch"),
                        (x, y, x_lengths, y_lengths, cost, start, end, torch.empty(border))))  # fmt: skip
     if pairs is not None:
         tensors["pairs"] = pairs
-    (entry,) = launch(arch, tensors, radius, subsequence, [(pattern, warps, -(-warps // 4))])
-    return entry, cost, start, end
+    return launch(arch, tensors, radius, subsequence, [(pattern, warps, -(-warps // 4))]), cost, start, end
 
 
 def lower_bounds(arch, x, y, x_lengths, y_lengths, band):
@@ -94,8 +106,8 @@ def check(arch, rows, columns, dims):
     x_lengths, y_lengths = torch.tensor([rows, max(1, rows - 9), 0]), torch.tensor([columns, max(1, columns - 5), 1])
     ran = set()
     for band, subsequence in ((None, False), (rows % 5, False), (None, True)):
-        name, cost, *places = run(arch, x, y, x_lengths, y_lengths, band, subsequence)
-        ran.add(name)
+        kernels, cost, *places = run(arch, x, y, x_lengths, y_lengths, band, subsequence)
+        ran |= kernels.keys()
         for i in range(2):
             for j in range(3):
                 pair = x[i : i + 1, : x_lengths[i]], y[j : j + 1, : y_lengths[j]]
@@ -157,10 +169,10 @@ def test_listed_pairs_have_the_costs_of_all_pairs(arch, rows, dims):
     x, y, x_lengths = torch.randn(3, rows, dims), torch.randn(4, 5, dims), torch.tensor([rows, 0, rows - 2])
     series = x, y, x_lengths, torch.tensor([5, 4, 0, 3])
     for band in (None, 1):
-        name, wanted, *_ = run(arch, *series, band, False)
+        ran, wanted, *_ = run(arch, *series, band, False)
         for pairs in ([], [-1, -1], [11, 4, 0, 2, 3, -1, -1]):
             found = torch.full((3, 4), -7.0)
             listing = torch.tensor(pairs, dtype=torch.int64)
             same, *_ = run(arch, *series, band, False, warps=2, cost=found, pairs=listing)
-            assert same == name
+            assert same.keys() == ran.keys()
             assert all(found.flatten()[i] == (wanted.flatten()[i] if i in pairs else -7) for i in range(12))

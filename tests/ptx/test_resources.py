@@ -19,8 +19,9 @@ import torch
 from support import lacks
 
 from ptx import test_kernels as run
-from ptx.gpu import ROOT, Gpu, Launch
+from ptx.gpu import Gpu, Launch
 from ptx.test_kernels import BF16, CASES, Kernel, compiled, expected, launches_of, named  # noqa: F401
+from rlkernels.proof.compiled import NVCC_FLAGS, ROOT
 
 Case = Callable[[Gpu], None]
 TARGETS = (80, 90)  # sm_80 (A100), sm_90 (H100, H200)
@@ -101,22 +102,24 @@ def large(case: str, arch: int) -> list[Built]:
     return found
 
 
+def cuda_name(source: str, mangled: str) -> str:
+    rows, *chosen = re.findall(r"L[ib](\d+)E", mangled) or [""]
+    flags = [flag for flag, on in zip(("one feature", "band", "subsequence"), chosen) if on == "1"]
+    subject = f"{rows} rows a lane" if rows else "bounds" if "bound_kernel" in mangled else "boxes"
+    return ", ".join([f"{source.removesuffix('.cu')} in CUDA, {subject}", *flags])
+
+
 def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
     """What nvcc makes of the kernels of a file in csrc/cuda."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc/include'}", "-cubin",
-                   f"-arch=sm_{arch}", "-Xptxas", "-v", str(ROOT / "csrc/cuda" / source), "-o",
-                   str(Path(folder) / "out.cubin")]  # fmt: skip
+        command = ["nvcc", *NVCC_FLAGS, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", str(ROOT / "csrc/cuda" / source),
+                   "-o", str(Path(folder) / "out.cubin")]  # fmt: skip
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     for part in said.split("Compiling entry function ")[1:]:
         found = CUDA_PROPERTIES.search(part)
         assert found, part
-        mangled = part.split("'")[1]
-        rows, *chosen = re.findall(r"L[ib](\d+)E", mangled) or [""]
-        flags = [flag for flag, on in zip(("one feature", "band", "subsequence"), chosen) if on == "1"]
         shared = re.search(r"(\d+) bytes smem", part)
-        subject = f"{rows} rows a lane" if rows else "bounds" if "bound_kernel" in mangled else "boxes"
-        name = ", ".join([f"{source.removesuffix('.cu')} in CUDA, {subject}", *flags])
+        name = cuda_name(source, part.split("'")[1])
         yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[2]), int(found[1]))
 
 
