@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,18 +118,21 @@ def update(values: dict[str, Any], times: int = 2) -> int:
 
 
 def rows(size: Size) -> list[Row]:
+    kinds = [kind for kind, model in KINDS.items() if "lora" not in model or find_spec("peft")]
     with TemporaryDirectory() as name:
         folder = Path(name) / "policy"
         make_folder(size, folder)
-        runs = [settings(size, folder, kind) for kind in KINDS]
+        runs = [settings(size, folder, kind) for kind in kinds]
         told, found = list(map(planned, runs)), measured(runs)
-    return [
-        Row(
+    made = {
+        kind: Row(
             "plan", "python_trainer", f"{size.name}, {kind}", dtype=KINDS[kind].get("dtype", "float32"),
             peak_bytes=taken, extra=f"told {ours / 1e6:.0f} MB: {ours / taken:.2f} of it",
         )
-        for kind, ours, taken in zip(KINDS, told, found)
-    ]  # fmt: skip
+        for kind, ours, taken in zip(kinds, told, found)
+    }  # fmt: skip
+    lacking = Row("plan", "python_trainer", size.name, missing="PEFT is not installed; pip install peft")
+    return [made.get(kind) or replace(lacking, shape=f"{size.name}, {kind}") for kind in KINDS]
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:

@@ -58,7 +58,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, UserError | NotFinite) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        install = "`pip install --no-build-isolation '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
+        install = "`pip install --no-build-isolation -e '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
         return f"{error} by {sys.executable}; the extra train brings what python_trainer needs: {install}"
     if isinstance(error, MemoryError | RuntimeError) and is_out_of_memory(error):
         return "; ".join(["out of memory", *str(error).splitlines()[:1]])

@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ OPS: dict[str, Op] = {
 def extension_error() -> str | None:
     """Load ``rlkernels._C`` -> None, or the reason in one line why it does not load.
 
-    Warns of one that is there but does not load, because without it everything still works, only slower.
+    Warns of one that is there but does not load, or that a clone hides: without it everything works, only slower.
     """
     try:
         import rlkernels._C
@@ -88,12 +89,19 @@ def extension_error() -> str | None:
     except ImportError as error:
         how = "with `pip install --no-build-isolation -e .`"
         built = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
-        if not built:
+        hidden = [path for path in map(Path, sys.path) if [*path.glob("rlkernels/_C.*.so")]]
+        if built:
+            reason = (
+                f"the compiled extension {', '.join(built)} does not load ({error}); it fits the torch and the Python "
+                f"that it was built with: build it again {how}"
+            )
+        elif hidden:
+            reason = (
+                f"Python takes {Path(__file__).parent}, which is not compiled, before the installed package in "
+                f"{hidden[0]}: install {how}, or start Python in another folder"
+            )
+        else:
             return f"the compiled extension is missing ({error}); build it {how}"
-        reason = (
-            f"the compiled extension {', '.join(built)} does not load ({error}); it fits the torch and the Python that "
-            f"it was built with: build it again {how}"
-        )
         warnings.warn(f"rlkernels works without its compiled code, more slowly: {reason}", RuntimeWarning, stacklevel=2)
         return reason
     return None

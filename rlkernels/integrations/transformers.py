@@ -429,7 +429,7 @@ def check_pass(model: PreTrainedModel, given: Mapping[str, Any], adapters: tuple
     if (attention := model.config.get_text_config(decoder=True)._attn_implementation) != IMPLEMENTATION:
         raise ValueError(
             f"{name} must attend by {IMPLEMENTATION!r} with a PagedCache, got {attention!r}: "
-            f"call set_attn_implementation({IMPLEMENTATION!r})"
+            f"call set_attn_implementation({IMPLEMENTATION!r}), which `import {__name__}` registers"
         )
     for argument, value in given.items():
         if argument not in KNOWN and _holds_tensor(value):

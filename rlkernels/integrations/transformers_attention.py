@@ -135,8 +135,9 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         attention = ACTIVE.get()
     if attention is None:
         raise ValueError(
-            f"attn_implementation={IMPLEMENTATION!r} needs cache=PagedCache(...), before transformers 5.24 "
-            "past_key_values=PagedCache(...), or layers that hand on the argument attention of a training pass; "
+            f"attn_implementation={IMPLEMENTATION!r}, which `import rlkernels.integrations.transformers` registers, "
+            "needs cache=PagedCache(...), before transformers 5.24 past_key_values=PagedCache(...), or layers that "
+            "hand on the argument attention of a training pass; "
             f"{type(module).__name__} got neither"
         )
     for name in UNSUPPORTED:

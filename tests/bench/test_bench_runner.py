@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bench import Case, Row, _limits, _runner, optional
+from bench import Case, Row, _limits, _runner, memory, optional
 from bench.__main__ import main
 
 
@@ -52,6 +52,19 @@ def test_peak_memory_counts_everything_but_what_was_there_before():
     if row.peak_bytes is None:
         pytest.skip("this machine lacks /proc/self/clear_refs")
     assert 0.9 * held.nbytes < row.peak_bytes < 1.5 * held.nbytes
+
+
+def test_plans_of_adapters_without_peft_are_named_as_missing(monkeypatch):
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory, "make_folder", lambda *_: None)
+    monkeypatch.setattr(memory, "planned", lambda run: 90)
+    monkeypatch.setattr(memory, "measured", lambda runs: [100] * len(runs))
+    rows = {row.shape: row for row in memory.rows(memory.TINY)}
+    assert [*rows] == [f"tiny, {kind}" for kind in memory.KINDS]
+    assert [row.missing for row in rows.values() if "LoRA" in row.shape] == [
+        "PEFT is not installed; pip install peft"
+    ] * 2
+    assert all(row.peak_bytes == 100 and not row.missing for row in rows.values() if "LoRA" not in row.shape)
 
 
 def test_reference_may_be_a_function_that_is_not_timed():

@@ -263,7 +263,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
     assert main(["train", "--help-settings"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "python_trainer.commands" in said
-    assert "pip install --no-build-isolation '.[train]'" in said
+    assert "pip install --no-build-isolation -e '.[train]'" in said
 
 
 @pytest.mark.parametrize("name", ["export", "extrapolate", "plan"])

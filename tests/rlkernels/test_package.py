@@ -148,10 +148,18 @@ def test_instruction_set_is_forced_by_the_environment():
 def test_an_extension_that_does_not_load_is_warned_of(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rlkernels._C", None)
     monkeypatch.setattr(backend, "__file__", str(tmp_path / "backend.py"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed")])
     load = backend.extension_error.__wrapped__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "the compiled extension is missing" in load()
+    extension = (
+        tmp_path / "installed/rlkernels/_C.cpython-311-x86_64-linux-gnu.so"
+    )  # as after `pip install .` in a clone
+    extension.parent.mkdir(parents=True)
+    extension.touch()
+    with pytest.warns(RuntimeWarning, match=f"takes {tmp_path}, which is not compiled, before .*installed: .* -e"):
+        assert "start Python in another folder" in load()
     (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     with pytest.warns(RuntimeWarning, match=r"compiled code.* _C\.cpython-39\S* does not load .*build it again"):
         assert "does not load" in load()

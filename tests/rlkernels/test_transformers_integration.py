@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from support import run_python
 
 import rlkernels
 
@@ -262,7 +263,7 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
     with pytest.raises(ValueError, match=r"each of 3 layers must attend once .* got \{2: 0\}"):
         generate(model, inputs, PagedCache(deeper, **inputs))
-    with pytest.raises(ValueError, match="needs cache=PagedCache.* got neither"):
+    with pytest.raises(ValueError, match=r"`import rlkernels\.\S+ registers, needs cache=PagedCache.* got neither"):
         generate(model, inputs)
     with pytest.raises(ValueError, match=r"attention_mask must be 0 on the left only .* got 1 at \[1, 0\] and 0 to"):
         PagedCache(kv, inputs["input_ids"], inputs["attention_mask"].flip(1))
@@ -288,6 +289,24 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         model(**inputs, **{CACHE: PagedCache(paged_kv_cache(model, num_blocks=8), **inputs)})
 
 
+NAMED = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+def make():
+    return Qwen2ForCausalLM._from_config(Qwen2Config(**sizes), attn_implementation="rlkernels")
+try:
+    make()
+except ValueError as error:
+    print("rlkernels" in str(error))
+import rlkernels.integrations.transformers
+print(make().config._attn_implementation)
+"""
+
+
+def test_the_import_registers_the_name():
+    assert run_python("-c", NAMED).split() == ["True", "rlkernels"]
+
+
 def test_a_cache_of_another_batch_or_beside_another_attention_is_refused(model):
     inputs = padded(9, 6, beginning=5)
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
@@ -299,7 +318,7 @@ def test_a_cache_of_another_batch_or_beside_another_attention_is_refused(model):
         generate(model, inputs, cache)
     with PagedCache(kv, **inputs) as cache:  # of which a part is cached, in which masks of other attention differ
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="attend by 'rlkernels' with a PagedCache, got 'sdpa': call set_attn"):
+        with pytest.raises(ValueError, match="attend by 'rlkernels' .* got 'sdpa': call set_attn.* registers"):
             generate(model, inputs, cache)
         model.set_attn_implementation("rlkernels")
         assert generate(model, inputs, cache).shape == (2, 18)
