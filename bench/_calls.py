@@ -10,9 +10,11 @@ from rlkernels import decoder
 
 Arguments = dict[str, Any]
 LAYOUT = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+TREE = rlkernels.TreeLayout.from_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 7, 8], [9]])
 GRADIENTS = {  # op -> arguments that get one
     "soft_dtw": ("x", "y"),
     "grouped_attention": ("query", "key", "value"),
+    "tree_attention": ("query", "key", "value"),
     "token_logprobs": ("logits",),
     "linear_token_logprobs": ("hidden", "weight", "bias"),
     "add_rms_norm": ("residual", "x", "weight"),
@@ -51,6 +53,7 @@ def inputs() -> dict[str, Arguments]:
     drawn = {"logits": logits, "uniforms": uniforms, "temperature": 0.7, "top_p": 0.9, "top_k": 7}
     series = {"x": torch.randn(2, 3, 2), "y": torch.randn(2, 2, 2), "x_lengths": torch.tensor([3, 0]),
               "y_lengths": torch.tensor([2, 1]), "band": 1}  # fmt: skip
+    packed = {"query": torch.randn(9, 2, 8), "key": torch.randn(9, 1, 8), "value": torch.randn(9, 1, 8), "scale": 0.3}
     attention, rhyme = paged(), {"query": trajectories(2), "bank": trajectories(4)}
     prefixes = {"group_tables": ints([3]), "group_lens": ints(4), "group_starts": ints(0, 2)}
     rows, rotary = torch.randn(3, 16), {"positions": ids, "cos": torch.randn(9, 4), "sin": torch.randn(9, 4)}
@@ -72,8 +75,8 @@ def inputs() -> dict[str, Arguments]:
         "shared_prefix_attention": {**attention, **prefixes},
         "merge_attention": {"out_a": torch.randn(3, 2, 8), "lse_a": torch.randn(3, 2), "out_b": torch.randn(3, 2, 8),
                             "lse_b": torch.randn(3, 2)},
-        "grouped_attention": {"query": torch.randn(9, 2, 8), "key": torch.randn(9, 1, 8),
-                              "value": torch.randn(9, 1, 8), "layout": LAYOUT, "scale": 0.3},
+        "grouped_attention": {**packed, "layout": LAYOUT},
+        "tree_attention": {**packed, "layout": TREE, "return_lse": True},
         "keyed_uniform": {"seed": 7, "sample_ids": ids, "positions": ids.flip(0)},
         "sample_tokens": drawn,
         "verify_drafts": {**drawn, "drafts": [[4], []], "starts": [0, 2, 3]},

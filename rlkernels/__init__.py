@@ -6,8 +6,8 @@
   applies one, ``export_peft`` saves it; ``delta_matvec`` multiplies by a whole one. ``RankOneTrajectory`` follows
   updates, ``refusal`` tells why they lead nowhere, ``extrapolate`` takes them to a ``Target``, a ``Gate`` judges that.
 - Prompts with a common beginning, for generation: ``PagedKVCache`` (``OutOfBlocks``), ``write_kv``,
-  ``paged_attention``, ``shared_prefix_attention``, ``merge_attention``; for training: ``grouped_attention`` over a
-  ``GroupedLayout``.
+  ``paged_attention``, ``shared_prefix_attention``, ``merge_attention``; for training: ``tree_attention`` over a
+  ``TreeLayout``, ``grouped_attention`` over a ``GroupedLayout``.
 - Drafts from earlier answers: ``RolloutHistory``, ``verify_drafts``; sampling that can be repeated: ``keyed_uniform``,
   ``sample_tokens``.
 - Losses: ``token_logprobs``, and ``linear_token_logprobs`` without the logits.
@@ -29,8 +29,8 @@ _PUBLIC = {
     "extrapolation": "Gate RankOneTrajectory Target extrapolate refusal",
     "history": "RolloutHistory",
     "logprobs": "linear_token_logprobs token_logprobs",
-    "prefix_cache": "GroupedLayout OutOfBlocks PagedKVCache grouped_attention merge_attention paged_attention "
-    "shared_prefix_attention write_kv",
+    "prefix_cache": "GroupedLayout OutOfBlocks PagedKVCache TreeLayout grouped_attention merge_attention "
+    "paged_attention shared_prefix_attention tree_attention write_kv",
     "proof": "prove",
     "rank1": "Rank1Update add_rank1_ delta_matvec export_peft stream_top1 top1_delta top1_deltas",
     "sampling": "keyed_uniform sample_tokens verify_drafts",

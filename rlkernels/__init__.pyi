@@ -12,10 +12,12 @@ from rlkernels.logprobs import token_logprobs as token_logprobs
 from rlkernels.prefix_cache import GroupedLayout as GroupedLayout
 from rlkernels.prefix_cache import OutOfBlocks as OutOfBlocks
 from rlkernels.prefix_cache import PagedKVCache as PagedKVCache
+from rlkernels.prefix_cache import TreeLayout as TreeLayout
 from rlkernels.prefix_cache import grouped_attention as grouped_attention
 from rlkernels.prefix_cache import merge_attention as merge_attention
 from rlkernels.prefix_cache import paged_attention as paged_attention
 from rlkernels.prefix_cache import shared_prefix_attention as shared_prefix_attention
+from rlkernels.prefix_cache import tree_attention as tree_attention
 from rlkernels.prefix_cache import write_kv as write_kv
 from rlkernels.proof import prove as prove
 from rlkernels.rank1 import Rank1Update as Rank1Update

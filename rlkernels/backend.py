@@ -64,6 +64,7 @@ OPS: dict[str, Op] = {
     "shared_prefix_attention": Op(cpu=True, triton=True),
     "merge_attention": Op(cpu=True, triton=True),
     "grouped_attention": Op(cpu=True, triton=True),
+    "tree_attention": Op(cpu=True),  # of two levels: as grouped_attention
     "keyed_uniform": Op(cpu=True),
     "sample_tokens": Op(cpu=True, triton=True),
     "verify_drafts": Op(cpu=True, triton=True),

@@ -91,6 +91,32 @@ def check_attention(op: str, arguments, scale: float, backend: str, floor: float
     return ours
 
 
+def attend_by_mask(query, key, value, layout, scale):
+    """Attention among packed tokens by a mask of all pairs, every step rounded to the dtype of the inputs."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
+    place = torch.arange(layout.num_tokens)
+    seen = (place <= place[:, None]) & (place[:, None] < layout.end)
+    score = ((query.transpose(0, 1) * scale) @ key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+    lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
+    return (score.softmax(-1) @ value).transpose(0, 1), lse.T
+
+
+def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads: int, kv_heads: int, dim: int,
+               dtype: torch.dtype) -> list[torch.Tensor]:  # fmt: skip
+    """Judges output, log-sum-exp and the gradients from both by the mask of all pairs -> them."""
+    shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    *tensors, grad = (torch.randn(shape).to(dtype) for shape in shapes)
+    grads, settings = (grad, torch.randn(shapes[0][:2])), {"layout": layout, "scale": dim**-0.5}
+    plain, exact = (
+        with_gradients(partial(attend_by_mask, **settings), inputs, *grads)
+        for inputs in (tensors, [t.double() for t in tensors])
+    )
+    ours = with_gradients(partial(function, **settings), tensors, *grads)
+    # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
+    assert_as_plain(ours, plain, exact, floor=1e-6, relative=2e-6)
+    return ours
+
+
 def check_grouped(function: Callable[..., Any], layout: rlkernels.GroupedLayout, heads: int, kv_heads: int, dim: int,
                   dtype: torch.dtype, strides: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
                   **slack: float):  # fmt: skip
@@ -101,7 +127,7 @@ def check_grouped(function: Callable[..., Any], layout: rlkernels.GroupedLayout,
     settings = {"layout": layout, "scale": dim**-0.5}
     again = partial(with_gradients, partial(function, **settings), tensors, grad)
     plain, exact = (
-        with_gradients(partial(reference.grouped_attention, **settings), inputs, grad)
+        with_gradients(lambda *qkv: reference.tree_attention(*qkv, **settings)[0], inputs, grad)
         for inputs in (tensors, [t.double() for t in tensors])
     )
     ours = again()

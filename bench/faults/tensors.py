@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import rlkernels
-from rlkernels import GroupedLayout, Trajectories
+from rlkernels import GroupedLayout, Trajectories, TreeLayout
 
 Tensors = dict[str, Any]  # by the names of arguments; most of them tensors
 
@@ -192,6 +192,13 @@ def grouped(random: torch.Generator, sizes: list[int]) -> Tensors:
             "value": normal(random, count, 1, dim), "layout": layout}  # fmt: skip
 
 
+def packed(random: torch.Generator, sizes: list[int]) -> Tensors:
+    prefix, suffix, dim = sizes
+    layout = TreeLayout.from_sequences([[*range(prefix), *range(i, suffix)] for i in range(3)])
+    tensors = {name: normal(random, layout.num_tokens, heads, dim) for name, heads in (("query", 2), ("key", 1))}
+    return {**tensors, "value": normal(random, layout.num_tokens, 1, dim), "layout": layout}
+
+
 def topk(x: Any, y: Any, backend: str, **lengths: Any) -> Any:
     return rlkernels.dtw_topk(x, y, 1, backend=backend, **lengths)[0]  # of equals any may come
 
@@ -217,6 +224,7 @@ OPS = {
     "shared_prefix_attention": Op(attend_shared, shared),
     "merge_attention": Op(rlkernels.merge_attention, halves),
     "grouped_attention": Op(lambda **tensors: rlkernels.grouped_attention(scale=0.5, **tensors), grouped),
+    "tree_attention": Op(lambda **tensors: rlkernels.tree_attention(scale=0.5, return_lse=True, **tensors), packed),
 }
 
 

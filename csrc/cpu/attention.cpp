@@ -7,38 +7,6 @@
 
 namespace RLK_KERNEL_NAMESPACE {
 
-// Turns the scores of one row into weights and brings its running maximum, sum and output up to date.
-static void online_softmax(float* s, int64_t visible, int keys, float* maximum, float* sum, float* out, int padded) {
-  const vint lane = lane_numbers();
-  const int limit = visible < keys ? (visible < 0 ? 0 : int(visible)) : keys;
-  vfloat top = splat(-kInfinity);
-  for (int k = 0; k < keys; k += kLanes) {
-    vfloat x = load<vfloat>(s + k);
-    if (k + kLanes > limit) {
-      x = lane < limit - k ? x : splat(-kInfinity);
-      store(s + k, x);
-    }
-    top = vmax(x, top);  // a NaN is not kept here but comes back through exp
-  }
-  const float before = *maximum, now = __builtin_fmaxf(before, max_lane(top));
-  if (now == -kInfinity && limit == 0) {
-    for (int k = 0; k < keys; k += kLanes) store(s + k, vfloat{});
-    return;
-  }
-  const vfloat shift = splat(now == -kInfinity ? 0.0f : now);
-  vfloat total = {};
-  for (int k = 0; k < keys; k += kLanes) {
-    const vfloat weight = vexp(load<vfloat>(s + k) - shift);
-    store(s + k, weight);
-    total += weight;
-  }
-  const float shrink = before == -kInfinity ? 0.0f : vexp(splat(before) - shift)[0];
-  *maximum = now;
-  *sum = *sum * shrink + sum_lanes(total);
-  if (shrink != 1.0f)
-    for (int c = 0; c < padded; c += kLanes) store(out + c, load<vfloat>(out + c) * shrink);
-}
-
 template <class T>
 struct Tile {  // of one KV head
   TileRows<T> key, value;

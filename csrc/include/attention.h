@@ -55,20 +55,66 @@ inline int64_t attention_scratch(int64_t queries, int64_t kv_heads, int64_t head
   return rows * (2 * padded + 2) + 2 * kTileKeys * padded + 32 * kTileKeys;
 }
 
-// One group's gradients for one KV head, training on [prefix | suffix 1 | suffix 2 | ...].
-struct GroupedBackward {
-  const void *query, *key, *value, *out, *grad_out;  // [T, heads or kv_heads, dim], contiguous, all of one type
-  const float* lse;                                  // [T, heads]
-  void *grad_query, *grad_key, *grad_value;
+// A stretch of packed tokens without a fork. Nodes lie in preorder: what continues a node follows it up to `end`.
+struct TreeNode {
+  int64_t start, stop, end;
+  int64_t depth;   // tokens on the path to it
+  int64_t parent;  // -1: a root
+};
+
+// Training on packed tokens: each sees its ancestors and itself. Tensors are contiguous, all of one type but for lse.
+struct TreeAttention {
+  const void *query, *key, *value;  // [T, heads or kv_heads, dim]
+  void* out;                        // [T, heads, dim]
+  float* lse;                       // [T, heads]
   Float type;
   int32_t heads, kv_heads, dim;
   float scale;
+  const TreeNode *nodes, *nodes_end;
 };
 
-// Floats of scratch that grouped_backward needs for a group of this many tokens.
-inline int64_t grouped_scratch(int64_t tokens, int64_t heads_per_kv, int64_t dim) {
-  const int64_t padded = (dim + 15) / 16 * 16;
-  return tokens * (4 * padded + heads_per_kv * (3 * padded + 2)) + 2 * kTileKeys * padded + 4 * kTileKeys * kTileKeys;
+// Neighbouring queries: tokens begin .. end - 1.
+struct TreeSpan {
+  int64_t begin, end;
+  const TreeNode* node;  // that of the first token
+  int64_t above() const { return node->depth + begin - node->start; }  // tokens on the path to the first token
+};
+
+struct TreeGradients {
+  const void* grad_out;
+  const float* grad_lse;  // may be null
+  void* grad_query;
+  float *grad_key, *grad_value;  // [T, kv_heads, dim], from the queries of the key's own span
+};
+
+// Gradients from the queries of a span to the keys above it, to which other spans send theirs too.
+struct TreeAbove {
+  const int32_t* path;  // the tokens above
+  float* grads;         // [2, above, tree_stride(dim)], of keys and of values
+};
+
+constexpr int64_t kTreeRows = 192;  // of one KV head that the forward pass works on together
+
+constexpr int64_t tree_stride(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+// Writes the places of the tokens on the path to the first token of a span, in the order of the path.
+inline void tree_path(const TreeAttention& a, const TreeSpan& span, int32_t* path) {
+  int64_t stop = span.begin;  // of the part of the node that is on the path
+  for (const TreeNode* n = span.node;; stop = n->stop) {
+    for (int64_t t = n->start; t < stop; ++t) path[n->depth + t - n->start] = int32_t(t);
+    if (n->parent < 0) return;
+    n = a.nodes + n->parent;
+  }
+}
+
+// Floats of scratch that attend_tree and tree_backward need for a span.
+inline int64_t tree_scratch(int64_t tokens, int64_t above, int64_t heads_per_kv, int64_t dim) {
+  return tokens * heads_per_kv * (2 * tree_stride(dim) + 3) + 2 * kTileKeys * tree_stride(dim) + 8 * kTileKeys + above;
+}
+
+inline int64_t tree_backward_scratch(int64_t tokens, int64_t heads_per_kv, int64_t dim) {
+  return tokens * (heads_per_kv * (3 * tree_stride(dim) + 3) + 2 * tree_stride(dim)) +
+         4 * kTileKeys * tree_stride(dim) + 4 * kTileKeys * kTileKeys;
 }
 
 }  // namespace rlk

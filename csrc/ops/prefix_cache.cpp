@@ -12,6 +12,7 @@
 #endif
 
 #include "attention_plan.h"
+#include "attention_types.h"
 #include "check.h"
 #include "torch_threads.h"
 
@@ -19,23 +20,10 @@ RLK_DECLARE_KERNEL(void, merge_pairs, Float, const void*, const float*, const vo
                    int64_t, int64_t)
 RLK_DECLARE_KERNEL(void, copy_to_pages, const void*, Float, int64_t, int64_t, const Pages&, Float, int64_t,
                    const int64_t*, int64_t, int64_t, int64_t)
-RLK_DECLARE_KERNEL(void, grouped_backward, const GroupedBackward&, int64_t, int64_t, const int64_t*, int64_t, int,
-                   float*)
 
 namespace {
 
 using namespace rlk;
-
-constexpr int64_t kMaxDim = 512;
-
-Float float_type(const at::Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return Float::f32;
-    case at::kBFloat16: return Float::bf16;
-    case at::kHalf: return Float::f16;
-    default: TORCH_CHECK_TYPE(false, name, " must be float32, bfloat16 or float16, got ", t.scalar_type());
-  }
-}
 
 Pages pages(const at::Tensor& cache, const char* name) {
   TORCH_CHECK(cache.is_cpu() && cache.dim() == 4 && (cache.stride(3) == 1 || cache.size(3) == 1 || cache.numel() == 0),
@@ -212,52 +200,6 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   }
 }
 
-// Gradients (query, key, value) of the tokens packed as [prefix | suffix 1 | suffix 2 | ...] per group.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> grouped_attention_backward(
-    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& out, const at::Tensor& lse, const at::Tensor& prefix_lens, const at::Tensor& suffix_lens,
-    const at::Tensor& group_starts, double scale) {
-  const auto type = query.scalar_type();
-  for (const at::Tensor* t : {&grad_out, &query, &key, &value, &out}) RLK_CHECK_TENSOR((*t), type, 3);
-  for (const at::Tensor* t : {&prefix_lens, &suffix_lens, &group_starts}) RLK_CHECK_TENSOR((*t), at::kLong, 1);
-  RLK_CHECK_TENSOR(lse, at::kFloat, 2);
-  const int64_t groups = prefix_lens.size(0), heads = query.size(1), kv_heads = key.size(1), dim = query.size(2);
-  const int64_t *prefix = prefix_lens.const_data_ptr<int64_t>(), *suffix = suffix_lens.const_data_ptr<int64_t>();
-  const int64_t* members = group_starts.const_data_ptr<int64_t>();
-  TORCH_CHECK(group_starts.size(0) == groups + 1 && members[0] == 0 && members[groups] == suffix_lens.size(0),
-              "group_starts must rise from 0 to the number of suffixes");
-  std::vector<int64_t> first(groups + 1, 0);
-  int64_t longest = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    TORCH_CHECK(prefix[g] >= 0, "prefix_lens must be >= 0, got ", prefix[g]);
-    TORCH_CHECK(members[g] <= members[g + 1] && members[g + 1] <= suffix_lens.size(0),
-                "group_starts must rise from 0 to the number of suffixes");
-    first[g + 1] = first[g] + prefix[g];
-    for (int64_t i = members[g]; i < members[g + 1]; ++i) {
-      TORCH_CHECK(suffix[i] >= 0, "suffix_lens must be >= 0, got ", suffix[i]);
-      first[g + 1] += suffix[i];
-    }
-    longest = std::max(longest, first[g + 1] - first[g]);
-  }
-  TORCH_CHECK(first[groups] == query.size(0) && query.sizes() == out.sizes() && query.sizes() == grad_out.sizes() &&
-                  key.sizes() == value.sizes() && key.size(0) == query.size(0) && key.size(2) == dim && kv_heads > 0 &&
-                  heads % kv_heads == 0 && lse.size(0) == query.size(0) && lse.size(1) == heads,
-              "shapes do not fit together");
-  at::Tensor grad_query = at::empty_like(query), grad_key = at::empty_like(key), grad_value = at::empty_like(value);
-  const GroupedBackward a{query.const_data_ptr(), key.const_data_ptr(), value.const_data_ptr(), out.const_data_ptr(),
-                          grad_out.const_data_ptr(), lse.const_data_ptr<float>(), grad_query.mutable_data_ptr(),
-                          grad_key.mutable_data_ptr(), grad_value.mutable_data_ptr(), float_type(query, "query"),
-                          int32_t(heads), int32_t(kv_heads), int32_t(dim), float(scale)};
-  const auto kernel = RLK_DISPATCH(grouped_backward);
-  with_scratch(torch_threads(), groups * kv_heads, grouped_scratch(longest, heads / kv_heads, dim), groups * kv_heads < 2,
-               [&](int64_t i, float* scratch) {
-                 const int64_t g = i / kv_heads;
-                 kernel(a, first[g], prefix[g], suffix + members[g], members[g + 1] - members[g], int(i % kv_heads),
-                        scratch);
-               });
-  return {grad_query, grad_key, grad_value};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
@@ -269,9 +211,6 @@ TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
       "shared_prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor group_tables, "
       "Tensor group_lens, Tensor group_starts, Tensor block_tables, Tensor seq_lens, Tensor query_starts, "
       "float scale) -> (Tensor, Tensor)");
-  m.def(
-      "grouped_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-      "Tensor prefix_lens, Tensor suffix_lens, Tensor group_starts, float scale) -> (Tensor, Tensor, Tensor)");
   m.def("advise_huge_pages(Tensor(a!) memory) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)");
 }
@@ -281,6 +220,5 @@ TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {
   m.impl("paged_attention", &paged_attention);
   m.impl("shared_prefix_attention", &shared_prefix_attention);
   m.impl("merge_attention", &merge_attention);
-  m.impl("grouped_attention_backward", &grouped_attention_backward);
   m.impl("advise_huge_pages", &advise_huge_pages);
 }

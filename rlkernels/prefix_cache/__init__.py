@@ -8,17 +8,19 @@ from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
-from rlkernels.prefix_cache.layout import GroupedLayout
+from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
 
 __all__ = [
     "GroupedLayout",
     "OutOfBlocks",
     "PagedKVCache",
     "Sequence",
+    "TreeLayout",
     "grouped_attention",
     "merge_attention",
     "paged_attention",
     "shared_prefix_attention",
+    "tree_attention",
     "write_kv",
 ]
 
@@ -80,7 +82,7 @@ def paged_attention(
 
     A sequence may have any number of queries: one (decoding), a suffix (prefill) or a draft (verification). Query i
     sits at position seq_len - q_len + i and sees the keys up to there. It has no gradient: train with
-    :func:`grouped_attention`.
+    :func:`tree_attention`.
 
     Args:
         query: [T, Hq, d], the queries of all sequences one after the other; Hq a multiple of Hk.
@@ -191,6 +193,42 @@ def merge_attention(
     return torch.ops.rlkernels.merge_attention(*parts) if chosen == "cpu" else _kernels(chosen).merge_attention(*parts)
 
 
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Compute causal attention for training on the trie of a batch, each common beginning once; differentiable.
+
+    A token sees its ancestors and itself. Outputs equal those of every sequence by itself, bit for bit with our kernels
+    on a CPU. Gradients of shared tokens sum over the sequences (PrefixGrouper, arXiv 2506.05433; Tree Training, arXiv
+    2511.00413).
+
+    Args:
+        query: [T, Hq, d]; Hq a multiple of Hk.
+        key, value: [T, Hk, d].
+        layout: how the T tokens are packed, ``TreeLayout.from_sequences(token ids)``.
+        scale: factor of the scores before the softmax, usually d ** -0.5.
+        return_lse: also return the log-sum-exp of the scores, differentiable too.
+
+    Returns:
+        out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
+        denominator, float32 [T, Hq].
+
+    Raises:
+        TypeError, ValueError: wrong shapes, dtypes or devices, or a layout for another number of tokens.
+    """
+    if not isinstance(layout, TreeLayout):
+        raise TypeError(f"layout must be a TreeLayout, got {type(layout).__name__}")
+    out, lse = _attend_packed("tree_attention", query, key, value, layout, scale, return_lse, backend)
+    return (out, lse) if return_lse else out
+
+
 def grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -200,16 +238,11 @@ def grouped_attention(
     scale: float,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute causal attention for training on groups whose shared prefix is in the batch once; differentiable.
-
-    Outputs and gradients equal those of every sequence [prefix | suffix] by itself; the gradients of a prefix sum over
-    its suffixes (PrefixGrouper, arXiv 2506.05433).
+    """Compute :func:`tree_attention` on a tree of two levels, given by lengths: [prefix | suffix 1 | suffix 2 | ...].
 
     Args:
-        query: [T, Hq, d]; Hq a multiple of Hk.
-        key, value: [T, Hk, d].
+        query, key, value, scale: as for :func:`tree_attention`.
         layout: how the T tokens are packed. A suffix sees its whole prefix and itself, causally.
-        scale: factor of the scores before the softmax, usually d ** -0.5.
 
     Returns:
         [T, Hq, d] in the dtype of the query.
@@ -219,6 +252,20 @@ def grouped_attention(
     """
     if not isinstance(layout, GroupedLayout):
         raise TypeError(f"layout must be a GroupedLayout, got {type(layout).__name__}")
+    return _attend_packed("grouped_attention", query, key, value, layout, scale, False, backend)[0]
+
+
+def _attend_packed(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: TreeLayout,
+    scale: float,
+    return_lse: bool,
+    backend: str,
+) -> tuple[torch.Tensor, Any]:
+    """Return out and the log-sum-exp, which may be None unless it is asked for."""
     _check.tensor("query", query, ndim=3, floating=True)
     for name, t in (("key", key), ("value", value)):
         _check.tensor(name, t, ndim=3, dtype=query.dtype, device=query.device)
@@ -227,49 +274,47 @@ def grouped_attention(
     _check_scale(scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
-    chosen = _choose("grouped_attention", backend, query)
+    chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
+    args = (query, key, value, layout, float(scale))
     if chosen != "torch":
-        return _GroupedAttention.apply(query, key, value, layout, float(scale), chosen)
-    if library.suits(query):
-        return library.grouped_attention(query, key, value, layout, float(scale))
-    on_cpu = _backend.runs_on(query.device) == "cpu"
-    plain = reference.grouped_attention if on_cpu else reference.grouped_attention_by_kernels
-    return plain(query, key, value, layout, float(scale))
+        return _TreeAttention.apply(*args, chosen)
+    if library.suits_training(query, return_lse):
+        return library.tree_attention(*args)
+    if return_lse or not layout.num_tokens or _backend.runs_on(query.device) == "cpu":
+        return reference.tree_attention(*args)
+    return reference.tree_attention_by_kernels(*args), None
 
 
-class _GroupedAttention(torch.autograd.Function):
-    """Compiled forward: shared-prefix attention on the packed tokens, each a block of its own."""
+class _TreeAttention(torch.autograd.Function):
+    """Our kernels: output and log-sum-exp, from which the backward pass computes the weights again."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float, backend: str):
+    def forward(ctx, query, key, value, layout: Any, scale: float, backend: str):
         query, key, value = (t.detach().contiguous() for t in (query, key, value))
         if backend == "triton":
             from rlkernels.prefix_cache import triton_grouped
 
             out, lse = triton_grouped.forward(query, key, value, layout, scale)
         else:
-            out, lse = torch.ops.rlkernels.shared_prefix_attention(
-                query, key[:, None], value[:, None], *layout.paged, scale
-            )
+            out, lse = torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale, ctx.backend = layout, scale, backend
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out):
-        layout = ctx.layout
+    def backward(ctx, grad_out, grad_lse):
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
         if ctx.backend == "triton":
             from rlkernels.prefix_cache import triton_grouped
 
-            query, key, value, out, lse = ctx.saved_tensors
-            grads = triton_grouped.backward(grad_out.contiguous(), query, key, value, out, lse, layout, ctx.scale)
-            return *grads, None, None, None
-        lengths = layout.prefix_lens, layout.suffix_lens, layout.group_starts
-        grads = torch.ops.rlkernels.grouped_attention_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, *lengths, ctx.scale
-        )
-        return *grads, None, None, None
+            backward, layout = triton_grouped.backward, ctx.layout
+        else:
+            backward, layout = torch.ops.rlkernels.tree_attention_backward, ctx.layout.nodes
+        return *backward(grad_out, grad_lse, query, key, value, out, lse, layout, ctx.scale), None, None, None
 
 
 def _kernels(chosen: str) -> Any:
@@ -348,7 +393,7 @@ def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
             if t.requires_grad:
                 raise ValueError(
                     f"{name} must not require grad, because {op} has no gradient: generate under torch.no_grad(), "
-                    "train with grouped_attention or torch's own attention"
+                    "train with tree_attention or torch's own attention"
                 )
 
 

@@ -1,17 +1,104 @@
-"""How groups of a shared prefix and several suffixes are packed into one row of tokens."""
+"""How token sequences that begin alike are packed into one row of tokens."""
 
-import functools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 Lengths = torch.Tensor | Sequence[int]
+TokenIds = torch.Tensor | np.ndarray | Sequence[int]
 
 
-class GroupedLayout:
-    """Tokens packed per group as [prefix | suffix 1 | suffix 2 | ...], groups one after the other.
+class TreeLayout:
+    """Tokens of a trie, packed depth first: query i sees key j where ``j <= i < end[j]``.
+
+    Args:
+        position_ids: int64 [T], the depth of each token.
+        end: int64 [T], the place behind the last token that continues this one.
+        ids, places: see below.
+
+    Attributes:
+        position_ids, end: as given.
+        ids: int64 [T], the tokens; None in a layout made of lengths.
+        places: for each sequence, the places of its tokens, int64; empty in a layout made of lengths.
+        nodes: int64 [N, 3], start, stop and end of each stretch without a fork, depth first.
+        num_tokens: T.
+        tiles: what kernels have worked out for this layout and use in every layer, by sizes and device.
+
+    All tensors are on the CPU. They are made at once, so that torch.compile finds tensors and need not look into them.
+    """
+
+    def __init__(
+        self,
+        position_ids: torch.Tensor,
+        end: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        places: Sequence[torch.Tensor] = (),
+    ):
+        self.position_ids, self.end, self.ids, self.places = position_ids, end, ids, list(places)
+        self.num_tokens = len(end)
+        # the same end: a token and its only continuation
+        starts = torch.cat([end[:1] * 0, (end[1:] != end[:-1]).nonzero().flatten() + 1])
+        self.nodes = torch.stack(
+            [starts, torch.cat([starts[1:], end.new_tensor([len(end)])])[: len(starts)], end[starts]], 1
+        )
+        self.tiles: dict[tuple[Any, ...], Any] = {}
+
+    @staticmethod
+    def from_sequences(sequences: Iterable[TokenIds]) -> "TreeLayout":
+        """Pack the trie of token sequences: what several of them begin with is in the batch once.
+
+        Args:
+            sequences: lists, arrays or tensors of token ids, in any order; they may be empty, equal, or begin others.
+
+        Raises:
+            TypeError, ValueError: a sequence that is not a row of integers.
+        """
+        rows = [_token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
+        order, shared = sort_by_tokens(rows)
+        lens = np.array([len(row) for row in rows], dtype=np.int64)
+        starts, total = lens.cumsum() - lens, int(lens.sum())
+        numbers = np.arange(total)
+        flat, ends = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+        places = [flat[a:b] for a, b in zip(starts.tolist(), (starts + lens).tolist())]
+        path, size = flat[:0], 0
+        for i, common in zip(order, shared):
+            ends[path[common:]] = size
+            place = places[i]
+            place[:common] = path[:common]
+            path, added = place, len(place) - common
+            path[common:] = numbers[size : size + added]
+            size += added
+        ends[path] = size
+        ids, depths = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+        if rows:
+            ids[flat] = np.concatenate(rows)
+        depths[flat] = numbers - starts.repeat(lens)
+        position_ids, end, tokens = (torch.from_numpy(array) for array in (depths, ends[:size], ids))
+        return TreeLayout(position_ids, end, tokens, [torch.from_numpy(place) for place in places])
+
+    def paths(self) -> list[list[slice]]:
+        """List for each node the stretches of tokens on the path to it, in order."""
+        found = []
+        open_nodes: list[tuple[int, list[slice]]] = []  # those on the path: end, stretches up to their own
+        for start, stop, end in self.nodes.tolist():
+            while open_nodes and open_nodes[-1][0] <= start:
+                open_nodes.pop()
+            path = open_nodes[-1][1] if open_nodes else []
+            found.append(path)
+            joined = bool(path) and path[-1].stop == start
+            own = slice(path[-1].start if joined else start, stop)
+            open_nodes.append((end, [*path[: len(path) - joined], own]))
+        return found
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(nodes={len(self.nodes)}, tokens={self.num_tokens})"
+
+
+class GroupedLayout(TreeLayout):
+    """A tree of two levels: per group [prefix | suffix 1 | suffix 2 | ...], groups one after the other.
 
     Args:
         prefix_lens: [G] tokens of each group's prefix; 0 is allowed.
@@ -21,10 +108,6 @@ class GroupedLayout:
     Attributes:
         prefix_lens, suffix_lens, group_starts: int64, on the CPU.
         prefix_starts [G], suffix_starts [S]: first token of each part, int64, on the CPU.
-        num_tokens: T.
-        paged: what :func:`shared_prefix_attention` takes after the caches, if every token is a block of its own; made
-            at once, so that torch.compile finds tensors and need not look into them.
-        tiles: what kernels have worked out for this layout and use in every layer, by sizes and device.
 
     Raises:
         ValueError: negative lengths, or ``group_starts`` that does not rise from 0 to S in G + 1 entries.
@@ -46,10 +129,15 @@ class GroupedLayout:
         padded = torch.cat([before_suffix, self.suffix_lens.sum()[None]])
         self.prefix_starts = before_prefix + padded[starts[:-1]]
         self.suffix_starts = before_suffix + self.prefix_lens.cumsum(0).repeat_interleave(members)
-        self.suffix_groups = torch.arange(groups, device="cpu").repeat_interleave(members)  # [S]
-        self.num_tokens = int(self.prefix_lens.sum() + self.suffix_lens.sum())
-        self.paged = self._as_pages()
-        self.tiles: dict[tuple[Any, ...], Any] = {}
+        # parts in order of place; those without tokens are no matter
+        place = torch.cat([self.prefix_starts, self.suffix_starts])
+        lens = torch.cat([self.prefix_lens, self.suffix_lens])
+        depth = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens.repeat_interleave(members)])
+        group_ends = torch.cat([self.prefix_starts[1:], lens.sum()[None]])[:groups]
+        end = torch.cat([group_ends, self.suffix_starts + self.suffix_lens])
+        order = place.argsort()
+        place, depth, end = (t[order].repeat_interleave(lens[order]) for t in (place, depth, end))
+        super().__init__(torch.arange(len(place), device="cpu") - place + depth, end)
 
     def spans(self) -> list[tuple[slice, list[slice]]]:
         """List for each group the tokens of its prefix and of each of its suffixes."""
@@ -58,43 +146,39 @@ class GroupedLayout:
         starts = self.group_starts.tolist()
         return [(prefix, suffixes[a:b]) for prefix, a, b in zip(prefixes, starts, starts[1:])]
 
-    @functools.cached_property
-    def position_ids(self) -> torch.Tensor:
-        """Return int64 [T]: the position of each token in its own sequence; every suffix continues its prefix."""
-        lens = torch.cat([self.prefix_lens, self.suffix_lens])
-        first = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens[self.suffix_groups]])
-        starts = torch.cat([self.prefix_starts, self.suffix_starts])
-        out = torch.empty(self.num_tokens, dtype=torch.int64, device="cpu")
-        inside = torch.arange(self.num_tokens, device="cpu") - (lens.cumsum(0) - lens).repeat_interleave(lens)
-        out[starts.repeat_interleave(lens) + inside] = first.repeat_interleave(lens) + inside
-        return out
-
-    def _as_pages(self) -> tuple[torch.Tensor, ...]:
-        """Return two entries per group: the prefix as an unshared sequence, then the suffixes that share it."""
-        groups, members = len(self.prefix_lens), self.group_starts.diff()
-        order = torch.argsort(
-            torch.cat([torch.arange(groups, device="cpu") * 2, self.suffix_groups * 2 + 1]), stable=True
-        )
-        starts = torch.cat([self.prefix_starts, self.suffix_starts])[order]
-        lens = torch.cat([self.prefix_lens, self.suffix_lens])[order]
-        shared = torch.stack([torch.zeros_like(self.prefix_lens), self.prefix_lens], 1).flatten()
-        counts = torch.stack([torch.ones_like(members), members], 1).flatten()
-        group_tables = self.prefix_starts.repeat_interleave(2)[:, None] + torch.arange(
-            _longest(self.prefix_lens), device="cpu"
-        )
-        block_tables = starts[:, None] + torch.arange(_longest(lens), device="cpu")
-        zero = torch.zeros(1, dtype=torch.int64, device="cpu")
-        parts = (group_tables, shared, torch.cat([zero, counts.cumsum(0)]), block_tables, lens)
-        return tuple(t.int() for t in (*parts, torch.cat([zero, lens.cumsum(0)])))
-
     def __repr__(self) -> str:
         return (
             f"GroupedLayout(groups={len(self.prefix_lens)}, suffixes={len(self.suffix_lens)}, tokens={self.num_tokens})"
         )
 
 
-def _longest(lens: torch.Tensor) -> int:
-    return int(lens.max()) if len(lens) else 0
+def sort_by_tokens(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Return the order of int64 token sequences by their tokens, and how many each has in common with the one before.
+
+    In this order a stretch of sequences takes the sum of (length - tokens in common) tokens, the first counted whole.
+    """
+    keys = [row.astype(">i8").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    shared, before = [], np.empty(0, dtype=np.int64)
+    for i in order:
+        row = rows[i]
+        most = min(len(row), len(before))
+        differs = row[:most] != before[:most]
+        shared.append(int(differs.argmax()) if differs.any() else most)
+        before = row
+    return order, shared
+
+
+def _token_ids(name: str, value: TokenIds) -> np.ndarray:
+    try:
+        ids = np.asarray(value.numpy(force=True) if isinstance(value, torch.Tensor) else value)
+    except ValueError:  # lists of several lengths
+        ids = np.empty(0, dtype=object)
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have 1 dimension, got shape {ids.shape}")
+    if ids.dtype.kind not in "iu" and (len(ids) or ids.dtype == object):
+        raise TypeError(f"{name} must hold integers, got {reprlib.repr(value)}")
+    return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 def _lengths(name: str, value: Lengths) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache import reference
-from rlkernels.prefix_cache.layout import GroupedLayout
+from rlkernels.prefix_cache.layout import TreeLayout
 
 HALVES = (torch.bfloat16, torch.float16)  # the kernels compute in these
 LARGEST_HEAD, HEAD_STEP = 256, 8
@@ -48,6 +48,11 @@ def suits(*tensors: torch.Tensor) -> bool:
         and dim % HEAD_STEP == 0
         and torch.cuda.get_device_capability(tensors[0].device) >= OLDEST
     )
+
+
+def suits_training(query: torch.Tensor, with_lse: bool) -> bool:
+    """Tell whether :func:`tree_attention` runs on such queries; the gradient of the log-sum-exp widens heads."""
+    return suits(query) and query.shape[-1] + with_lse * HEAD_STEP <= LARGEST_HEAD
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool) -> Any:
@@ -147,53 +152,58 @@ def shared_prefix_attention(
     return reference.merge_attention(*shared, *own)
 
 
-def _packed_rows(layout: GroupedLayout, device: torch.device) -> Rows:
-    """Return each prefix and each suffix as a row, a suffix after the keys of its prefix; made once."""
+def _packed_rows(layout: TreeLayout, device: torch.device) -> Rows:
+    """Return each node as a row, with the keys of the path to it and its own; made once."""
     if (place := ("library", device)) not in layout.tiles:
-        index, queries, keys = [], [], []
-        for prefix, suffixes in layout.spans():
-            for part in [prefix, *suffixes]:
-                before = 0 if part is prefix else prefix.stop - prefix.start
-                own = torch.arange(part.start, part.stop, device="cpu")
-                index += [torch.arange(prefix.start, prefix.start + before, device="cpu"), own]
-                queries.append(len(own))
-                keys.append(before + len(own))
-        starts = [pad(torch.tensor(n, device="cpu").cumsum(0), (1, 0)).int().to(device) for n in (queries, keys)]
-        layout.tiles[place] = Rows(torch.cat(index).to(device), starts[0], starts[1], max(queries), max(keys))
+        places = torch.arange(layout.num_tokens, device="cpu")
+        stretches = [(*path, slice(*node[:2])) for node, path in zip(layout.nodes.tolist(), layout.paths())]
+        index = torch.cat([places[s] for row in stretches for s in row])
+        keys = torch.tensor([sum(s.stop - s.start for s in row) for row in stretches], device="cpu")
+        queries = layout.nodes[:, 1] - layout.nodes[:, 0]
+        starts = [pad(n.cumsum(0), (1, 0)).int().to(device) for n in (queries, keys)]
+        layout.tiles[place] = Rows(index.to(device), starts[0], starts[1], int(queries.max()), int(keys.max()))
     return layout.tiles[place]
 
 
-class _Grouped(torch.autograd.Function):
+class _Tree(torch.autograd.Function):
     """Keys are gathered again for the backward pass: between the two only query, key, value and output are held."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout: GroupedLayout, scale: float):
+    def forward(ctx, query, key, value, layout: TreeLayout, scale: float):
         rows = _packed_rows(layout, query.device)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
-        out, *rest = _flash(query, keys, values, rows, scale, causal=True)
-        ctx.save_for_backward(query, key, value, out, *rest)
+        out, lse, *rest = _flash(query, keys, values, rows, scale, causal=True)
+        ctx.save_for_backward(query, key, value, out, lse, *rest)
         ctx.rows, ctx.scale = rows, scale
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse.T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out):
+    def backward(ctx, grad_out, grad_lse):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
-        rows = ctx.rows
+        rows, dim = ctx.rows, query.shape[2]
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
-        gathered = (t.index_select(0, rows.places) for t in (key, value))
-        grad_query, *grads = aten._flash_attention_backward(
-            grad_out.contiguous(), query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
+        gathered = [t.index_select(0, rows.places) for t in (key, value)]
+        if grad_lse is not None:
+            # The kernels take the sum of output x gradient off the gradient of the weights. In a dimension more it
+            # takes in the gradient of the log-sum-exp, too; values of 0 there change no weight.
+            query, out, grad_out, *gathered = (pad(t, (0, HEAD_STEP)) for t in (query, out, grad_out, *gathered))
+            grad_out[..., dim], out[..., dim] = 1, -grad_lse.to(out.dtype)
+        found = aten._flash_attention_backward(
+            grad_out, query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
         )
+        grad_query, *grads = (g[..., :dim] for g in found)
         # sums over the copies of a key in float32, and always in the same order
         sums = (aten.embedding_dense_backward(g.flatten(1), rows.places, len(key), -1, False) for g in grads)
         return grad_query, *(s.view_as(key) for s in sums), None, None
 
 
-def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
-) -> torch.Tensor:
-    """Compute ``reference.grouped_attention``; differentiable once."""
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
+) -> Pair:
+    """Compute ``reference.tree_attention``; differentiable once."""
     if not query.numel():
-        return query * 1
-    return _Grouped.apply(*(t.contiguous() for t in (query, key, value)), layout, scale)
+        return reference.tree_attention(query, key, value, layout, scale)
+    return _Tree.apply(*(t.contiguous() for t in (query, key, value)), layout, scale)

@@ -4,13 +4,13 @@ Arithmetic is float32, or float64 when the query is float64. Loops over sequence
 where nothing of ours is proven, so no more than ``PIECE`` scores are held at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlkernels._precision import without_autocast
-from rlkernels.prefix_cache.layout import GroupedLayout
+from rlkernels.prefix_cache.layout import TreeLayout
 
 PIECE = 1 << 26  # scores of all heads
 
@@ -56,7 +56,7 @@ def _attend(
         score = torch.einsum("qhd,khd->hqk", query, key) * scale
     if mask is not None:
         score = score.masked_fill(~mask, -torch.inf)
-    lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:2], -torch.inf)  # [Hq, q]
+    lse = score.logsumexp(-1)  # [Hq, q]
     lse = lse.masked_fill(lse == torch.inf, torch.nan)  # inf / inf, as of the output
     weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
     with without_autocast(query.device):
@@ -139,51 +139,37 @@ def merge_attention(
     return (parts[0] + parts[1]).to(out_a.dtype), lse
 
 
-def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`rlkernels.tree_attention`; torch's autograd differentiates it, and holds all scores for that."""
+    parts = (attend(*part, scale, causally=True) for part in _by_nodes(query, key, value, layout))
+    out, lse = (torch.cat(tensors) for tensors in zip(*parts))
+    return out.to(query.dtype), lse
+
+
+def tree_attention_by_kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
 ) -> torch.Tensor:
-    """See :func:`rlkernels.grouped_attention`; torch's autograd differentiates it, and holds all scores for that."""
+    """Compute the output by torch's kernels, which on a GPU store no scores but in float64, and none for the gradient.
 
-    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, scale, causally=True)[0].to(q.dtype)
-
-    return _by_rows(row, query, key, value, layout)
-
-
-def grouped_attention_by_kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
-) -> torch.Tensor:
-    """Compute the same by torch's kernels, which on a GPU store no scores but in float64, and none for the gradient.
-
-    A row with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who sees
-    whom, and no mask has to.
+    A node with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who
+    sees whom, and no mask has to.
     """
-    times = query.shape[1] // key.shape[1]
-
-    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    times, parts = query.shape[1] // key.shape[1], []
+    for q, k, v in _by_nodes(query, key, value, layout):
         before = len(k) - len(q)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)))
         with without_autocast(q.device):
             out = scaled_dot_product_attention(pad(q, (0, 0, before, 0)), k, v, is_causal=True, scale=scale)
-        return out[0, :, before:].transpose(0, 1)
+        parts.append(out[0, :, before:].transpose(0, 1))
+    return torch.cat(parts)
 
-    return _by_rows(row, query, key, value, layout)
 
-
-def _by_rows(
-    row: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: GroupedLayout,
-) -> torch.Tensor:
-    """Attend one prefix or suffix at a time, with the keys and values that it sees."""
-    out = []
-    for prefix, suffixes in layout.spans():
-        key_prefix, value_prefix = key[prefix], value[prefix]
-        for rows in [prefix, *suffixes]:
-            beyond = [] if rows is prefix else [(key[rows], value[rows])]
-            keys = torch.cat([key_prefix, *(k for k, _ in beyond)])
-            values = torch.cat([value_prefix, *(v for _, v in beyond)])
-            out.append(row(query[rows], keys, values))
-    return torch.cat(out) if out else query * 1
+def _by_nodes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield for each node its queries, and the keys and values of the path to it and of itself; at least once."""
+    for (start, stop, _), path in zip(layout.nodes.tolist() or [(0, 0, 0)], layout.paths() or [[]]):
+        seen = [*path, slice(start, stop)]
+        yield query[start:stop], torch.cat([key[rows] for rows in seen]), torch.cat([value[rows] for rows in seen])

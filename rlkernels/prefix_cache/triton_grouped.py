@@ -257,11 +257,14 @@ def forward(
 
 
 @on_its_device
-def backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-             lse: torch.Tensor, layout: GroupedLayout, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
+             value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, layout: GroupedLayout, scale: float
+             ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
     delta = (out.float() * grad.float()).sum(-1)  # [T, Hq]
+    if grad_lse is not None:
+        delta -= grad_lse
     tiles = _tiles(layout, query, kv_heads)
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]

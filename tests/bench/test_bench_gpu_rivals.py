@@ -84,11 +84,11 @@ def test_rivals_of_training(monkeypatch):
     heads = rivals.repeated(4, key, value)
     parts = (t.transpose(0, 1) for t in (query, *heads))
     masked = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scale).transpose(0, 1)
-    torch.testing.assert_close(masked, reference.grouped_attention(query, key, value, layout, scale))
+    torch.testing.assert_close(masked, reference.tree_attention(query, key, value, layout, scale)[0])
     # copies of a prefix are added up again: output and gradients are those of the packed tokens
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    out = reference.grouped_attention(*leaves, layout, scale)
+    out, _ = reference.tree_attention(*leaves, layout, scale)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     found = rivals.grouped(query, key, value, grad, layout)
     for rival in (found[f"torch {name}, every prefix repeated"] for name in ("SDPA", "varlen")):

@@ -119,7 +119,7 @@ def test_a_part_of_the_model_is_judged_timed_and_profiled(part):
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "attention"), [
     ("decode", "rlkernels.prefix_cache.reference.paged_attention"),
-    ("train", "rlkernels.prefix_cache.reference.grouped_attention"),
+    ("train", "rlkernels.prefix_cache.reference.tree_attention"),
 ])  # fmt: skip
 def test_attention_that_is_off_by_a_third_does_not_pass(monkeypatch, part, attention):
     whole = resolve_name(attention)

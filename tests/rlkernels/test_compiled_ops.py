@@ -21,6 +21,7 @@ from rlkernels.sampling import _settings
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LAYOUT = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+TREE = rlkernels.TreeLayout.from_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 8], [9]])  # nine tokens too
 
 
 def ints(*values):
@@ -33,19 +34,16 @@ def paged(dim=8):
     return torch.randn(3, 2, dim), *caches, ints([2, 0], [1, -1]), ints(6, 3), ints(0, 2, 3)
 
 
-def grouped(dim=8):
-    """Query, key, value, output and log-sum-exp of nine packed tokens, and how they are packed."""
-    query, key, value = torch.randn(9, 2, dim), torch.randn(9, 1, dim), torch.randn(9, 1, dim)
-    out, lse = rlkernels.shared_prefix_attention(
-        query, key[:, None], value[:, None], *LAYOUT.paged, scale=0.3, return_lse=True
-    )
-    return (query, key, value, out, lse), (LAYOUT.prefix_lens, LAYOUT.suffix_lens, LAYOUT.group_starts)
+def packed(dim=8):
+    """Query, key and value of nine packed tokens."""
+    return torch.randn(9, 2, dim), torch.randn(9, 1, dim), torch.randn(9, 1, dim)
 
 
 def problems(dim=8):
     """op -> arguments, with attention heads of ``dim`` numbers and rows of twice as many."""
     attention = paged(dim)
-    tensors, lengths = grouped(dim)
+    tensors = packed(dim)
+    results = torch.ops.rlkernels.tree_attention(*tensors, TREE.nodes, 0.3)
     out, lse = torch.randn(2, 3, 2, dim), torch.randn(2, 3, 2)
     new, slots = torch.randn(2, 1, dim), torch.tensor([3, 9])
     weights, bases = [torch.randn(5, 7), torch.randn(3, 4)], [torch.randn(5, 7), torch.randn(3, 4)]
@@ -59,7 +57,8 @@ def problems(dim=8):
         "paged_attention": (*attention, 0.3),
         "shared_prefix_attention": (*attention[:3], ints([3]), ints(4), ints(0, 2), *attention[3:], 0.3),
         "merge_attention": (out[0], lse[0], out[1], lse[1]),
-        "grouped_attention_backward": (torch.randn(9, 2, dim), *tensors, *lengths, 0.3),
+        "tree_attention": (*tensors, TREE.nodes, 0.3),
+        "tree_attention_backward": (torch.randn(9, 2, dim), torch.randn(9, 2), *tensors, *results, TREE.nodes, 0.3),
         "write_kv": (new, new, *attention[1:3], slots),
         "advise_huge_pages": (torch.zeros(64),),
         "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 2, 3, 0),
@@ -96,9 +95,14 @@ def test_opcheck_of_every_op_that_computes_on_a_cpu():
 
 @pytest.mark.parametrize(("op", "changes", "message"), [
     ("write_kv", {3: torch.zeros(1, 4, 1, 8)}, "value_cache must be like key_cache"),
-    ("grouped_attention_backward", {6: torch.tensor([-4])}, "prefix_lens must be >= 0"),
-    ("grouped_attention_backward", {7: torch.tensor([-3, 8])}, "suffix_lens must be >= 0"),
-    ("grouped_attention_backward", {6: torch.tensor([4, 0]), 8: torch.tensor([0, 9, 2])}, "group_starts must rise"),
+    ("tree_attention", {3: torch.tensor([[0, 4, 9], [4, 9, 10]])}, "nodes must be in preorder, got 4, 9, 10"),
+    ("tree_attention", {3: torch.tensor([[0, 4, 6], [4, 9, 9]])}, "nodes must be in preorder, got 4, 9, 9"),
+    ("tree_attention", {3: torch.tensor([[0, 9, 9], [9, 9, 9]])}, "nodes must be in preorder, got 9, 9, 9"),
+    ("tree_attention", {3: torch.tensor([[0, 4, 9], [5, 9, 9]])}, "nodes must be in preorder, got 5, 9, 9"),
+    ("tree_attention", {3: torch.tensor([[0, 8, 8]])}, "nodes must hold 9 tokens, got 8"),
+    ("tree_attention", {1: torch.randn(8, 1, 8)}, "shapes do not fit"),
+    ("tree_attention_backward", {1: torch.randn(9, 1)}, "shapes do not fit"),
+    ("tree_attention_backward", {7: torch.tensor([[0, 8, 8]])}, "nodes must hold 9 tokens, got 8"),
 ])  # fmt: skip
 def test_no_direct_call_leaves_its_tensors(op, changes, message):
     args = list(problems()[op])
@@ -134,6 +138,11 @@ def attend_in_groups(query, key, value):
     return rlkernels.grouped_attention(query, key, value, LAYOUT, scale=0.3).square()
 
 
+def attend_in_a_tree(query, key, value):
+    out, lse = rlkernels.tree_attention(query, key, value, TREE, scale=0.3, return_lse=True)
+    return out * (lse - 1).sigmoid()[..., None]
+
+
 def score(logits, ids):
     return sum(rlkernels.token_logprobs(logits, ids, temperature=0.7, return_entropy=True))
 
@@ -150,7 +159,8 @@ def distances(x, y, lengths):
 
 GRAPHS = {  # function -> inputs, and how many of them get a gradient
     attend: (paged, 0),
-    attend_in_groups: (lambda: grouped()[0][:3], 3),
+    attend_in_groups: (packed, 3),
+    attend_in_a_tree: (packed, 3),
     score: (lambda: (torch.randn(4, 13), torch.tensor([0, 12, 3, 3])), 1),
     score_hidden: (lambda: (torch.randn(4, 8), torch.randn(50, 8), torch.randn(50), torch.tensor([0, 49, 3, 3])), 3),
     distances: (lambda: (torch.randn(3, 5), torch.randn(4, 6), torch.tensor([5, 1, 0])), 0),

@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 def layout():
     made = rlkernels.GroupedLayout([4, 2], [3, 2, 1], [0, 2, 3])
-    return [made.position_ids, *made.paged]
+    tree = rlkernels.TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4], [5]])
+    return [made.position_ids, made.end, made.nodes, tree.position_ids, tree.end, tree.nodes, tree.ids, *tree.places]
 
 
 def proven(problem, backend):

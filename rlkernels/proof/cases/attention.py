@@ -151,7 +151,7 @@ def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Pro
             part = GroupedLayout([prefix.stop - prefix.start], [s.stop - s.start for s in suffixes], [0, len(suffixes)])
             rows = slice(prefix.start, prefix.start + part.num_tokens)
             q, k, v = tensors = [t[rows].double().requires_grad_() for t in qkv]
-            out = reference.grouped_attention(q, k, v, part, dim**-0.5)
+            out, _ = reference.tree_attention(q, k, v, part, dim**-0.5)
             found.append([out.detach(), *torch.autograd.grad(out, tensors, grad[rows].double())])
         return [torch.cat(tensors) for tensors in zip(*found)]
 

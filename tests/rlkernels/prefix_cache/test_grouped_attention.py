@@ -33,7 +33,7 @@ def check(layout, heads, kv_heads, dim, dtype, strides=torch.clone, function=Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_stands_in_on_a_gpu_equals_the_reference(name, dtype):
-    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.grouped_attention_by_kernels)
+    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.tree_attention_by_kernels)
 
 
 def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
@@ -61,17 +61,16 @@ def test_non_contiguous():
 
 
 def test_large_scratch_is_right_and_given_back():
-    check(rlkernels.GroupedLayout([500], [100, 90], [0, 2]), 4, 1, 128, torch.float32)  # 1.4 million floats
-    groups, suffixes, heads, dim = 2, 4000, 16, 128  # 107 MB of scratch for each group
-    query, key = torch.zeros(groups * suffixes, heads, dim), torch.zeros(groups * suffixes, 1, dim)
-    lens = torch.zeros(groups, dtype=torch.int64), torch.ones(groups * suffixes, dtype=torch.int64)
-    starts, lse = torch.arange(groups + 1) * suffixes, torch.zeros(groups * suffixes, heads)
+    check(rlkernels.GroupedLayout([500], [100, 90], [0, 2]), 4, 1, 512, torch.float32)  # over two million floats
+    tokens, heads, dim = 300, 64, 512  # 30 MB of scratch and more for each thread
+    query, key, lse = torch.zeros(tokens, heads, dim), torch.zeros(tokens, 1, dim), torch.zeros(tokens, heads)
+    nodes = torch.tensor([[0, tokens, tokens]])
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = resident()
-    results = torch.ops.rlkernels.grouped_attention_backward(query, query, key, key, query, lse, *lens, starts, 1.0)
+    results = torch.ops.rlkernels.tree_attention_backward(query, None, query, key, key, query, lse, nodes, 1.0)
     assert resident() - before - sum(t.nbytes for t in results) < 50 << 20
 
 

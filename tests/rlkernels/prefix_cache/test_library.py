@@ -1,10 +1,12 @@
 """Attention by FlashAttention of torch, with a stand-in on a CPU."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from paged_problems import check_tree
 from pretend_gpu import flash_backward, flash_forward
 
 import rlkernels
@@ -100,6 +102,15 @@ def test_grouped_attention_and_its_gradients(layout, launches):
     assert len(launches) == 1, "one launch for all groups"
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_tree_attention_and_the_gradient_of_its_log_sum_exp(dtype, launches):
+    layout = rlkernels.TreeLayout.from_sequences(
+        [[*range(9)], [*range(9), 1], [*range(5), 2, 2], [*range(5), 2, 3], [7]]
+    )
+    check_tree(partial(rlkernels.tree_attention, return_lse=True, backend="torch"), layout, 4, 2, 16, dtype)
+    assert len(launches) == 1, "one launch for all nodes"
+
+
 def test_between_the_passes_no_gathered_key_is_held():
     layout = GroupedLayout([50], [1] * 20, [0, 20])
     leaves = [torch.randn(layout.num_tokens, h, 16, requires_grad=True) for h in (4, 2, 2)]
@@ -121,5 +132,7 @@ def test_what_suits_the_kernels(monkeypatch):
     assert fits() and fits(torch.float16, 256)
     assert not fits(torch.float32) and not fits(dim=260) and not fits(dim=36) and not fits(dim=0)
     assert not fits(on_gpu=False)
+    wide = SimpleNamespace(dtype=torch.bfloat16, shape=(3, 2, 256), is_cuda=True, device="cuda")
+    assert library.suits_training(wide, with_lse=False) and not library.suits_training(wide, with_lse=True)
     capability[0] = (7, 5)
     assert not fits()

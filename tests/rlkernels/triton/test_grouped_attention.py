@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from paged_problems import check_grouped, check_grouped_without_tokens_or_gradients
+from paged_problems import check_grouped, check_grouped_without_tokens_or_gradients, check_tree
 
 import rlkernels
 
@@ -84,6 +84,11 @@ def test_what_pieces_take_is_bounded(groups, kv_heads):
     work, tiles = int(lengths.sum()), len(programs) - (triton_grouped.PIECES - 1) * cut
     share = work * kv_heads / triton_grouped.AT_ONCE
     assert lengths.max() <= max(share, 2 * work / tiles, triton_grouped.SHORT / 7)
+
+
+def test_log_sum_exp_and_its_gradient():
+    attend = partial(rlkernels.tree_attention, return_lse=True, backend="triton")
+    check_tree(attend, rlkernels.GroupedLayout(*LAYOUTS["odd"]), 2, 1, 40, torch.float32)
 
 
 def test_nothing_and_no_gradient():
