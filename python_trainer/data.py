@@ -84,6 +84,12 @@ class Rollout:
         return self.response_ids[self.prefix_len :]
 
     @property
+    def own_ids(self) -> list[int]:
+        """Returns the tokens that the policy has generated, without those of an environment."""
+        mask = self.response_mask or [True] * len(self.response_ids)
+        return [token for token, own in list(zip(self.response_ids, mask))[self.prefix_len :] if own]
+
+    @property
     def written(self) -> int:
         """Returns how many tokens the policy has generated."""
         return len(self.written_logprobs)

@@ -33,7 +33,7 @@ class Environment:
         example) go through the tokenizer's template. The rewards of an episode add up.
 
         Args:
-            text: the policy's turn.
+            text: the policy's turn, with its special tokens but the end token.
         """
         raise NotImplementedError
 

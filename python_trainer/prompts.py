@@ -110,7 +110,12 @@ class Prompts:
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
         """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""
-        ids = self.policy.encode(self._opened(examples))
+        prompts = self._opened(examples)
+        ids = self.policy.encode(prompts)
+        if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
+            self.note(
+                f"{begun} of {len(prompts)} {name} prompts end in a message of the assistant, which answers continue"
+            )
         longest = self.config.rollout.max_completion_length
         room = self.policy.room(longest)
         kept = [row for row, prompt in enumerate(ids) if len(prompt) <= room]

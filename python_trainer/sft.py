@@ -14,17 +14,19 @@ from rich.console import Console
 from python_trainer.algorithms.settings import ADVANTAGES, Advantage, AlgorithmConfig
 from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
-from python_trainer.data import Example, Rollout
+from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
+from python_trainer.model.loading import ignored_settings
 from python_trainer.model.packing import micro_batches, pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.precision import set_matmul_precision
 from python_trainer.origin import find_origin
 from python_trainer.parts import resolve_settings
+from python_trainer.rollout.episodes import encode_after
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise
 from python_trainer.signals import StopSignal
@@ -63,6 +65,8 @@ class Sft:
         chosen = chosen.model_copy(update={"algorithm": algorithm})
         chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note)
         self.policy = load_policy(chosen.model)
+        if ignored := ignored_settings(self.policy.inference_model):
+            self.logger.note(ignored)
         origin = find_origin(chosen, self.policy, RankGroup())
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
         set_matmul_precision(config.model.matmul_precision)
@@ -79,6 +83,8 @@ class Sft:
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
 
+        Without the column the last message of a chat is the answer, if it is the assistant's.
+
         Too long ones end the run or, with task.overlong=drop, are left out.
 
         Raises:
@@ -86,9 +92,10 @@ class Sft:
         """
         policy, rows = self.policy, []
         about = f"more than {policy.max_length} tokens with its answer, {policy.limited_by}"
-        prompts = policy.encode([example.prompt for example in examples])
-        for number, (example, prompt) in enumerate(zip(examples, prompts)):
-            answer, place = example.columns.get("answer"), example.place or f"{split}[{number}] of the task"
+        pairs = [_prompt_and_answer(example) for example in examples]
+        encoded = policy.encode([prompt for prompt, _ in pairs])
+        for number, (example, (prompt, answer), prompt_ids) in enumerate(zip(examples, pairs, encoded)):
+            place = example.place or f"{split}[{number}] of the task"
             if not isinstance(answer, str | int | float):
                 known = ", ".join(example.columns) or "none"
                 raise UserError(
@@ -96,12 +103,12 @@ class Sft:
                     "one: {answer: COLUMN}"
                 )
             check_text(place, "answer", str(answer))
-            if not prompt:
+            if not prompt_ids:
                 raise UserError(f"{place} has 0 tokens; allowed: 1 or more")
-            ids = policy.tokenizer(str(answer), add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]
-            tokens = len(prompt) + len(ids)
+            ids = encode_after(policy, prompt_ids, str(answer)) + policy.ending(prompt)
+            tokens = len(prompt_ids) + len(ids)
             if tokens <= policy.max_length:
-                rows.append(Rollout(prompt, ids, logprobs=[0.0] * len(ids)))
+                rows.append(Rollout(prompt_ids, ids, logprobs=[0.0] * len(ids)))
             elif self.config.task.overlong != "drop":
                 raise UserError(f"{place} has {tokens}: {about}; task.overlong=drop leaves it out")
         if len(rows) < len(examples):
@@ -163,3 +170,10 @@ class Sft:
             for part in micro_batches(rows, range(len(rows)), most):
                 total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
         return {"held_out_loss": total / count} if count else {}
+
+
+def _prompt_and_answer(example: Example) -> tuple[str | Messages, Any]:
+    prompt, answer = example.prompt, example.columns.get("answer")
+    if answer is None and not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+        return prompt[:-1], prompt[-1]["content"]
+    return prompt, answer

@@ -27,9 +27,10 @@ from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger, choose_samples, group_spread, rollout_statistics
-from python_trainer.model.loading import dtype_name
+from python_trainer.model.loading import dtype_name, ignored_settings
 from python_trainer.model.policy import choose_device
 from python_trainer.model.precision import set_matmul_precision
+from python_trainer.model.turns import missing_stop_token
 from python_trainer.origin import compare_inputs, compare_settings, find_origin
 from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
@@ -91,7 +92,7 @@ class Trainer:
         console = console if ranks.rank == 0 else Console(quiet=True)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
         self.state, self.stop, self.done, self.rehearsed = RunState(timer=timer), StopSignal(), False, False
-        self.apart_noted = False  # that the engine samples from another model
+        self.noted: set[str] = set()  # oddities of a step
         note = self.logger.note
         self.checkpointer = Checkpointer(
             config, output_dir, resume=resume, ranks=ranks, state=self.state, logger=self.logger, notify=self.notify
@@ -102,6 +103,8 @@ class Trainer:
         chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
         self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
         self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
+        if ignored := ignored_settings(self.policy.inference_model):
+            note(ignored)
         origin = find_origin(config, self.policy, ranks)
         self.engine = make_engine(chosen, self.policy, output_dir, ranks)
         set_matmul_precision(chosen.model.matmul_precision)
@@ -205,21 +208,32 @@ class Trainer:
                 self.log(row)
                 self.logger.log_samples(number, samples)
             self.notify("on_step", number, row)
-        self.note_oddities(number, row)
+        self.note_oddities(number, row, rollouts)
         self.checkpointer.after_step(self.stop.name, done=self.done)
         return row
 
-    def note_oddities(self, number: int, row: dict[str, float]) -> None:
-        """Notes what is hardly meant in the metrics of a step, once."""
-        if number == 1 and row.get("completions/clipped_ratio") == 1:
-            self.logger.note("no answer of the first step ended within rollout.max_completion_length")
+    def note_oddities(self, number: int, row: dict[str, float], rollouts: Sequence[Rollout]) -> None:
+        """Warn about suspicious metrics of a step, once about each."""
+        found, clipped = dict[str, str](), row.get("completions/clipped_ratio", 0.0)
+        cut = [rollout.own_ids for rollout in rollouts if rollout.finish_reason == "length"] if clipped > 0.5 else []
+        if (token := missing_stop_token(self.policy, cut)) is not None:
+            text = self.policy.tokenizer.decode([token])
+            found["stop token"] = (
+                f"in step {number} {clipped:.0%} of the answers were cut at rollout.max_completion_length, and most of "
+                f"these hold {text!r}, which does not end answers: if it should, add {token} to eos_token_id in "
+                "generation_config.json of the model"
+            )
+        elif number == 1 and clipped == 1:
+            found["length"] = "no answer of the first step ended within rollout.max_completion_length"
         apart = row.get("sampling/logp_difference/mean", 0.0)
-        if apart > FAR_APART and not self.apart_noted:
-            self.apart_noted = True
-            self.logger.note(
+        if apart > FAR_APART:
+            found["engine"] = (
                 f"in step {number} rollout.engine samples from another model than the one that trains: "
                 f"log-probabilities differ by {apart:.2f} on average, which is usually below 0.05"
             )
+        for kind in found.keys() - self.noted:
+            self.noted.add(kind)
+            self.logger.note(found[kind])
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         """Lets accelerators change the requests."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +148,23 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         some = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
     return model
+
+
+def ignored_settings(model: Any) -> str | None:
+    """Name the settings of a model's config that act in training by Transformers and not here; None without any.
+
+    Returns:
+        A note: the loss of the router, and what drops or jitters values at random.
+    """
+    config = model.config.get_text_config().to_dict()
+    active = {name: value for name, value in config.items() if isinstance(value, float) and value > 0}
+    noise = [name for name in active if re.match("(?!classifier|summary).*(drop|jitter)", name)]
+    router = [name for name in active if "aux_loss" in name] if config.get("output_router_logits") else []
+    if not noise + router:
+        return None
+    listed = ", ".join(f"{name} {active[name]:g}" for name in router + noise)
+    about = " (output_router_logits): the router has no loss of its own" * bool(router)
+    return f"training ignores what the model's config sets: {listed}{about}"
 
 
 def described_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:

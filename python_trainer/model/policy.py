@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.data import Messages
@@ -24,6 +24,7 @@ from python_trainer.model.lora import AdaptedWeight, adapted_weight, add_adapter
 from python_trainer.model.packing import Packed
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
+from python_trainer.model.turns import encode_texts, find_stop_tokens, find_turn_end
 from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
 from rlkernels import linear_token_logprobs, token_logprobs
 from rlkernels.integrations.vllm_worker import merged_weight
@@ -69,17 +70,6 @@ def _recomputed(forward: Callable[..., Any], module: torch.nn.Module, *args: Any
     return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
-def find_eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """Finds all end-of-sequence tokens, smallest first."""
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found |= set([ids] if isinstance(ids, int) else ids or [])
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {name} has no EOS token: set eos_token in its tokenizer_config.json")
-    return sorted(found)
-
-
 def mend_generation_config(model: PreTrainedModel) -> None:
     """Reduces a generation config that Transformers refuses to write to its special tokens.
 
@@ -107,7 +97,9 @@ class Policy:
         streams_weights: the engine gathers the weights itself (:func:`stream_checkpoint`); ``inference_model`` is then
             not brought up to date, and may be without memory.
         on_merge: called with name and parts of every weight with an adapter when ``inference_model`` is synced.
-        eos_token_ids: every token that ends an answer, from the generation config, the config and the tokenizer.
+        eos_token_ids: every token that ends an answer, of the generation config, the tokenizer and the chat template;
+            the generation config that is saved with the model names them all.
+        turn_end: tokens with which the template closes an answer; see :func:`find_turn_end`.
         max_length: most tokens of prompt and answer together.
         limited_by: what that limit is, for messages.
         chat_template_kwargs: further arguments of the tokenizer's template.
@@ -122,8 +114,12 @@ class Policy:
         self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
         mend_generation_config(model)
-        self.eos_token_ids = find_eos_tokens(model, tokenizer, name)
         self.chat_template_kwargs: dict[str, Any] = {}
+        self.eos_token_ids = find_stop_tokens(model, tokenizer, name)
+        self.turn_end = find_turn_end(self)
+        self.eos_token_ids = sorted({*self.eos_token_ids, *self.turn_end[-1:]})
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.eos_token_id = self.eos_token_ids if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
         self.max_length, self.limited_by = longest_sequence(model, self.traits.window)
@@ -132,36 +128,36 @@ class Policy:
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
         """Encodes texts, and chat messages through the tokenizer's template; both may be mixed.
 
+        An answer continues the last message if that is the assistant's, and else opens one, as in TRL.
+
         Raises:
             UserError: the tokenizer has no template, or it refuses the messages.
         """
-        chats = [not isinstance(prompt, str) for prompt in prompts]
-        texts = [prompt if isinstance(prompt, str) else self.chat_text(prompt) for prompt in prompts]
-        encoded: dict[int, list[int]] = {}
-        for chat in set(chats):
-            rows = [row for row, kind in enumerate(chats) if kind == chat]
-            # a template writes the special tokens itself
-            ids = self.tokenizer([texts[row] for row in rows], add_special_tokens=not chat)["input_ids"]
-            bare, whole = (self.tokenizer("0", add_special_tokens=added)["input_ids"] for added in (False, not chat))
-            # the tokenizer may end a text by EOS (add_eos_token), after which nothing is to be answered
-            ended = bare and whole[-1] != bare[-1] and whole[-1] in self.eos_token_ids
-            encoded |= zip(rows, (row[:-1] for row in ids) if ended else ids)
-        return [encoded[row] for row in range(len(prompts))]
+        texts, behind = encode_texts(self.tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)])
+        # the tokenizer may end a text by EOS (add_eos_token), after which nothing is to be answered
+        rows = iter([row[: len(row) - behind] for row in texts])
+        chats = [self.chat_text(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        # a template writes the special tokens itself
+        others = iter(self.tokenizer(chats, add_special_tokens=False)["input_ids"] if chats else [])
+        return [list(next(rows if isinstance(prompt, str) else others)) for prompt in prompts]
 
     def chat_text(self, messages: Messages, *, opens: bool = True) -> str:
-        """Writes messages by the tokenizer's template, with or without the opening of the next answer."""
-        template, options = self.tokenizer.chat_template, self.chat_template_kwargs
+        """Writes messages by the tokenizer's template, with or without the opening of the next answer.
+
+        With it the last message stays open instead, if it is the assistant's.
+        """
+        template, options = self.tokenizer.chat_template, dict(self.chat_template_kwargs)
         if not template:
             raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
         if unknown := [name for name in options if name not in str(template)]:
             raise UserError(
                 f"task.chat_template_kwargs: {unknown[0]!r} does not occur in the chat template of {self.name}"
             )
+        continues = opens and messages[-1]["role"] == "assistant"
+        options |= {"add_generation_prompt": opens and not continues, "continue_final_message": continues}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **options)
-            )
-        except (TemplateError, TypeError) as error:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
                 f"the chat template of {self.name} refuses the messages {str(messages)[:80]}: {error}"
             ) from error
@@ -176,9 +172,17 @@ class Policy:
             )
         return room
 
+    def ending(self, prompt: str | Messages) -> list[int]:
+        """Returns the tokens that end an answer to a prompt."""
+        return [self.tokenizer.eos_token_id] if isinstance(prompt, str) else self.turn_end or self.ending("")
+
     def decode(self, response_ids: Sequence[int]) -> str:
-        """Decodes an answer without special tokens."""
-        return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
+        """Decodes an answer without the tokens that end it; other special tokens stay."""
+        ids, end = list(response_ids), self.turn_end
+        if end and ids[-len(end) :] == end:
+            ids = ids[: -len(end)]
+        ids = [token for token in ids if token not in self.eos_token_ids]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def packed_attention(self) -> AbstractContextManager[None]:
         """Prepares the model for :meth:`score` and its backward pass, and afterwards restores its attention."""

@@ -1,6 +1,5 @@
 """Answers of several turns: an engine generates the policy's, an environment writes the observations in between."""
 
-import itertools
 import math
 import threading
 import time
@@ -13,6 +12,7 @@ from python_trainer.data import Episode, Example, Group, Messages, Request, Roll
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
+from python_trainer.model.turns import after_turn
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 
 IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
@@ -170,7 +170,7 @@ class EpisodeEngine(WrappedEngine):
         if over or episode.turns >= self.max_turns:
             answer.end("stop" if over else "length")
             return None
-        messages = None if answer.opening is None else [*answer.opening, *episode.messages]
+        messages = None if answer.opening is None else continued(answer.opening, episode.messages)
         before = [*rollout.prompt_ids, *rollout.response_ids]
         ids = encode_observation(self.policy, before, messages, observation)
         length = len(rollout.response_ids) + len(ids)
@@ -184,6 +184,13 @@ class EpisodeEngine(WrappedEngine):
         if messages is not None:
             episode.messages += as_messages(observation)
         return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
+
+
+def continued(opening: Messages, said: Messages) -> Messages:
+    """Return a conversation whose first answer continues the last message of ``opening`` if that is the assistant's."""
+    if opening[-1]["role"] != "assistant":
+        return [*opening, *said]
+    return [*opening[:-1], opening[-1] | {"content": opening[-1]["content"] + said[0]["content"]}, *said[1:]]
 
 
 def _check_step(found: Any) -> tuple[str | Messages, float, bool]:
@@ -241,16 +248,10 @@ def encode_after(policy: Policy, ids: Sequence[int], text: str) -> list[int]:
 
 def _text_after_turn(policy: Policy, messages: Messages, said: Messages, last: int) -> str:
     """Returns what the template writes after the policy's turn, which ended in the token ``last``."""
-    mark = next(mark for number in itertools.count() if (mark := f"<<turn{number}>>") not in str([messages, said]))
-    turn = [*messages[:-1], messages[-1] | {"content": mark}]
-    _, found, text = policy.chat_text([*turn, *said]).partition(mark)
-    if not found:
-        raise UserError(f"the chat template of {policy.name} does not show what the assistant says")
+    closing, text = after_turn(policy, messages, said)
     if last not in policy.eos_token_ids:
         return text
     # the policy's end token replaces what closes the turn: up to an end token, or to some other special token
-    alone = policy.chat_text(turn, opens=False).partition(mark)[2]
-    closing = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, text)))
     ends = [policy.tokenizer.decode([token]) for token in policy.eos_token_ids]
     special = [token.content for token in policy.tokenizer.added_tokens_decoder.values() if token.special]
     for tokens in (ends, special):

@@ -77,6 +77,11 @@ def check_example(place: str, example: Example) -> None:
         raise UserError(f"{place}: prompt is {prompt!r:.80}; allowed: {PROMPT}")
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         check_text(place, "prompt", text)
+    answer, last = example.columns.get("answer"), prompt[-1] if is_chat(prompt) else {"role": "user"}
+    if answer is not None and last["role"] == "assistant" and str(answer).strip() == last["content"].strip():
+        raise UserError(
+            f"{place}: the last message of the prompt is the column answer, {answer!r:.60}; take it out of the messages"
+        )
     if reserved := OF_THE_TRAINER & example.columns.keys():
         raise UserError(f"{place}: column {min(reserved)!r} has a name that reward functions get from the trainer")
 

@@ -1,9 +1,9 @@
 """Tasks whose prompts are read from files or the Hugging Face Hub; a problem names the file and the line."""
 
 import glob
-import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +15,12 @@ from python_trainer.hub import snapshot
 from python_trainer.settings import LOCAL
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, check_columns
+from python_trainer.tasks.rows import convert_columns, read_csv, read_json, read_lines
 from python_trainer.tasks.settings import TaskSettings
 
 PROMPT_COLUMNS = ("prompt", "messages")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # read by the library datasets, as folders are
+WRITTEN = {".json", ".jsonl", ".ndjson", ".csv", ".tsv"}  # read as they are
 PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an owner/name of the Hub"
 HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
 
@@ -100,7 +102,8 @@ class JSONLSettings(TaskSettings):
         place, split = split_of(source, kind)
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
-        found = cut(source, read_rows(Path(place)), split) if lines else read_split(kind, place, split)
+        texts = [self.columns.get(column, column) for column in PROMPT_COLUMNS]
+        found = cut(source, read_lines(Path(place)), split) if lines else read_split(kind, place, split, texts)
         if not found:
             raise UserError(f"{source}: no examples; at least one is needed")
         return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in found]
@@ -144,8 +147,12 @@ def is_hub(place: str) -> bool:
     return not file and HUB.fullmatch(place) is not None
 
 
-def read_split(kind: str, place: str, split: str) -> list[tuple[int, dict[str, Any]]]:
-    """Reads a split by the library datasets; returns (number, row) of every row, from 1 on."""
+def read_split(kind: str, place: str, split: str, texts: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
+    """Reads a split that the library datasets finds; returns (number, row) of every row, from 1 on.
+
+    Args:
+        texts: columns of CSV files that hold text, whatever they look like.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -159,11 +166,48 @@ def read_split(kind: str, place: str, split: str) -> list[tuple[int, dict[str, A
         folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting=setting, files=None)
         options = {"path": str(folder), "name": hub["config"]}
     try:
-        return list(enumerate(datasets.load_dataset(**options, split=split), start=1))
+        builder = datasets.load_dataset_builder(**options)
+        found = _read_as_written(builder, split, texts)
+        rows = datasets.load_dataset(**options, split=split) if found is None else found
+        return list(enumerate(rows, start=1))
+    except UserError:
+        raise
     except Exception as error:  # of readers of many formats
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         reason = " ".join(str(cause or error).split()) or type(error).__name__
         raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
+
+
+def _read_as_written(builder: Any, split: str, texts: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Reads JSON and CSV files of a split without Arrow, which makes dates of text, and numbers and nulls of cells.
+
+    Returns:
+        The rows; None for other formats, compressed files, or where the data set describes its columns.
+    """
+    import datasets
+
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind not in ("csv", "json") or builder.info.features:
+        return None
+    config = builder.config
+    options = {"sep": config.sep} if kind == "csv" else {}
+    plain = type(config)(name=config.name, version=config.version, data_files=config.data_files, **options)
+    files = {str(name): [Path(file) for file in files] for name, files in config.data_files.items()}
+    if config != plain or not {path.suffix for paths in files.values() for path in paths} <= WRITTEN:
+        return None
+
+    def read(name: str) -> list[dict[str, Any]]:
+        if name not in split:
+            return []
+        if kind == "json":
+            return [row for path in files[name] for row in read_json(path)]
+        rows = [row for path in files[name] for row in read_csv(path, config.sep)]
+        convert_columns(rows, texts)
+        return rows
+
+    rows = {name: read(name) for name in files}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found) for name, found in rows.items()})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def cut(source: str, rows: list[Any], split: str) -> list[Any]:
@@ -176,25 +220,3 @@ def cut(source: str, rows: list[Any], split: str) -> list[Any]:
         return None if number is None else round(int(number) * len(rows) / 100) if percent else int(number)
 
     return rows[place(found[1], found[2]) : place(found[3], found[4])]
-
-
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Returns (line number, object) of every line that is not blank."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # programs of Windows begin files with a mark
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}; allowed: one JSON object a line") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: {type(row).__name__} {line[:60]!r}; allowed: one JSON object a line")
-        rows.append((number, row))
-    return rows

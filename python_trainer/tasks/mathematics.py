@@ -7,10 +7,12 @@ of an answer, boxed ones first.
 import atexit
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 
 from python_trainer.data import Messages
@@ -71,15 +73,24 @@ def math_reward(
     prompts: Sequence,
     completions: Sequence[str | Messages],
     completion_ids: Sequence,
-    answer: Sequence[str],
+    answer: Sequence[str | float],
     **_: object,
 ) -> list[float | None]:
-    """Returns 1 for every completion that ends in the value of ``answer``, else 0."""
+    """Returns 1 for every completion that ends in the value of ``answer``, mathematics or a number, else 0."""
     judged: list[float | None] = []
-    for said, gold in zip(completions, answer, strict=True):
+    for said, value in zip(completions, answer, strict=True):
         text = said if isinstance(said, str) else said[-1]["content"]
-        right = _verifier(text, gold) if isinstance(gold, str) else None
+        right = _verifier(text, gold) if (gold := _as_text(value)) is not None else None
         if right is None:
-            raise ValueError(f"column answer must be a string with mathematics in it, got {gold!r:.80}")
+            raise ValueError(f"column answer must be a number, or a string with mathematics in it, got {value!r:.80}")
         judged.append(float(right))
     return judged
+
+
+def _as_text(answer: object) -> str | None:
+    """Return an answer as text, a number without an exponent; None if it is neither text nor a finite number."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal) or not math.isfinite(answer):
+        return None
+    return f"{Decimal(str(answer)):f}"

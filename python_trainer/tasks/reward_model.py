@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from python_trainer.data import Messages
 from python_trainer.errors import UserError
 from python_trainer.model.loading import check_weight_names
+from python_trainer.model.turns import encode_texts
 
 BATCH_TOKENS = 1 << 14  # of a forward pass, padding included
 
@@ -68,7 +69,7 @@ class RewardModel:
 
     def _encode(self, prompt: str | Messages, said: str | Messages) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.tokenizer(f"{prompt}{said}")["input_ids"])
+            return encode_texts(self.tokenizer, [f"{prompt}{said}"])[0][0]
         text = self.tokenizer.apply_chat_template([*prompt, *said], tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -186,8 +186,8 @@ def score(
 ) -> Scores:
     """Judges N completions; ``examples[i]`` is what completion i answers.
 
-    Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text, special tokens
-    left out; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
+    Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text without the end
+    token; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
     messages after the prompt where an environment has written some), ``completion_ids`` and each column that any
     example of the task has, None where this one lacks it; all of length N. Each function gets lists and dicts of its
     own. Async functions run side by side.

@@ -1,6 +1,7 @@
 """Token ids of conversations: those of the whole text, with the policy's own tokens kept."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,13 @@ from tiny import save_tiny_policy
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.rollout.episodes import encode_after, encode_observation
+from python_trainer.model.turns import find_turn_end
+from python_trainer.rollout.episodes import continued, encode_after, encode_observation
+from python_trainer.sft import Sft
 
 TURNS = ("12+72", "is </calc>", "=84\n", "so 84 it is.", "why 84 \u00e9?")  # of the user and the policy in turn
 
@@ -149,6 +153,83 @@ def test_a_conversation_has_the_tokens_of_its_template(policy, name):
         assert own + found == whole, policy.tokenizer.decode(found)
         messages += [{"role": "user", "content": reply}]
         ids = whole
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_last_message_of_the_assistant_is_continued(policy, name):
+    """As TRL does, which leaves the prompt of such a row open."""
+    data_utils = pytest.importorskip("trl.data_utils")
+    form = SHAPES[name]
+    policy.tokenizer.chat_template = form.template
+    messages = [{"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": "is 8"}]
+    between = {"Llama 2": " ", "Vicuna": " ", "GLM": "\n"}.get(name, "")  # written with the content
+    ids = ids_of(policy, form.first.format(TURNS[0]) + between + "is 8")
+    assert policy.encode([messages, messages[:1]]) == [ids, ids_of(policy, form.first.format(TURNS[0]))]
+    assert ids_of(policy, data_utils.apply_chat_template({"prompt": messages}, policy.tokenizer)["prompt"]) == ids
+
+
+def test_a_turn_that_continues_a_message_is_one_message(policy):
+    """Mistral's template, for example, refuses two messages of the assistant after one another."""
+    policy.tokenizer.chat_template, policy.eos_token_ids = SHAPES["ChatML"].template, ids_of(policy, "<|im_end|>")[-1:]
+    opening = [{"role": "user", "content": "12+72"}, {"role": "assistant", "content": "is "}]
+    said = [{"role": "assistant", "content": "84"}, {"role": "user", "content": "why 84?"}]
+    opened = "<|im_start|>user\n12+72<|im_end|>\n<|im_start|>assistant\nis 84<|im_end|>"
+    assert continued(opening, said) == [opening[0], {"role": "assistant", "content": "is 84"}, said[1]]
+    found = encode_observation(policy, ids_of(policy, opened), continued(opening, said[:1]), "why 84?")
+    whole = f"{opened}\n<|im_start|>user\nwhy 84?<|im_end|>\n<|im_start|>assistant\n"
+    assert ids_of(policy, opened) + found == ids_of(policy, whole)
+    assert continued(opening[:1], said) == [opening[0], *said]
+
+
+# the end token of the tokenizer is </s>; without it in the generation config GLM's template does not tell where to stop
+ENDS = {name: form.end for name, form in SHAPES.items()} | {"Alpaca": "", "GLM": ""}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_end_of_a_turn_is_found_in_the_template(policy, name):
+    policy.tokenizer.chat_template, policy.eos_token_ids = SHAPES[name].template, ids_of(policy, "</s>")[-1:]
+    special = [token for token in ids_of(policy, ENDS[name]) if token in policy.tokenizer.added_tokens_decoder]
+    assert find_turn_end(policy) == special
+    if name == "GLM":
+        policy.eos_token_ids = ids_of(policy, "<|user|>")[-1:]
+        assert find_turn_end(policy) == policy.eos_token_ids
+
+
+@pytest.mark.parametrize("name", [None, "fixed", "strict"])
+def test_templates_that_do_not_show_a_turn_have_no_end(policy, name):
+    templates = {"fixed": "{{ messages | length }}</s>", "strict": "{{ raise_exception('no') }}"}
+    policy.tokenizer.chat_template = templates.get(name)
+    assert find_turn_end(policy) == []
+
+
+@pytest.mark.parametrize("column", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_supervised_answers_have_the_tokens_of_the_template(policy, name, column):
+    """And those of the text without one; a chat without a column answer holds it as its last message."""
+    form = SHAPES[name]
+    policy.tokenizer.chat_template, policy.eos_token_ids = form.template, ids_of(policy, "</s>")[-1:]
+    policy.turn_end = find_turn_end(policy)
+    end = "</s>" if not policy.turn_end else form.end.replace(" ", "")
+    messages = [{"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": "84 = 12+72"}]
+    chat = Example(messages[:1], {"answer": "84 = 12+72"}) if column else Example(messages)
+    run = SimpleNamespace(policy=policy)
+    said, text = Sft.answers(run, "train", [chat, Example("12+", {"answer": 72})])
+    assert said.prompt_ids + said.response_ids == ids_of(policy, form.first.format(TURNS[0]) + "84 = 12+72" + end)
+    assert policy.tokenizer.decode(text.prompt_ids + text.response_ids) == "12+72</s>"
+
+
+def test_answers_keep_all_special_tokens_but_the_end(policy):
+    policy.eos_token_ids = sorted(ids_of(policy, text)[-1] for text in ("</s>", "<|/turn|>"))
+    policy.turn_end = [ids_of(policy, text)[-1] for text in ("<|/say|>", "<|/turn|>")]
+    for text, ended in (
+        ("<|head|>12+72</s>", "<|head|>12+72"),
+        ("12 =84<|/say|><|/turn|>", "12 =84"),
+        ("12<|/say|> is 84", "12<|/say|> is 84"),
+        ("<|user|>84<|/turn|>", "<|user|>84"),
+    ):
+        ids = ids_of(policy, text)
+        assert policy.decode(ids) == policy.tokenizer.decode(ids_of(policy, ended)), text
+    assert policy.decode([]) == policy.decode(ids_of(policy, "</s>")[-1:]) == ""
 
 
 def test_a_turn_without_an_end_token_is_closed(policy):

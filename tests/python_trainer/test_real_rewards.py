@@ -11,6 +11,7 @@ from conftest import QUIET, same, train
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny import save_tiny_policy
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from python_trainer.data import Rollout, good_ones, merits
@@ -152,6 +153,20 @@ def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pa
         rows = [tokenizer(prompt + said + "<eos>", return_tensors="pt")["input_ids"] for prompt, said in texts]
         last = [float(plain.score(plain.model(row).last_hidden_state)[0, -1]) for row in rows]
     assert got == pytest.approx(last, rel=1e-4) and len({round(x, 5) for x in got}) > 5
+
+
+def test_a_reward_model_gets_the_first_token_of_its_tokenizer_once(judge):
+    """A prompt may begin with it; the tokens in front of an answer are part of what is scored."""
+    model = REWARDS.resolve(f"reward_model:{judge}")
+    end = model.tokenizer.eos_token_id
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=["<eos>", "$A"], special_tokens=[("<eos>", end)]
+    )
+    rows = []
+    hook = model.model.register_forward_pre_hook
+    hook(lambda _, args, given: rows.extend(given["input_ids"].tolist()), with_kwargs=True)
+    model(["1", "<eos>1", "<eos><eos>1"], ["2"] * 3)
+    assert [[token for token in row if token] for row in rows] == [[end, 1, 2], [end, 1, 2], [end, end, 1, 2]]
 
 
 def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():

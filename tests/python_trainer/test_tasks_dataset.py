@@ -1,5 +1,6 @@
 """Models and data sets by name: files of several formats, and a cache of the Hub without a network."""
 
+import csv
 import json
 import os
 import subprocess
@@ -83,6 +84,7 @@ def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_
     monkeypatch.setattr(
         "python_trainer.tasks.files.snapshot", lambda *at, setting, **_: asked.append((*at, setting)) or tmp_path
     )
+    monkeypatch.setattr(datasets, "load_dataset_builder", Mock())
     monkeypatch.setattr(datasets, "load_dataset", lambda **options: asked.append(options) or ROWS)
     task = settings_of("someone/sums/main@v1:train[:90%]", "someone/sums").load()
     assert asked == [
@@ -112,6 +114,83 @@ def test_without_the_package_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="needs the package datasets: pip install datasets"):
         settings_of("a/b").load()
+
+
+ANSWERS = [
+    {"prompt": "12", "answer": "null", "day": "2024-01-01", "code": "007", "level": 1, "share": 0.5, "easy": True},
+    {"prompt": "34", "answer": "NA", "day": "None", "code": "1e3", "level": None, "share": 1.25, "easy": False},
+    {"prompt": "5", "answer": 'x, "y"\r\nz\u2028', "day": "2024-01-01T10:00:00Z", "code": None, "level": 3,
+     "share": 2.0, "easy": True},
+]  # fmt: skip
+
+
+def write_answers(path):
+    """By the standard library, which changes nothing."""
+    if path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(ANSWERS[0]))
+            writer.writeheader()
+            writer.writerows(ANSWERS)
+    elif path.suffix == ".jsonl" or path.stem == "lines":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
+    elif path.stem == "columns":
+        path.write_text(json.dumps({name: [row[name] for row in ANSWERS] for name in ANSWERS[0]}))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ANSWERS, indent=1))
+    else:
+        datasets.Dataset.from_list(ANSWERS).to_parquet(path)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "columns.json", "a.csv", "a.parquet"])
+def test_every_format_gives_the_same_values(tmp_path, name, folder):
+    write_answers(path := tmp_path / name)
+    if folder:
+        (tmp_path / "some").mkdir()
+        path = path.rename(tmp_path / "some" / f"train.{name.split('.')[1]}").parent
+    task = settings_of(f"{path}:train", f"{path}:train[:2]", columns={}).load()
+    found = [{"prompt": row.prompt, **row.columns} for row in task.train]
+    assert found == ANSWERS and len(task.test) == 2
+    assert [[type(value) for value in row.values()] for row in found] == [[*map(type, r.values())] for r in ANSWERS]
+
+
+def test_cells_are_numbers_where_all_of_a_column_are(tmp_path):
+    (tmp_path / "a.csv").write_text("q,a,b,c,d\n1,1,1,True,nan\n2,2.5,x,1,inf\n3,,3,False,1\n")
+    rows = settings_of(tmp_path / "a.csv", columns={"prompt": "q"}).load().train
+    assert [row.prompt for row in rows] == ["1", "2", "3"]
+    assert [[*row.columns.values()] for row in rows] == [
+        [1, "1", "True", "nan"], [2.5, "x", "1", "inf"], [None, "3", "False", "1"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("card", "cells", "value"), [
+    ("configs: [{config_name: default, data_files: train.csv, sep: ';'}]", "question;gold\n12;null\n", "null"),
+    ("configs: [{config_name: default, data_files: train.csv, keep_default_na: true, skiprows: 1}]",
+     "made by a program\nquestion,gold\na,null\n", None),
+    ("dataset_info: {features: [{name: question, dtype: string}, {name: gold, dtype: string}]}",
+     "question,gold\n12,3\n", "3"),
+])  # fmt: skip
+def test_the_card_of_a_folder_describes_its_files(tmp_path, card, cells, value):
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\n{card}\n---\n")
+    (folder / "train.csv").write_text(cells)
+    (row,) = settings_of(f"{folder}:train").load().train
+    assert row.columns == {"answer": value}
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("a.csv", "prompt,a\nx,1,2\n", r"a\.csv:2: 3 cells, more than the 2 columns"),
+    ("a.csv", "prompt,a,a\nx,1,2\n", r"a\.csv: two columns are named 'a'"),
+    ("a.csv", 'prompt,a\nx,"1\n', r"a\.csv:2: not CSV: unexpected end of data"),
+    ("a.csv", "", r"a\.csv:train: no examples"),
+    ("a.json", '{"prompt": "a"}\n{"prompt": ', r"a\.json:2: not JSON"),
+    ("a.json", '["a"]', r"a\.json: list; allowed: a list of JSON objects"),
+])  # fmt: skip
+def test_files_that_are_none_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        settings_of(tmp_path / name, columns={}).load()
 
 
 def cached(home, kind, name, files):
@@ -218,6 +297,20 @@ def test_a_tokenizer_that_ends_texts_does_not_end_prompts(chatting, single):
     first = [9] * single.startswith("9")
     assert chatting.encode(["12", [{"role": "user", "content": "12"}]]) == [[*first, 1, 2], [8, 1, 2]]
     assert chatting.encode([f"1{chatting.tokenizer.eos_token}"]) == [[*first, 1, end]]
+
+
+@pytest.mark.parametrize("ends", [[], ["end"]])
+def test_a_text_that_begins_with_its_first_token_gets_no_second_one(chatting, ends):
+    eos = chatting.tokenizer.eos_token_id
+    chatting.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=["<eos>", "$A", *ends], special_tokens=[("<eos>", eos), ("end", eos)]
+    )
+    texts = ["12", "<eos>12", "<eos><eos>1", "<eos>", "1<eos>"]
+    assert chatting.encode(texts) == [[eos, 1, 2], [eos, 1, 2], [eos, eos, 1], [eos], [eos, 1, eos]]
+
+
+def test_a_first_token_that_is_no_special_one_is_text(chatting):
+    assert chatting.encode(["912"]) == [[9, 9, 1, 2]]
 
 
 def test_prompts_that_are_too_long(make_config, tmp_path, capsys):

@@ -74,6 +74,8 @@ def test_gate_prompts_come_in_random_order(folder):
     ([r'{"prompt": "ABC\ud83d"}'], r":1: prompt is no Unicode text: .*'\\ud83d' in position 3: surrogates not allowed"),
     ([r'{"messages": [{"role": "user", "content": "\ude00"}]}'], r"data\.jsonl:1: prompt is no Unicode text"),
     (['{"prompt": "a", "completions": 1}'], r"data\.jsonl:1: column 'completions'"),
+    (['{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "42\\n"}], "answer": 42}'],
+     r"data\.jsonl:1: the last message of the prompt is the column answer, 42; take it out of the messages"),
 ])  # fmt: skip
 def test_bad_lines_are_named(folder, lines, message):
     with pytest.raises(UserError, match=message):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 from support import lacks
@@ -87,10 +88,23 @@ def test_by_name_in_a_task(task, chat):
     assert scores.rewards == {"math": [1.0, 0.0]} and scores.accuracy == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("gold", ["", 18, None])
+@pytest.mark.parametrize(("gold", "answers"), [
+    (0, ("0", "#### 1")),
+    (-3, (r"\boxed{-3}", "3")),
+    (0.5, (r"$\frac{1}{2}$", "5")),
+    (42.0, ("42", "4.2")),
+    (1e-07, ("0.0000001", "1")),
+    (10**25, (f"{10**25}", "10")),
+])  # fmt: skip
+def test_gold_answers_may_be_numbers(task, gold, answers):
+    made = task(gold)
+    assert score(made, [made.train[0]] * 2, answers, [[1], [2]]).rewards == {"math": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize("gold", ["", True, None, [1], float("nan")])
 def test_gold_answers_that_are_none_are_named(task, gold):
     made = task(gold)
-    with pytest.raises(UserError, match=f"reward function math raised ValueError: column answer must .*{gold!r}"):
+    with pytest.raises(UserError, match=f"math raised ValueError: column answer must .*{re.escape(repr(gold))}"):
         score(made, made.train, ["18"], [[1]])
 
 

@@ -3,6 +3,7 @@
 The type of its weights follows from the setting, the device, the processor and the size of the model.
 """
 
+import io
 import json
 import re
 from unittest.mock import Mock
@@ -10,17 +11,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from conftest import QUIET, save_tiny_policy, train
+from conftest import QUIET, merged, save_tiny_policy, train
 from paged import GREEDY, LONGROPE, SIZES, make, make_policy, prompts
+from rich.console import Console
 from tiny import own_greedy
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model import traits as traits_module
 from python_trainer.model.forward import page
-from python_trainer.model.loading import described_model, find_dtype, run_dtype
+from python_trainer.model.loading import described_model, find_dtype, ignored_settings, run_dtype
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
@@ -28,6 +31,7 @@ from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.parts import make_engine
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 
@@ -308,3 +312,29 @@ def test_a_checkpoint_that_names_no_type_changes_nothing():
     config = ModelConfig(device="cpu")
     assert all(run_dtype(config, saved) == "float32" for saved in ({"dtype": "float16"}, {}, [], None))
     assert run_dtype(config, {"dtype": "bfloat16"}) == "bfloat16"
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"output_router_logits": True, "router_aux_loss_coef": 0.02}, "router_aux_loss_coef 0.02 (output_router_logits)"),
+    ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, None),
+    ({"output_router_logits": False, "router_aux_loss_coef": 0.02}, None),
+    ({"attention_dropout": 0.1, "router_jitter_noise": 0.01}, "attention_dropout 0.1, router_jitter_noise 0.01"),
+])  # fmt: skip
+def test_settings_of_a_model_that_training_ignores_are_named(lessons, tmp_path, changes, named):
+    """The loss of a router needs all tokens of a batch, and passes have neither dropout nor jitter."""
+    folder, sizes = save_tiny_policy(tmp_path / "policy"), {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**SIZES | {"vocab_size": 64} | sizes | changes)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    model = {"model": {"path": str(folder)}}
+    for number, kind in enumerate((Trainer, Sft)):
+        console = Console(file=io.StringIO(), width=1000)
+        kind(load_config(merged(lessons, model)), tmp_path / f"run{number}", console=console)
+        said = console.file.getvalue()
+        assert ("training ignores what the model's config sets" in said) == (named is not None)
+        assert named is None or said.count(named) == 1
+
+
+def test_heads_of_other_tasks_drop_nothing():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, resid_pdrop=0.0,
+                                                                 embd_pdrop=0.0, attn_pdrop=0.25))  # fmt: skip
+    assert ignored_settings(model) == "training ignores what the model's config sets: attn_pdrop 0.25"

@@ -116,7 +116,7 @@ class Rhyme(Accelerator):
 
     def _adopt(self, context: StepContext) -> None:
         """Moves the answers of earlier runs that may be used into the bank, as this run judges them."""
-        ours = sampling.encode_again(self.earlier_answers, context.run.policy.tokenizer, self.recorder.fingerprint)
+        ours = sampling.encode_again(self.earlier_answers, context.run, self.recorder.fingerprint)
         self.bank.add(sampling.judge_again(ours, context.run), context.step)
         self.earlier_answers = []
 

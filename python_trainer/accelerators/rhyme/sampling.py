@@ -98,18 +98,19 @@ def different(entries: Iterable[BankEntry]) -> list[BankEntry]:
     return list(found.values())
 
 
-def encode_again(answers: Sequence[StoredAnswer], tokenizer: Any, fingerprint: str) -> list[StoredAnswer]:
-    """Encodes texts of other tokenizers by this one, and leaves out those that do not come back from their tokens.
+def encode_again(answers: Sequence[StoredAnswer], run: RunContext, fingerprint: str) -> list[StoredAnswer]:
+    """Encodes texts of other tokenizers by the policy's, and leaves out those that do not come back from their tokens.
 
     Nobody sampled the new tokens, so their log-probabilities are unknown (NaN) and they stay out of importance ratios.
     """
-    kept = []
+    kept, policy = [], run.policy
+    prompts = {prompt_key(example.prompt): example.prompt for example in run.task.train}
     for answer in answers:
         if answer.tokenizer != fingerprint:
-            ids = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
-            if not ids or tokenizer.decode(ids, skip_special_tokens=True) != answer.text:
+            ids = policy.tokenizer(answer.text, add_special_tokens=False)["input_ids"]
+            if not ids or policy.decode(ids) != answer.text:
                 continue
-            ids = [*ids, tokenizer.eos_token_id] if answer.finished else ids
+            ids = [*ids, *policy.ending(prompts.get(answer.prompt_key, ""))] if answer.finished else ids
             answer.response_ids, answer.tokenizer = torch.tensor(ids, dtype=torch.int32), fingerprint
             answer.logprobs = torch.full((len(ids),), math.nan)
         elif answer.response_ids.numel() and int(answer.response_ids.max()) >= len(tokenizer):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_tiny_policy
+from paged import make
 from scipy.stats import spearmanr
 from test_packing import plain_score
 
@@ -24,7 +25,7 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.evaluation import Scorer
 from python_trainer.model.loading import tokenizer_fingerprint
-from python_trainer.model.policy import load_policy
+from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.run_state import RunState
 from python_trainer.tasks import Task
@@ -202,15 +203,23 @@ def test_a_bank_is_the_same_after_it_was_saved(monkeypatch):
 
 
 def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
+    """An answer to messages ends as the chat template ends it; one that would hold an end token is left out."""
     tokenizer = byte_tokenizer()
     own = tokenizer_fingerprint(tokenizer)
     assert own == tokenizer_fingerprint(byte_tokenizer())
-    mine, foreign = make_sample(), make_sample(text="12+3=15")
-    mine.tokenizer, foreign.tokenizer = own, "other"
-    kept = encode_again([mine, foreign], tokenizer, own)
+    policy = Policy(make(vocab_size=len(tokenizer)), tokenizer, name="bytes")
+    policy.turn_end = [7, 8]
+    chat = [{"role": "user", "content": "4"}]
+    run = SimpleNamespace(policy=policy, task=SimpleNamespace(train=[Example("3"), Example(chat)]))
+    mine, foreign, said, ended = (make_sample(text=text) for text in ("", "12+3=15", "6", f"1{tokenizer.eos_token}5"))
+    foreign.prompt_key, said.prompt_key = prompt_key("3"), prompt_key(chat)
+    mine.tokenizer = own
+    for answer in (foreign, said, ended):
+        answer.tokenizer = "other"
+    kept = encode_again([mine, foreign, said, ended], run, own)
     assert kept[0].logprobs[0] == -0.5 and kept[0].response_ids.tolist() == [1, 2, 3]
-    assert tokenizer.decode(kept[1].response_ids, skip_special_tokens=True) == "12+3=15"
-    assert kept[1].response_ids[-1] == tokenizer.eos_token_id and kept[1].logprobs.isnan().all()
+    assert kept[1].response_ids.tolist() == [*b"12+3=15", tokenizer.eos_token_id] and kept[1].logprobs.isnan().all()
+    assert len(kept) == 3 and kept[2].response_ids.tolist() == [*b"6", 7, 8]
 
 
 def test_prompts_are_named_by_their_text():
