@@ -29,7 +29,7 @@ class Callback:
         """Called after an evaluation with ``eval/accuracy`` and so on; step 0 is before the first step."""
 
     def on_save(self, trainer: Any, step: int, checkpoint: Path) -> None:
-        """Called after a checkpoint was written."""
+        """Called after a checkpoint was written, but not for one that a signal wrote in the midst of a step."""
 
     def on_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
         """Called at the end of a run with the contents of summary.json."""

@@ -76,7 +76,7 @@ def save_checkpoint(
         UserError: the checkpoint cannot be written, as on a full disk; the earlier ones are unchanged. All ranks raise.
     """
     ranks = ranks or RankGroup()
-    target = folder / f"step-{step:06d}"
+    target = checkpoint_path(folder, step)
     aside = draft_of(target)
     try:
         with ranks.together():
@@ -89,7 +89,7 @@ def save_checkpoint(
                 (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
                 save_file(tensors, aside / "tensors.safetensors")
         if shards is not None:
-            write_shards(aside, shards)
+            write_shards(aside, shards, ranks.group)
         with ranks.together():
             if ranks.rank == 0:
                 (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
@@ -123,6 +123,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first."""
     found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
     return sorted(found, key=step_of)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is, or will be."""
+    return folder / f"step-{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -178,8 +183,11 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
     return flat
 
 
-def write_shards(checkpoint: Path, state: Mapping[str, Any]) -> None:
+def write_shards(checkpoint: Path, state: Mapping[str, Any], group: Any = None) -> None:
     """Writes nested dictionaries of tensors; all ranks must call this together.
+
+    Args:
+        group: torch's process group that the ranks agree in; None: the default one.
 
     Raises:
         OSError: what one of them cannot write, all raise together.
@@ -189,7 +197,7 @@ def write_shards(checkpoint: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS)
+        dcp.save(flatten(state), checkpoint_id=checkpoint / SHARDS, process_group=group)
     except CheckpointException as error:  # which is no Exception
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         size = dist.get_world_size() if dist.is_initialized() else 1

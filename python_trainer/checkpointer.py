@@ -6,12 +6,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import torch
 from pydantic import BaseModel, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
 from python_trainer.checkpoint import (
+    checkpoint_path,
     list_checkpoints,
     load_checkpoint,
     load_newest,
@@ -21,7 +24,8 @@ from python_trainer.checkpoint import (
 )
 from python_trainer.config import Config, dump_config
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared
+from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, tell
+from python_trainer.last_step import LastStep, copy_to_host
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.loading import base_name, dtype_name
@@ -30,10 +34,20 @@ from python_trainer.origin import Origin, check_origin
 from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
 from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested, problem_line
+from python_trainer.signals import StopSignal
 from python_trainer.terminal import log_into
 from rlkernels._files import draft_of, remove_folder, replace_folder
 
 MODELS = ("model", "adapter", "best")  # folders of a run
+
+
+class Unlogged(BaseModel):
+    """A step whose row is not written yet, since its evaluation may follow."""
+
+    row: dict[str, float]
+    samples: list[dict[str, Any]]
+    since: RunState
+    rehearsed: bool
 
 
 class SavedRun(BaseModel):
@@ -46,6 +60,7 @@ class SavedRun(BaseModel):
     accelerators: dict[str, dict[str, Any]] = {}
     lengths: dict[str, dict[str, FiniteFloat]] | None = None
     origin: Origin | None = None
+    unlogged: Unlogged | None = None
 
 
 def check_saved(path: Path, saved: Any) -> SavedRun:
@@ -83,6 +98,8 @@ class Checkpointer:
         saved: its contents without shards, until :meth:`restore`.
         saved_run: the same, checked.
         saved_step: step of the newest checkpoint, 0 if there is none.
+        last: the last finished step.
+        stop: notes signals, within which the last finished step is saved at once.
     """
 
     def __init__(
@@ -100,6 +117,12 @@ class Checkpointer:
         self.logger, self.notify = logger, notify
         self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
         self.present: list[Path] = []  # all checkpoints there were; known to rank 0
+        several = ranks.size > 1
+        self._store = ranks.store_for_thread() if several else None
+        self._thread_ranks = ranks.for_thread() if ranks.sharded else RankGroup()
+        self.last = LastStep(self._store if ranks.sharded else None, ranks.rank, ranks.size)
+        self.stop = StopSignal(self._save_early, self._signal_elsewhere if several else None)
+        self._early: Path | None = None  # the checkpoint that the thread of a signal wrote
         found = None
         with ranks.together():
             if ranks.rank == 0:
@@ -117,9 +140,17 @@ class Checkpointer:
         progress: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
         origin: Origin,
+        late_progress: Callable[[], dict[str, Any]] = dict,
     ) -> bool:
-        """Takes the other parts of the run, and loads the checkpoint that it continues from -> whether there is one."""
-        self.policy, self.learner, self.progress = learner.policy, learner, progress
+        """Take the other parts of the run, and load the checkpoint that it continues from; return whether there is one.
+
+        Args:
+            progress: returns what a checkpoint holds beside weights, moments and ``state``, once an update is over.
+            load: takes that from a checkpoint.
+            late_progress: returns the part of it that evaluations and rows of metrics change.
+        """
+        self.policy, self.learner = learner.policy, learner
+        self.progress, self.late_progress = progress, late_progress
         saved, self.saved = self.saved, None  # to free its memory
         self.origin = origin
         run = self.saved_run
@@ -196,52 +227,121 @@ class Checkpointer:
         for name in MODELS:  # a killed run may have left drafts
             shutil.rmtree(draft_of(self.folder / name), ignore_errors=True)
 
-    def after_step(self, signal: str | None, *, done: bool) -> None:
-        """Saves the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
-        step, every = self.state.step, self.config.save.save_steps
-        signal = next(filter(None, self.ranks.gather(signal)), None)
+    def after_step(self, *, done: bool) -> None:
+        """Save the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
+        step, every, signal = self.state.step, self.config.save.save_steps, self._conclude_signal()
         if done or signal or (every and step % every == 0):
             with self.state.measure("checkpoint"):
-                self._save(self._contents())
+                self._save(self._contents() if self.last.contents is None else self._renewed(self.last.contents))
         if signal and not done:
             raise Interrupted(f"{signal}: stopped after step {step}, which is saved; a resumed run continues from it")
 
     def _save(self, contents: dict[str, Any]) -> None:
-        step, learned, sharded = contents["state"]["step"], self.learner.state_dict(), self.ranks.sharded
+        with self.last.section(writes=True):
+            path = self._write_checkpoint(contents, self.last.learned or self.learner.state_dict(), self.ranks)
+            if self.ranks.rank == 0 and self._early is not None and self._early != path:
+                remove_folder(self._early)
+            self._early = None
+            self.last.note(None)
+        self.notify("on_save", self.saved_step, path)
+
+    def _write_checkpoint(self, contents: dict[str, Any], learned: dict[str, Any], ranks: RankGroup) -> Path:
+        step, sharded = contents["state"]["step"], ranks.sharded
         path = save_checkpoint(
             self.checkpoints,
             step,
             contents if sharded else contents | learned,
-            keep=self.config.save.save_total_limit,
+            keep=self.config.save.save_total_limit + (self._early is not None),
             spare=best_evaluated(self.state, {step, *map(step_of, list_checkpoints(self.checkpoints))}),
-            ranks=self.ranks,
+            ranks=ranks,
             shards=learned if sharded else None,
         )
         self.saved_step = step
-        self.notify("on_save", step, path)
+        return path
+
+    def _save_early(self, signal: str, ended: Event) -> None:
+        """Save the last finished step while the next is under way: in the thread of a signal.
+
+        The checkpoint of the next step takes its place. Without shards rank 0 saves alone.
+        """
+        if self._store is not None:
+            self._store.set("signal", signal)
+        if self.ranks.rank > 0 and not self.ranks.sharded:
+            return
+        if self.policy.device.type == "cuda":
+            torch.cuda.set_device(self.policy.device)  # a new thread has the first one
+        with self.last.copied(self.learner.state_dict, ended) as copied:
+            if copied is None:
+                return
+            contents, learned = copied
+            self._early = checkpoint_path(self.checkpoints, contents["state"]["step"])
+            try:
+                self._write_checkpoint(contents, learned, self._thread_ranks)
+            except UserError as unwritten:
+                self._early = None
+                return tell(str(unwritten))
+        tell(f"{signal}: step {self.saved_step} is saved, and the step under way goes on")
+
+    def _signal_elsewhere(self) -> str | None:
+        """Return the signal that another rank told of, if any."""
+        assert self._store is not None
+        return self._store.get("signal").decode() if self._store.check(["signal"]) else None
+
+    def _conclude_signal(self) -> str | None:
+        """Return the signal that came to any rank, once no thread writes a checkpoint because of it."""
+        signal = next(filter(None, self.ranks.gather(self.stop.name)), None)
+        if signal is not None:
+            self.stop.conclude(signal)
+        return signal
 
     def _contents(self) -> dict[str, Any]:
         """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
-        progress, state = copy_nested(self.progress()), self.state
+        return self._renewed(copy_nested(self.progress()))
+
+    def _renewed(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """Return the contents with what has changed since the update."""
+        state, dtype = self.state, dtype_name(self.policy.inference_model.dtype)
         state.wall_s = state.wall_seconds
-        return {
-            "state": asdict(state),
-            "dtype": dtype_name(self.policy.inference_model.dtype),
-            "origin": self.origin.model_dump(),
-            **progress,
-        }
+        contents |= {"state": asdict(state), "dtype": dtype, "origin": self.origin.model_dump()}
+        return contents | copy_nested(self.late_progress())
+
+    @contextmanager
+    def updating(self, *, keeps_copy: bool = False) -> Iterator[None]:
+        """Let the block change weights and moments; where it ends a step, that is now the last finished one.
+
+        Args:
+            keeps_copy: where there is room, keep what the block changes in the memory of the host, since it ends no
+                step and so leaves nothing else to save.
+        """
+        with self.last.section():
+            step, last = self.state.step, self.last
+            if keeps_copy and last.contents is not None:
+                copy = copy_to_host(self.learner.state_dict())
+                last.learned = copy if all(self.ranks.gather(copy is not None)) else None
+            try:
+                yield
+            finally:
+                if self.state.step > step:
+                    with self.state.measure("checkpoint"):
+                        last.note(self._contents())
+                elif self.learner.changed and last.learned is None:
+                    last.note(None)
+
+    def renew_last_step(self) -> None:
+        """Note what has changed since the update of the last finished step."""
+        if self.last.contents is not None:
+            with self.state.measure("checkpoint"):
+                self.last.contents = self._renewed(self.last.contents)
 
     @contextmanager
     def keeping_last_step(self) -> Iterator[None]:
         """Saves the last finished step on an error inside the block, if its weights still exist."""
         step, rate = self.state.step, self.config.optimizer.learning_rate
-        with self.state.measure("checkpoint"):
-            contents = None if step == self.saved_step else self._contents()
         self.learner.changed = False
         try:
             yield
         except Exception as error:
-            self._keep(step, contents, error)
+            self._keep(error)
             if isinstance(error, NotFinite):
                 raise UserError(
                     f"{error}: optimizer.learning_rate {rate:g} may be too high, after {step} steps; "
@@ -250,16 +350,15 @@ class Checkpointer:
             error.add_note(self.how_to_go_on())
             raise
 
-    def _keep(self, step: int, contents: dict[str, Any] | None, error: Exception) -> None:
-        """Saves the last finished step if possible, after an error in the one that follows ``step``."""
+    def _keep(self, error: Exception) -> None:
+        """Save the last finished step if possible, after an error in the one that follows or in its evaluation."""
         known = isinstance(error, UserError) or is_shared(error)  # to all ranks
         if self.ranks.size > 1 and not known:  # several processes save together
             return
         try:
-            if self.state.step > step:  # its evaluation failed, or its row of metrics
-                self._save(self._contents())
-            elif contents and not self.learner.changed:
-                self._save(contents)
+            self._conclude_signal()
+            if self.last.contents is not None:
+                self._save(self.last.contents)
         except UserError as unwritten:
             error.add_note(str(unwritten))
         self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
@@ -304,7 +403,7 @@ class Checkpointer:
                 raise UserError(f"{folder} cannot be written: {error}; {self.how_to_go_on()}") from error
 
     def _load_step(self, step: int) -> None:
-        path = self.checkpoints / f"step-{step:06d}"
+        path = checkpoint_path(self.checkpoints, step)
         with self.ranks.together():
             saved = load_checkpoint(path)
         self._load_learned(path, saved)

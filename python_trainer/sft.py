@@ -29,7 +29,6 @@ from python_trainer.parts import resolve_settings
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise
-from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import check_text
 
 HELD_OUT = 64  # test examples whose loss is measured before and after
@@ -124,17 +123,17 @@ class Sft:
             Interrupted: a signal came; everything is saved.
         """
         state, last = self.state, len(self.batches)
-        with self.checkpointer.owning_folder(), StopSignal() as stop:
+        with self.checkpointer.owning_folder(), self.checkpointer.stop:
             state.start_clock()
             with self.logger.recording(state.step or None):
                 if state.step == 0:
                     state.results["start"] = self.held_out_loss()
                 while state.step < last:
-                    with self.checkpointer.keeping_last_step():
+                    with self.checkpointer.keeping_last_step(), self.checkpointer.updating():
                         row = self.step()
                         state.step += 1
                         self.logger.log(state.step, row)
-                    self.checkpointer.after_step(stop.name, done=state.step == last)
+                    self.checkpointer.after_step(done=state.step == last)
             self.policy.sync_inference_model()
             self.checkpointer.save_models()
             state.results["final"] = self.held_out_loss()

@@ -36,7 +36,6 @@ from python_trainer.parts import make_engine, resolve_settings
 from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import RunState, summarise
-from python_trainer.signals import StopSignal
 from python_trainer.tasks.base import Task
 
 REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
@@ -91,7 +90,8 @@ class Trainer:
         self.folder = ranks.folder(output_dir)
         console = console if ranks.rank == 0 else Console(quiet=True)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
-        self.state, self.stop, self.done, self.rehearsed = RunState(timer=timer), StopSignal(), False, False
+        self.state, self.done, self.rehearsed = RunState(timer=timer), False, False
+        self.unlogged: dict[str, Any] | None = None  # the last step, until its row is written
         self.noted: set[str] = set()  # oddities of a step
         note = self.logger.note
         self.checkpointer = Checkpointer(
@@ -123,7 +123,8 @@ class Trainer:
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
                 judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
             )  # fmt: skip
-            if self.checkpointer.restore(self.learner, self.progress, self.load_progress, origin):
+            parts = (self.progress, self.load_progress, origin, self.late_progress)
+            if self.checkpointer.restore(self.learner, *parts):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             self.logged = asdict(self.state)  # at the newest row of metrics
@@ -147,18 +148,22 @@ class Trainer:
                 if state.step == 0:
                     for accelerator in self.timed(self.accelerators):  # on the run's clock and token counts
                         accelerator.begin(self.run_context)
-                with self.stop, self.logger.recording(state.step or None):
+                recorded = None if state.step == 0 else state.step - (self.unlogged is not None)
+                with self.checkpointer.stop, self.logger.recording(recorded):
                     self.done = self.finished()
                     if state.step == 0:
                         self.log(self.evaluator.evaluate("start"))
+                    elif self.unlogged is not None:
+                        self.close_step(self.unlogged)
+                        self.checkpointer.after_step(done=self.done)
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
-                        row = self.evaluator.evaluate("final")  # it failed then
+                        row = self.evaluator.evaluate("final")  # max_steps was larger then
                         self.log(row)
                         self.notify("on_step", state.step, row)
-                        self.checkpointer.after_step(None, done=True)
+                        self.checkpointer.after_step(done=True)
                     while not self.done:
                         self.step(state.step + 1)
-            with self.stop:
+            with self.checkpointer.stop:
                 if self.policy.streams_weights:
                     self.engine.sleep()  # for its memory
                 self.checkpointer.save_models()
@@ -197,19 +202,29 @@ class Trainer:
             rollouts = sampler.rollouts()
             self.notify("on_rollouts", number, rollouts)
             context.telemetry |= sampler.metrics() | group_spread(rollouts) | rollout_statistics(sampler.generated())
-            self.update(context, rollouts)
             samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
-            self.state.step = number
-            row = context.telemetry
-            try:
-                row |= self.evaluate_if_due()
-            finally:
-                row |= self.state.metrics_since(self.logged)
-                self.log(row)
-                self.logger.log_samples(number, samples)
-            self.notify("on_step", number, row)
+            with self.checkpointer.updating():
+                self.update(context, rollouts)
+                self.state.step = number
+                row = {name: float(value) for name, value in context.telemetry.items()}
+                self.unlogged = {"row": row, "samples": samples, "since": self.logged, "rehearsed": self.rehearsed}
+            row = self.close_step(self.unlogged)
         self.note_oddities(number, row, rollouts)
-        self.checkpointer.after_step(self.stop.name, done=self.done)
+        self.checkpointer.after_step(done=self.done)
+        return row
+
+    def close_step(self, unlogged: dict[str, Any]) -> dict[str, float]:
+        """Evaluate if that is due, and write the row of the step whose update is over; return it."""
+        row, self.logged, self.rehearsed = dict(unlogged["row"]), unlogged["since"], unlogged["rehearsed"]
+        try:
+            row |= self.evaluate_if_due()
+        finally:
+            row |= self.state.metrics_since(self.logged)
+            self.log(row)
+            self.logger.log_samples(self.state.step, unlogged["samples"])
+        self.unlogged = None
+        self.checkpointer.renew_last_step()
+        self.notify("on_step", self.state.step, row)
         return row
 
     def note_oddities(self, number: int, row: dict[str, float], rollouts: Sequence[Rollout]) -> None:
@@ -266,14 +281,15 @@ class Trainer:
         self.rehearsed = bool(batches)
         if not batches:
             return
-        with self.state.measure("rollout"):
-            self.engine.sleep()
-        for number, batch in enumerate(batches, 1):
-            with self.state.measure("train"):
-                learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
-            self.state.count("trained_tokens", learned["tokens/trained"])
-            self.logger.log_work(number, len(batches), "stored answers in batches")
-        self.engine.policy_updated()
+        with self.checkpointer.updating(keeps_copy=True):
+            with self.state.measure("rollout"):
+                self.engine.sleep()
+            for number, batch in enumerate(batches, 1):
+                with self.state.measure("train"):
+                    learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
+                self.state.count("trained_tokens", learned["tokens/trained"])
+                self.logger.log_work(number, len(batches), "stored answers in batches")
+            self.engine.policy_updated()
 
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
         """Trains the policy, and tells engine and accelerators."""
@@ -335,18 +351,21 @@ class Trainer:
         }
 
     def progress(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds beside weights, moments and ``state``."""
+        """Return what a checkpoint holds beside weights, moments and ``state``, once an update is over."""
         self.state.policy_version = self.engine.policy_version
         return {
             "accelerators": {a.name: a.state_dict() for a in self.accelerators},
             "enabled": [a.name for a in self.accelerators if a.enabled],
-            "lengths": vars(self.engine.lengths) if self.engine.lengths else None,
             "prompts": self.task.fingerprint,
             "kernels": self.kernels,
         }
 
+    def late_progress(self) -> dict[str, Any]:
+        """Return the part of the progress that evaluations and rows of metrics change."""
+        return {"lengths": vars(self.engine.lengths) if self.engine.lengths else None, "unlogged": self.unlogged}
+
     def load_progress(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`progress`.
+        """Undoes :meth:`progress` and :meth:`late_progress`.
 
         Raises:
             UserError: it is of other accelerators, or they know prompts by numbers that are other prompts now.
@@ -366,6 +385,7 @@ class Trainer:
         for accelerator in self.accelerators:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
+        self.unlogged = saved.get("unlogged")
         if self.engine.lengths and saved["lengths"]:
             vars(self.engine.lengths).update(saved["lengths"])
 

@@ -95,7 +95,7 @@ class Accelerator:
         return rollouts
 
     def after_update(self, context: StepContext) -> None:
-        """Acts on the new weights. An accelerator that changes them ends with ``engine.policy_updated()``."""
+        """Act on the new weights. This hook alone may change them, and then ends with ``engine.policy_updated()``."""
 
     def summary(self) -> dict[str, Any]:
         """Returns what a finished run should know, for ``accelerators.NAME`` in summary.json."""

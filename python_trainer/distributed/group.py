@@ -36,13 +36,28 @@ class RankGroup:
     """
 
     sharded = False
+    stores = 0  # made in this process
 
     def __init__(self, name: str = "none"):
         self.name = name
         self.rank, self.size = (0, 1) if name == "none" else (dist.get_rank(), dist.get_world_size())
         self.entered, self.waits = 0, False
+        self.group: dist.ProcessGroup | None = None  # None: torch's default one
         self._apart = False  # within together()
         self._aside: TemporaryDirectory[str] | None = None
+
+    def for_thread(self) -> "RankGroup":
+        """Return the same ranks for a thread beside the main one, whose calls need not come in the main one's order."""
+        ranks = copy.copy(self)
+        ranks.group = dist.new_group(backend="gloo")
+        return ranks
+
+    def store_for_thread(self) -> Any:
+        """Return a store of keys that all ranks share, for one thread; each call on every rank makes another."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        RankGroup.stores += 1
+        return dist.PrefixStore(f"thread {RankGroup.stores}", _get_default_store().clone())  # type: ignore[attr-defined]
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -58,7 +73,7 @@ class RankGroup:
         found: list[Any] = [value] * self.size
         with self._collective():
             if self.size > 1:
-                dist.all_gather_object(found, value)
+                dist.all_gather_object(found, value, group=self.group)
         return found
 
     @contextmanager
@@ -119,7 +134,7 @@ class RankGroup:
         sent = [value]
         with self._collective():
             if self.size > 1:
-                dist.broadcast_object_list(sent, src=0)
+                dist.broadcast_object_list(sent, src=0, group=self.group)
         return sent[0]
 
     def once(self, function: Callable[[], T]) -> T:

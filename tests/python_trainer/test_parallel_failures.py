@@ -158,7 +158,7 @@ def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, er
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, value: found.__setitem__(0, value))
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, value, group: found.__setitem__(0, value))
     monkeypatch.setenv("WORLD_SIZE", size)
     with nullcontext() if error is None else pytest.raises(type(error)), start("ddp", "cpu"):
         if error is not None:

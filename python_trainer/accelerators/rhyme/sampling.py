@@ -113,7 +113,7 @@ def encode_again(answers: Sequence[StoredAnswer], run: RunContext, fingerprint: 
             ids = [*ids, *policy.ending(prompts.get(answer.prompt_key, ""))] if answer.finished else ids
             answer.response_ids, answer.tokenizer = torch.tensor(ids, dtype=torch.int32), fingerprint
             answer.logprobs = torch.full((len(ids),), math.nan)
-        elif answer.response_ids.numel() and int(answer.response_ids.max()) >= len(tokenizer):
+        elif answer.response_ids.numel() and int(answer.response_ids.max()) >= len(policy.tokenizer):
             continue  # whoever wrote the row: no policy has an embedding for these
         kept.append(answer)
     return kept

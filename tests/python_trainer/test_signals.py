@@ -1,0 +1,396 @@
+"""A signal in a long step: the last finished step is saved at once, and a resumed run ends as an undisturbed one."""
+
+import asyncio
+import math
+import os
+import random
+import signal
+import socket
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LORA, QUIET, digits
+
+from bench.faults.training import differences
+from python_trainer import last_step
+from python_trainer.accelerators.base import Accelerator
+from python_trainer.accelerators.settings import AcceleratorSettings
+from python_trainer.checkpoint import list_checkpoints
+from python_trainer.checkpointer import Checkpointer
+from python_trainer.data import Rollout
+from python_trainer.errors import UserError
+from python_trainer.last_step import LastStep, copy_to_host, free_memory
+from python_trainer.learner import Learner
+from python_trainer.run_directory import read_metrics
+from python_trainer.signals import SIGNALS, StopSignal
+from python_trainer.trainer import Trainer
+
+LIMIT = 120  # seconds that a test waits for a checkpoint
+
+
+def saved(folder):
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+def wait_for(checkpoint, folder):
+    """Wait as a step does that takes long."""
+    deadline = time.monotonic() + LIMIT
+    while checkpoint not in saved(folder):
+        assert time.monotonic() < deadline, saved(folder)
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def interrupt(tmp_path):
+    """interrupt(number, checkpoint): signal the run, wait for a checkpoint, and signal it once more."""
+
+    def send(number=signal.SIGTERM, checkpoint="step-000002"):
+        os.kill(os.getpid(), number)
+        wait_for(checkpoint, tmp_path / "run")
+        os.kill(os.getpid(), number)
+        time.sleep(LIMIT)  # where another thread has sent the signal
+
+    return send
+
+
+@pytest.fixture
+def reward(monkeypatch):
+    """reward(function, step): what the reward does in this step, the first time it is called there."""
+
+    def replace(function, step=3):
+        current, original = [0], Trainer.step
+
+        def note(self, number):
+            current.append(number)
+            return original(self, number)
+
+        def judge(**columns):
+            now = current.pop() if current[-1] == step else 0
+            return (now and function()) or digits(**columns)
+
+        monkeypatch.setattr(Trainer, "step", note)
+        monkeypatch.setattr("conftest.digits", Mock(side_effect=judge, __name__="digits"))
+
+    return replace
+
+
+def sleeping(interrupt, number):
+    return lambda: interrupt(number)
+
+
+def waiting(interrupt, number):
+    async def judge():
+        await asyncio.to_thread(interrupt, number)
+
+    return judge
+
+
+def computing(interrupt, number):
+    """Compiled code that no signal ends: the main thread sees none."""
+
+    def judge():
+        database = sqlite3.connect(":memory:", check_same_thread=False)
+        main = threading.main_thread().ident
+
+        def send():
+            os.kill(os.getpid(), number)
+            wait_for("step-000002", judge.folder)
+            database.interrupt()
+
+        threading.Thread(target=send).start()
+        endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT count(*) FROM c"
+        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+            database.execute(endless).fetchone()
+        signal.pthread_kill(main, number)
+
+    return judge
+
+
+@pytest.mark.parametrize(("slow", "number"), [*zip([sleeping, waiting, computing], SIGNALS, strict=True)])
+def test_a_signal_in_a_reward_saves_the_last_finished_step(run, tmp_path, reward, interrupt, slow, number):
+    function = slow(interrupt, number)
+    function.folder = tmp_path / "run"
+    reward(function)
+    code, said = run({"save": {"save_steps": 0}})
+    name = signal.Signals(number).name
+    assert code == 130 and saved(tmp_path / "run") == ["step-000002"]
+    assert f"{name}: step 2 is saved, and the step under way goes on" in said
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
+    reward(lambda: None)
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("changes", [
+    {"model": {"lora": LORA}},
+    {"algorithm": {"advantage": "gae", "beta": 0.1, "num_minibatches": 2}, "critic": {"separate": True}},
+    {"accelerators": {"enabled": ["rpo", "rhyme"], "rpo": {"preset": "paper"}}, "rollout": {"schedule": "history"}},
+    {"parallel": "fsdp2"},
+])  # fmt: skip
+def test_every_part_of_a_checkpoint_is_saved_at_once(run, tmp_path, reward, interrupt, changes):
+    reward(interrupt)
+    assert run(changes | {"save": {"save_steps": 0}})[0] == 130 and saved(tmp_path / "run") == ["step-000002"]
+    reward(lambda: None)
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def long_rollout(monkeypatch, act):
+    original = Trainer.generate
+
+    def generate(self, requests, seed):
+        if self.state.step == 2:
+            act()
+        return original(self, requests, seed)
+
+    monkeypatch.setattr(Trainer, "generate", generate)
+    return "step-000002"
+
+
+def long_evaluation(monkeypatch, act):
+    original = Trainer.evaluate_if_due
+
+    def evaluate(self):
+        if self.state.step == 3:
+            act()
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
+    return "step-000003"
+
+
+def long_last_evaluation(monkeypatch, act):
+    original = Trainer.evaluate_if_due
+
+    def evaluate(self):
+        if self.state.step == 4:
+            act()
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
+    return "step-000004"
+
+
+@pytest.mark.parametrize("place", [long_rollout, long_evaluation, long_last_evaluation])
+def test_a_signal_elsewhere_in_a_step(run, tmp_path, monkeypatch, interrupt, place):
+    changes = {"save": {"save_steps": 0}, "evaluation": {"eval_steps": 3}}
+    with monkeypatch.context() as patched:
+        checkpoint = place(patched, lambda: interrupt(checkpoint=checkpoint))
+        assert run(changes)[0] == 130 and saved(tmp_path / "run") == [checkpoint]
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
+    assert samples[0] == samples[1]
+
+
+class Rehearses(Accelerator):
+    """Trains on a stored answer before step 3 generates."""
+
+    def before_step(self, context):
+        if context.step != 3:
+            return []
+        stored = {"logprobs": [math.nan] * 3, "reward": 1.0, "accuracy": 1.0, "importance_cap": 1.0, "expected": 0.5}
+        return [[Rollout(context.run.prompts[0], [1, 2, 3], **stored)]]
+
+
+class RehearsesSettings(AcceleratorSettings):
+    """Trains on stored answers."""
+
+    name = "rehearses"
+    accelerator = "test_signals:Rehearses"
+
+
+STORED = {"accelerators": {"enabled": ["test_signals:RehearsesSettings"]}, "save": {"save_steps": 0}}
+
+
+def test_a_signal_after_an_update_on_stored_answers(run, tmp_path, reward, interrupt):
+    """The weights of the last finished step are gone, but for the copy that was made in time."""
+    reward(interrupt)
+    assert run(STORED)[0] == 130 and saved(tmp_path / "run") == ["step-000002"]
+    reward(lambda: None)
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(("room", "said"), [(1 << 40, "step 2 is saved"), (0, "no step is saved")])
+def test_an_error_after_an_update_on_stored_answers(run, reward, monkeypatch, room, said):
+    monkeypatch.setattr(last_step, "free_memory", lambda: room)
+    reward(lambda: 1 / 0)
+    code, error = run(STORED)
+    assert code == 2 and said in error
+
+
+def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch, interrupt):
+    """Then the step is saved, while it is evaluated."""
+    original = Learner.update
+
+    def update(self, rollouts, number):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, rollouts, number)
+
+    def evaluate(self):
+        wait_for("step-000003", tmp_path / "run")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Learner, "update", update)
+    monkeypatch.setattr(Trainer, "evaluate_if_due", lambda self: evaluate(self) if self.state.step == 3 else {})
+    assert run({"save": {"save_steps": 0}})[0] == 130
+    assert saved(tmp_path / "run") == ["step-000003"]
+
+
+def test_a_copy_without_room_lets_the_step_end(run, tmp_path, monkeypatch, reward):
+    monkeypatch.setattr(last_step, "free_memory", lambda: 0)
+    reward(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    code, said = run({"save": {"save_steps": 0}})
+    assert code == 0 and saved(tmp_path / "run") == ["step-000003"]
+    assert "under way" not in said and "SIGTERM: stopped after step 3, which is saved" in said
+
+
+def test_a_copy_takes_a_quarter_of_the_free_memory(monkeypatch):
+    tensors = {"model": {"w": torch.ones(3)}, "critic": None}
+    for free, ranks, fits in ((48, 1, True), (47, 1, False), (95, 2, False), (96, 2, True)):
+        monkeypatch.setattr(last_step, "free_memory", lambda free=free: free)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert (copy_to_host(tensors) is not None) == fits
+    copy = copy_to_host(tensors)
+    tensors["model"]["w"].zero_()
+    assert copy["model"]["w"].tolist() == [1.0] * 3 and copy["critic"] is None
+    monkeypatch.undo()
+    assert 0 < free_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_free_memory_of_a_control_group(monkeypatch, tmp_path):
+    group = tmp_path / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    group.mkdir(exist_ok=True, parents=True)
+    monkeypatch.setattr(last_step, "CGROUP", tmp_path)
+    for most, left in (("3000\n", 1000), ("max\n", free_memory())):
+        (group / "memory.max").write_text(most)
+        (group / "memory.current").write_text("2000\n")
+        assert free_memory() == pytest.approx(left, rel=0.5)
+
+
+def test_the_checkpoint_of_the_step_takes_the_place_of_the_early_one(run, tmp_path, reward):
+    """As if it had never been: others that save_total_limit would spare are there."""
+    there = []
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for("step-000005", tmp_path / "run")
+        there.extend(saved(tmp_path / "run"))
+
+    reward(interrupt, step=6)
+    assert run({"max_steps": 8, "save": {"save_steps": 2}})[0] == 0
+    assert there == ["step-000002", "step-000004", "step-000005"]
+    assert saved(tmp_path / "run") == ["step-000004", "step-000006"]
+
+
+def test_an_early_checkpoint_that_cannot_be_written_is_told(run, tmp_path, monkeypatch, reward):
+    told = threading.Event()
+
+    def write(self, contents, learned, ranks):
+        if threading.current_thread() is threading.main_thread():
+            return original(self, contents, learned, ranks)
+        told.set()
+        raise UserError("checkpoint step-000002 cannot be written: No space left on device")
+
+    original = Checkpointer._write_checkpoint
+    monkeypatch.setattr(Checkpointer, "_write_checkpoint", write)
+    reward(lambda: os.kill(os.getpid(), signal.SIGTERM) or (told.wait(LIMIT) and None))
+    code, said = run({"save": {"save_steps": 0}})
+    assert code == 0 and "No space left on device" in said and saved(tmp_path / "run") == ["step-000003"]
+
+
+def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
+    """As multiprocessing ends its workers."""
+    codes = []
+
+    def judge():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    reward(judge)
+    code, said = run()
+    assert code == 0 and codes == [-signal.SIGTERM] and "SIGTERM" not in said
+    assert saved(tmp_path / "run") == ["step-000002", "step-000004"]
+
+
+def test_a_closed_terminal_stops_nothing(run, tmp_path, reward):
+    reward(lambda: os.kill(os.getpid(), signal.SIGHUP))
+    code, said = run()
+    assert code == 0 and "SIGHUP: the terminal is closed, and the run goes on" in said
+    assert saved(tmp_path / "run") == ["step-000002", "step-000004"]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_the_handlers_of_others_come_back():
+    before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)]
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())
+    with StopSignal():
+        assert signal.getsignal(signal.SIGHUP) != before[-1]
+    assert signal.set_wakeup_fd(-1) == writer.fileno()
+    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)] == before
+    reader.close()
+    writer.close()
+
+
+def test_a_trainer_in_another_thread_goes_without_signals(make_config, tmp_path):
+    with ThreadPoolExecutor(1) as other:
+        other.submit(Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run).result()
+    assert saved(tmp_path / "run") == ["step-000001"]
+
+
+class Rank:
+    """A rank whose sections wait for the other ranks in their midst, as a collective does."""
+
+    def __init__(self, store, number, ranks):
+        self.last, self.random = LastStep(store, number, len(ranks.names)), random.Random(f"{ranks.seed}/{number}")
+        self.ranks, self.ended, self.found = ranks, threading.Event(), None
+
+    def train(self):
+        for step in range(1, STEPS + 1):
+            time.sleep(self.random.random() / 500)
+            with self.last.section():
+                self.ranks.barrier.wait(LIMIT)
+                time.sleep(self.random.random() / 500)
+                self.last.note({"step": step})
+            with self.last.section(writes=True):
+                self.ranks.barrier.wait(LIMIT)
+        self.ended.set()
+
+    def act(self):
+        time.sleep(self.random.random() * STEPS / 500)
+        with self.last.copied(lambda: {"step": torch.tensor(self.last.contents["step"])}, self.ended) as found:
+            self.found = found
+
+
+STEPS = 12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_agree_on_a_step_wherever_each_of_them_is(monkeypatch, seed):
+    """Without a rank that waits for another one for ever, which the barrier would tell."""
+    monkeypatch.setattr(last_step, "POLL", 0.001)
+    store, size = dist.HashStore(), 3
+    ranks = SimpleNamespace(seed=seed, names=range(size), barrier=threading.Barrier(size))
+    everyone = [Rank(store, number, ranks) for number in range(size)]
+    with ThreadPoolExecutor(2 * size) as threads:
+        for future in [threads.submit(f) for rank in everyone for f in (rank.train, rank.act)]:
+            future.result()
+    steps = {rank.found and (rank.found[0]["step"], int(rank.found[1]["step"])) for rank in everyone}
+    assert len(steps) == 1, steps
+    (step,) = steps
+    assert step is None or step[0] == step[1]
