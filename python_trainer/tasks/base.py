@@ -77,8 +77,9 @@ def check_example(place: str, example: Example) -> None:
         raise UserError(f"{place}: prompt is {prompt!r:.80}; allowed: {PROMPT}")
     for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
         check_text(place, "prompt", text)
-    answer, last = example.columns.get("answer"), prompt[-1] if is_chat(prompt) else {"role": "user"}
-    if answer is not None and last["role"] == "assistant" and str(answer).strip() == last["content"].strip():
+    answer = example.columns.get("answer")
+    ends = prompt[-1]["content"] if isinstance(prompt, list) and prompt[-1]["role"] == "assistant" else None
+    if answer is not None and ends is not None and str(answer).strip() == ends.strip():
         raise UserError(
             f"{place}: the last message of the prompt is the column answer, {answer!r:.60}; take it out of the messages"
         )
