@@ -194,7 +194,7 @@ def test_sanitized_process_calls_the_kernels():
     assert printed.splitlines() == [*called, "2 calls"]
 
 
-SHARED = ("accuracy", "conftest", "paged_problems", "rank1_cases", "sampling_cases", "support")
+SHARED = ("accuracy", "conftest", "op_calls", "paged_problems", "rank1_cases", "sampling_cases", "support")
 
 
 def test_tests_of_the_gpu_need_few_packages():
