@@ -150,7 +150,10 @@ def read_rows(path: Path, schema: type[Row] = Row) -> list[dict[str, Any]]:
     for number, line in enumerate((read_text(path) or "").split("\n")[:-1], 1):
         try:
             row = json.loads(line)
-            schema.model_validate(row)
+            if not isinstance(row, dict):
+                raise ValueError("a row is no object")
+            named = {str(name).encode(errors="replace"): value for name, value in row.items()}  # lone surrogates too
+            schema.model_validate({name.decode(): value for name, value in named.items()})
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged (line {number}: {first_problem(error)})") from error
         rows.append(row)

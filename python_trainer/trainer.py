@@ -172,9 +172,8 @@ class Trainer:
                     "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
                     "counters": {
                         metric: text
-                        for a in self.accelerators
-                        if a.enabled
-                        for metric, text in getattr(a.settings, "counters", {}).items()
+                        for settings in self.config.accelerators.chosen()
+                        for metric, text in settings.counters.items()
                     },
                 }
                 self.logger.write_summary(summary)
