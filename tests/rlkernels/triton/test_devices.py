@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import records
 from rlkernels.backend import on_its_device
 from rlkernels.proof.cases import attention, logits, rank1, similarity
 from rlkernels.rank1 import grouped
 from rlkernels.rank1.layout import Tiling
+from rlkernels.verdicts import PACKAGE, python_files
 
 F32 = torch.float32
 MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.triton_kernels", "rank1.triton_kernels",
@@ -61,12 +61,11 @@ def small_problems(on):
     yield "top1_deltas", rank1.top1_many([(2, 8), (2, 20)], F32, on)
 
 
-def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_records(launched, monkeypatch):
-    """A change in what an op runs through takes its record out of ``rlkernels/records.json``."""
+def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_verdicts(launched, monkeypatch):
+    """A change in what an op runs through voids the verdicts on it in the user's cache."""
     modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]  # else some would be imported below
-    package = records.ROOT / "rlkernels"
-    aside = {package / name for name in ("__init__.py", "_check.py", "backend.py")}  # they compute nothing
-    aside |= {*(package / "proof").rglob("*.py")}
+    aside = {PACKAGE / name for name in ("__init__.py", "_check.py", "backend.py")}  # they compute nothing
+    aside |= {*(PACKAGE / "proof").rglob("*.py")}
     monkeypatch.setattr(grouped, "Tiling", partial(Tiling, widest=16, rows=8, columns=16))  # wider rows: other kernels
     for op, problem in small_problems(torch.empty(0).device):
         seen, before = set(), sys.gettrace()
@@ -75,9 +74,9 @@ def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_recor
             problem.call("triton")
         finally:
             sys.settrace(before)
-        ran = {path for path in map(Path, seen) if package in path.parents}
+        ran = {path for path in map(Path, seen) if PACKAGE in path.parents}
         assert any("triton" in path.name for path in ran)
-        assert ran - aside <= {records.ROOT / name for name in records.files(op, "triton")}
+        assert ran - aside <= {*python_files(op)}
     kernels = {value.fn for m in modules for name, value in vars(m).items() if name.endswith("_kernel")}
     assert kernels == launched
 
