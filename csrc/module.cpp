@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled part of rlkernels";
   rlk::bind_block_pool(m);
   rlk::bind_rollout_history(m);
+  rlk::bind_signals();
 }

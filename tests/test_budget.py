@@ -10,7 +10,7 @@ from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
 NODES = {"python_trainer": 119_000, "rlkernels": 130_000, "bench": 76_500, "tests": 300_000}  # of Python's syntax tree
-LINES = {"csrc": 8_300}
+LINES = {"csrc": 8_400}
 SETTINGS = 116
 WORDS = 20_000  # of README, CONTRIBUTING and docs
 GENERATED = {"architectures.md"}  # tables of docs that a command writes

@@ -6,5 +6,6 @@ namespace rlk {
 
 void bind_block_pool(pybind11::module_& m);
 void bind_rollout_history(pybind11::module_& m);
+void bind_signals();
 
 }  // namespace rlk

@@ -76,8 +76,8 @@ void dtw_pack(const float* y, int64_t stride, const int64_t* index, const int64_
 }
 
 // Cost [lanes] of x against each lane of the tile whose length is not 0; the other lanes are left alone.
-// row: scratch [columns, lanes].
-void dtw_tile(const DtwRow& x, const DtwTile& tile, int64_t radius, float* row, float* cost) {
+// row: [columns, lanes], the last row that is done.
+void dtw_tile(const DtwRows& x, const DtwTile& tile, int64_t radius, float* row, float* cost) {
   Band band{0, kNoBand, {}};
   for (int lane = 0; lane < kTileLanes; ++lane) {
     // widened to the difference of the lengths; lanes without a trajectory are as wide as any
@@ -88,9 +88,9 @@ void dtw_tile(const DtwRow& x, const DtwTile& tile, int64_t radius, float* row, 
     band.narrowest = own < band.narrowest ? own : band.narrowest;
     band.radius[lane / kLanes][lane % kLanes] = int32_t(own < INT32_MAX ? own : INT32_MAX);
   }
-  for (int64_t i = 0; i < tile.columns * kTileLanes; i += kLanes) store(row + i, splat(kInfinity));
+  for (int64_t i = 0; x.begin == 0 && i < tile.columns * kTileLanes; i += kLanes) store(row + i, splat(kInfinity));
   tile.dims == 1 ? all_rows<true>(x, tile, band, row) : all_rows<false>(x, tile, band, row);
-  for (int lane = 0; lane < kTileLanes; ++lane)
+  for (int lane = 0; x.end == x.length && lane < kTileLanes; ++lane)
     if (tile.lengths[lane]) cost[lane] = row[(tile.lengths[lane] - 1) * kTileLanes + lane];
 }
 

@@ -53,27 +53,28 @@ RLK_INLINE void start_block(const float* x, const DtwTile& tile, float* row, int
 }
 
 template <bool kOneFeature>
-RLK_INLINE void all_starts(const DtwRow& x, const DtwTile& tile, float* row, int32_t* row_start) {
+RLK_INLINE void all_starts(const DtwRows& x, const DtwTile& tile, float* row, int32_t* row_start) {
   const float* values = x.values;
-  int64_t i = 0;
-  for (; i + kRows <= x.length; i += kRows)
+  int64_t i = x.begin;
+  for (; i + kRows <= x.end; i += kRows)
     start_block<kRows, kOneFeature>(values + i * tile.dims, tile, row, row_start);
-  for (; i < x.length; ++i) start_block<1, kOneFeature>(values + i * tile.dims, tile, row, row_start);
+  for (; i < x.end; ++i) start_block<1, kOneFeature>(values + i * tile.dims, tile, row, row_start);
 }
 
 }  // namespace
 
 // Cost, first and last column [lanes] of the best stretch for x of each lane whose length is not 0; the other lanes
-// are left alone. row, row_start: scratch [columns, lanes].
-void dtw_tile_subsequence(const DtwRow& x, const DtwTile& tile, float* row, int32_t* row_start, float* cost,
+// are left alone. row, row_start: [columns, lanes], the last row that is done.
+void dtw_tile_subsequence(const DtwRows& x, const DtwTile& tile, float* row, int32_t* row_start, float* cost,
                           int32_t* start, int32_t* end) {
-  for (int64_t j = 0; j < tile.columns; ++j) {
+  for (int64_t j = 0; x.begin == 0 && j < tile.columns; ++j) {
     for (int g = 0; g < kTileLanes; g += kLanes) {
       store(row + j * kTileLanes + g, vfloat{});
       store(row_start + j * kTileLanes + g, vint{} + int32_t(j));
     }
   }
   tile.dims == 1 ? all_starts<true>(x, tile, row, row_start) : all_starts<false>(x, tile, row, row_start);
+  if (x.end < x.length) return;
   for (int g = 0; g < kTileLanes; g += kLanes) {
     vfloat best = load<vfloat>(row + g);
     vint best_end = vint{};

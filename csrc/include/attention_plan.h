@@ -32,19 +32,19 @@ void with_scratch(const Threads& threads, int64_t count, int64_t floats, bool se
   std::atomic<int64_t> next{0};
   const auto worker = [&](int64_t, int64_t) {
     static thread_local std::vector<float> kept;
+    std::vector<float> mine;
+    mine.swap(kept);  // a handler of signals may come by here again
     std::unique_ptr<float[]> own;
     if (floats > kKeptFloats)
       own = std::make_unique_for_overwrite<float[]>(floats);
-    else if (kept.size() < size_t(floats))
-      kept.resize(floats);
-    float* const scratch = own ? own.get() : kept.data();
+    else if (mine.size() < size_t(floats))
+      mine.resize(floats);
+    float* const scratch = own ? own.get() : mine.data();
     for (int64_t i = next.fetch_add(batch); i < count; i = next.fetch_add(batch))
-      for (int64_t j = i; j < std::min(i + batch, count); ++j) work(j, scratch);
+      for (int64_t j = i; j < std::min(i + batch, count) && !threads.watch->stop(); ++j) work(j, scratch);
+    kept.swap(mine);
   };
-  if (used <= 1)
-    worker(0, 1);
-  else
-    threads.split(used, 1, worker);
+  split_watched(used > 1 ? threads : one_thread(threads.watch), used, 1, worker);
 }
 
 // One table of keys and the neighbouring queries that look at it.

@@ -13,6 +13,13 @@ struct DtwRow {
   int64_t length;       // >= 1
 };
 
+// Some rows of it: those before have been done, so a long trajectory need not be done in one go. `begin` is a multiple
+// of kDtwRows.
+struct DtwRows : DtwRow {
+  int64_t begin, end;
+};
+constexpr int64_t kDtwRows = 4;
+
 // As many trajectories y as a tile has lanes, side by side; packed by dtw_pack.
 struct DtwTile {
   const float* values;     // [columns, dims, lanes], 0 beyond a length

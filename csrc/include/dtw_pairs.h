@@ -22,17 +22,20 @@ struct DtwPlan {
   }
 };
 
-// Calls pair_up(i, scratch, index, count) for every active x i with every tile, index: what is in the lanes.
+// Calls pair_up(i, scratch, index, count, pause) for every active x i with every tile, index: what is in the lanes. It
+// returns false when the work is to end.
 template <class PairUp>
 void for_each_tile(const Series& x, const Series& y, bool with_start, const Threads& threads, PairUp pair_up) {
   const DtwPlan plan(x, y, threads.count);
   const auto make = [&] { return PackedTile(y, with_start, false); };
   hand_out(threads, plan.tiles * plan.chunks, make, [&](int64_t task, PackedTile& scratch) {
+    Pause pause(*threads.watch);
     const int64_t first = task / plan.chunks * plan.lanes, from = task % plan.chunks * plan.rows;
     const int count = int(std::min<int64_t>(plan.lanes, int64_t(y.active.size()) - first));
     scratch.pack(y.active.data() + first, count);
     const int64_t to = std::min<int64_t>(from + plan.rows, x.active.size());
-    for (int64_t i = from; i < to; ++i) pair_up(x.active[i], scratch, y.active.data() + first, count);
+    for (int64_t i = from; i < to; ++i)
+      if (!pair_up(x.active[i], scratch, y.active.data() + first, count, pause)) return;
   });
 }
 
@@ -55,9 +58,11 @@ inline void dtw_all_pairs(const Series& x, const Series& y, int64_t radius, cons
   const int64_t row_stride = swap ? 1 : y.count, lane_stride = swap ? y.count : 1;
   const Series &rows = swap ? y : x, &lanes = swap ? x : y;
   const auto kernel = RLK_DISPATCH(dtw_tile);
-  for_each_tile(rows, lanes, false, threads, [&](int64_t i, PackedTile& s, const int64_t* index, int count) {
-    kernel(rows.row(i), s.tile, radius, s.row, s.cost);
+  for_each_tile(rows, lanes, false, threads, [&](int64_t i, PackedTile& s, const int64_t* index, int count, Pause& pause) {
+    const auto some = [&](const DtwRows& x) { kernel(x, s.tile, radius, s.row, s.cost); };
+    if (!pause.in_parts(rows.row(i), s.tile, s.lanes, radius, some)) return false;
     for (int lane = 0; lane < count; ++lane) cost[i * row_stride + index[lane] * lane_stride] = s.cost[lane];
+    return true;
   });
 }
 
@@ -69,12 +74,14 @@ inline void dtw_all_stretches(const Series& x, const Series& y, const Threads& t
     start[i * y.count + j] = end[i * y.count + j] = -1;
   });
   const auto kernel = RLK_DISPATCH(dtw_tile_subsequence);
-  for_each_tile(x, y, true, threads, [&](int64_t i, PackedTile& s, const int64_t* index, int count) {
-    kernel(x.row(i), s.tile, s.row, s.row_start, s.cost, s.start, s.end);
+  for_each_tile(x, y, true, threads, [&](int64_t i, PackedTile& s, const int64_t* index, int count, Pause& pause) {
+    const auto some = [&](const DtwRows& rows) { kernel(rows, s.tile, s.row, s.row_start, s.cost, s.start, s.end); };
+    if (!pause.in_parts(x.row(i), s.tile, s.lanes, kNoBand, some)) return false;
     for (int lane = 0; lane < count; ++lane) {
       const int64_t at = i * y.count + index[lane];
       cost[at] = s.cost[lane], start[at] = s.start[lane], end[at] = s.end[lane];
     }
+    return true;
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -14,8 +15,8 @@
 RLK_DECLARE_KERNEL(int, dtw_tile_lanes, )
 RLK_DECLARE_KERNEL(bool, dtw_not_finite, const float*, int64_t)
 RLK_DECLARE_KERNEL(void, dtw_pack, const float*, int64_t, const int64_t*, const int64_t*, int64_t, float*)
-RLK_DECLARE_KERNEL(void, dtw_tile, const DtwRow&, const DtwTile&, int64_t, float*, float*)
-RLK_DECLARE_KERNEL(void, dtw_tile_subsequence, const DtwRow&, const DtwTile&, float*, int32_t*, float*, int32_t*, int32_t*)
+RLK_DECLARE_KERNEL(void, dtw_tile, const DtwRows&, const DtwTile&, int64_t, float*, float*)
+RLK_DECLARE_KERNEL(void, dtw_tile_subsequence, const DtwRows&, const DtwTile&, float*, int32_t*, float*, int32_t*, int32_t*)
 RLK_DECLARE_KERNEL(void, dtw_bound, const DtwRow&, const DtwTile&, const float*, const float*, const float*, float*)
 
 namespace rlk {
@@ -56,21 +57,21 @@ inline float special_cost(const Series& x, int64_t i, const Series& y, int64_t j
 class PackedTile {
  public:
   PackedTile(const Series& y, bool with_start, bool with_ends)
-      : y_(y), lanes_(RLK_DISPATCH(dtw_tile_lanes)()), with_ends_(with_ends), lengths_(lanes_), index_(lanes_),
-        counts_(lanes_), memory_(floats(y, with_start) * lanes_) {
+      : lanes(RLK_DISPATCH(dtw_tile_lanes)()), y_(y), with_ends_(with_ends), lengths_(lanes), index_(lanes),
+        counts_(lanes), memory_(floats(y, with_start) * lanes) {
     const int64_t columns = longest(y);
     float* p = memory_.data();
-    values_ = p, p += columns * y.dims * lanes_;
-    row = p, p += columns * lanes_;
-    cost = p, start = reinterpret_cast<int32_t*>(p + lanes_), end = start + lanes_, p += 3 * lanes_;
-    ends = p, p += 2 * y.dims * lanes_;
+    values_ = p, p += columns * y.dims * lanes;
+    row = p, p += columns * lanes;
+    cost = p, start = reinterpret_cast<int32_t*>(p + lanes), end = start + lanes, p += 3 * lanes;
+    ends = p, p += 2 * y.dims * lanes;
     row_start = reinterpret_cast<int32_t*>(p);
   }
 
   // Packs y[index[0 .. count - 1]], count <= lanes.
   void pack(const int64_t* index, int count) {
     int64_t columns = 0;
-    for (int lane = 0; lane < lanes_; ++lane) {
+    for (int lane = 0; lane < lanes; ++lane) {
       const bool used = lane < count;
       index_[lane] = used ? index[lane] : 0;
       lengths_[lane] = used ? int32_t(y_.lengths[index[lane]]) : 0;
@@ -81,14 +82,15 @@ class PackedTile {
     RLK_DISPATCH(dtw_pack)(y_.values, y_.stride(), index_.data(), counts_.data(), columns * y_.dims, values_);
     if (!with_ends_) return;
     for (int64_t d = 0; d < y_.dims; ++d) {
-      for (int lane = 0; lane < lanes_; ++lane) {
+      for (int lane = 0; lane < lanes; ++lane) {
         const int64_t last = std::max(lengths_[lane] - 1, 0);
-        ends[d * lanes_ + lane] = values_[d * lanes_ + lane];
-        ends[(y_.dims + d) * lanes_ + lane] = values_[(last * y_.dims + d) * lanes_ + lane];
+        ends[d * lanes + lane] = values_[d * lanes + lane];
+        ends[(y_.dims + d) * lanes + lane] = values_[(last * y_.dims + d) * lanes + lane];
       }
     }
   }
 
+  const int lanes;
   DtwTile tile{};
   float *row, *cost, *ends;          // [columns, lanes], [lanes], [2, dims, lanes]
   int32_t *row_start, *start, *end;  // [columns, lanes], [lanes], [lanes]
@@ -100,12 +102,48 @@ class PackedTile {
   }
 
   const Series& y_;
-  const int lanes_;
   const bool with_ends_;
   std::vector<int32_t> lengths_;
   std::vector<int64_t> index_, counts_;
   Aligned memory_;
   float* values_;
+};
+
+// How often a thread looks for signals: after so many cells of so many lanes, a few milliseconds' work.
+class Pause {
+ public:
+  explicit Pause(SignalWatch& watch) : watch_(watch) {}
+
+  // True when the work is to end. `work`: what comes next.
+  bool stop(int64_t work) {
+    done_ += work;
+    if (done_ < kWork) return false;
+    done_ = 0;
+    return watch_.stop();
+  }
+
+  // Calls kernel(some rows of x) until all are done; false when it is to end.
+  template <class Kernel>
+  bool in_parts(const DtwRow& x, const DtwTile& tile, int lanes, int64_t radius, const Kernel& kernel) {
+    int64_t row = tile.columns * tile.dims * lanes, step = x.length;
+    if (step > kWork / row) {
+      for (int lane = 0; lane < lanes; ++lane)
+        if (tile.lengths[lane]) radius = std::max(radius, std::abs(x.length - tile.lengths[lane]));
+      row = std::min(tile.columns, 2 * radius + 1) * tile.dims * lanes;
+      step = (kWork / row / kDtwRows + 1) * kDtwRows;
+    }
+    for (int64_t begin = 0; begin < x.length; begin += step) {
+      const int64_t end = std::min(begin + step, x.length);
+      if (stop((end - begin) * row)) return false;
+      kernel(DtwRows{x, begin, end});
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kWork = 1 << 25;
+  SignalWatch& watch_;
+  int64_t done_ = 0;
 };
 
 }  // namespace rlk

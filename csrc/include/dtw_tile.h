@@ -118,12 +118,12 @@ RLK_INLINE void row_block(const float* x, int64_t i, const DtwTile& tile, const 
 }
 
 template <bool kOneFeature>
-RLK_INLINE void all_rows(const DtwRow& x, const DtwTile& tile, const Band& band, float* row) {
+RLK_INLINE void all_rows(const DtwRows& x, const DtwTile& tile, const Band& band, float* row) {
   const float* values = x.values;
-  int64_t i = 0;
-  for (; i + kRows <= x.length; i += kRows) row_block<kRows, kOneFeature>(values + i * tile.dims, i, tile, band, row);
-  for (; i + 2 <= x.length; i += 2) row_block<2, kOneFeature>(values + i * tile.dims, i, tile, band, row);
-  for (; i < x.length; ++i) row_block<1, kOneFeature>(values + i * tile.dims, i, tile, band, row);
+  int64_t i = x.begin;
+  for (; i + kRows <= x.end; i += kRows) row_block<kRows, kOneFeature>(values + i * tile.dims, i, tile, band, row);
+  for (; i + 2 <= x.end; i += 2) row_block<2, kOneFeature>(values + i * tile.dims, i, tile, band, row);
+  for (; i < x.end; ++i) row_block<1, kOneFeature>(values + i * tile.dims, i, tile, band, row);
 }
 
 }  // namespace rlk::RLK_ISA

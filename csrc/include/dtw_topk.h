@@ -73,9 +73,7 @@ class Search {
       std::vector<Query> queries;
       for (int64_t i = first; i < std::min(first + kQueryBlock, x_.count); ++i) queries.push_back({i, {}, {}, 0});
       answer(queries);
-      threads_.split(queries.size(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t q = begin; q < end; ++q) finish(queries[q], cost, index);
-      });
+      hand_out(threads_, queries.size(), [&](int64_t q) { finish(queries[q], cost, index); });
     }
   }
 
@@ -113,9 +111,7 @@ class Search {
 
   template <class F>
   void each(const std::vector<Query*>& queries, F f) const {
-    threads_.split(queries.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t q = begin; q < end; ++q) f(*queries[q], q);
-    });
+    hand_out(threads_, queries.size(), [&](int64_t q) { f(*queries[q], q); });
   }
 
   // Candidates with higher bounds cannot be among the k nearest. Bound and cost are float32 sums of terms >= 0: with
@@ -150,11 +146,13 @@ class Search {
     };
     const auto kernel = RLK_DISPATCH(dtw_bound);
     hand_out(threads_, (size_ + lanes_ - 1) / lanes_, make, [&](int64_t tile, Scratch& s) {
+      Pause pause(*threads_.watch);
       const int64_t first = tile * lanes_, count = std::min<int64_t>(lanes_, size_ - first);
       s.packed.pack(y_.active.data() + first, int(count));
       const int64_t shortest = y_.lengths[y_.active[first + count - 1]];
       for (size_t q = 0; q < queries.size(); ++q) {
         const DtwRow x = x_.row(queries[q]->index);
+        if (pause.stop((columns + x.length) * y_.dims * lanes_)) return;
         // wide enough for every lane
         const int64_t radius = std::min(std::max({radius_, s.packed.tile.columns - x.length, x.length - shortest}), kNoBand);
         float *lower = s.boxes.data() + q * 2 * width, *upper = lower + width;
@@ -182,6 +180,7 @@ class Search {
     const auto kernel = RLK_DISPATCH(dtw_tile);
     const auto make = [&] { return PackedTile(y_, false, false); };
     hand_out(threads_, tasks.size(), make, [&](int64_t t, PackedTile& packed) {
+      Pause pause(*threads_.watch);
       const Task& task = tasks[t];
       const std::vector<int64_t>& pending = task.query->pending;
       const size_t end = std::min(pending.size(), task.first + kTiles * lanes_);
@@ -189,7 +188,8 @@ class Search {
         const int count = int(std::min<size_t>(lanes_, end - first));
         packed.pack(pending.data() + first, count);
         for (size_t i = first + count; i < std::min(first + count + lanes_, end); ++i) prefetch(pending[i]);
-        kernel(x_.row(task.query->index), packed.tile, radius_, packed.row, packed.cost);
+        const auto some = [&](const DtwRows& x) { kernel(x, packed.tile, radius_, packed.row, packed.cost); };
+        if (!pause.in_parts(x_.row(task.query->index), packed.tile, lanes_, radius_, some)) return;
         uint64_t* found = task.query->found.data() + task.at + (first - task.first);
         for (int lane = 0; lane < count; ++lane) found[lane] = key(packed.cost[lane], pending[first + lane]);
       }

@@ -1,5 +1,4 @@
 // Schemas and CPU registration of token_logprobs; the public function is in rlkernels/logprobs.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -8,6 +7,7 @@
 
 #include "check.h"
 #include "dispatch.h"
+#include "torch_threads.h"
 
 RLK_DECLARE_KERNEL(void, token_logprobs, const void*, bool, const int64_t*, int64_t, int64_t, float, float*, float*,
                    float*)
@@ -49,7 +49,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> token_logprobs(const at::Tensor& 
   float* logprob = logprobs.mutable_data_ptr<float>();
   float* entropy = with_entropy ? entropies.mutable_data_ptr<float>() : nullptr;
   float* stat = stats.mutable_data_ptr<float>();
-  at::parallel_for(0, in.rows, in.grain(), [&](int64_t begin, int64_t end) {
+  rlk::for_ranges(rlk::torch_threads(), in.rows, in.grain(), [&](int64_t begin, int64_t end) {
     kernel(in.data + begin * in.row_bytes, in.bf16, in.ids + begin, end - begin, in.vocabulary, float(1 / temperature),
            logprob + begin, entropy ? entropy + begin : nullptr, stat + 2 * begin);
   });
@@ -77,7 +77,7 @@ at::Tensor token_logprobs_backward(const at::Tensor& logits, const at::Tensor& i
   const float* stat = stats.const_data_ptr<float>();
   char* out = static_cast<char*>(grad.mutable_data_ptr());
   const auto kernel = RLK_DISPATCH(token_logprobs_backward);
-  at::parallel_for(0, in.rows, in.grain(), [&](int64_t begin, int64_t end) {
+  rlk::for_ranges(rlk::torch_threads(), in.rows, in.grain(), [&](int64_t begin, int64_t end) {
     kernel(in.data + begin * in.row_bytes, in.bf16, in.ids + begin, end - begin, in.vocabulary, float(1 / temperature),
            stat + 2 * begin, entropy ? entropy + begin : nullptr, grad_logprob + begin,
            entropy ? grad_entropy + begin : nullptr, out + begin * in.row_bytes);

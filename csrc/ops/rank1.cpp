@@ -95,7 +95,7 @@ at::Tensor delta_matvec(const at::Tensor& weight, const at::Tensor& base, const 
   at::Tensor out = at::empty({pair.m}, at::kFloat);
   const auto kernel = RLK_DISPATCH(rank1_matvec);
   float* result = out.mutable_data_ptr<float>();
-  at::parallel_for(0, pair.m, std::max<int64_t>(16, 32768 / pair.n), [&](int64_t begin, int64_t end) {
+  rlk::for_ranges(rlk::torch_threads(), pair.m, std::max<int64_t>(16, 32768 / pair.n), [&](int64_t begin, int64_t end) {
     kernel(pair, panels.data(), begin, end, result);
   });
   return out;

@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "row_sampler.h"
+#include "torch_threads.h"
 
 RLK_DECLARE_KERNEL(void, keyed_uniform, uint64_t, const int64_t*, const int64_t*, float*, int64_t)
 
@@ -82,8 +83,8 @@ std::tuple<at::Tensor, at::Tensor> sample_tokens(const at::Tensor& logits, const
   at::Tensor logprobs = at::empty(uniforms.sizes(), uniforms.options());
   int64_t* id = ids.mutable_data_ptr<int64_t>();
   float* logprob = logprobs.mutable_data_ptr<float>();
-  at::parallel_for(0, ids.numel(), rows.grain(), [&](int64_t begin, int64_t end) {
-    rlk::RowSampler sampler(rows.vocabulary, rows.bf16);
+  const auto sampler_of = [&] { return rlk::RowSampler(rows.vocabulary, rows.bf16); };
+  rlk::for_ranges(rlk::torch_threads(), ids.numel(), rows.grain(), sampler_of, [&](int64_t begin, int64_t end, auto& sampler) {
     for (int64_t i = begin; i < end; ++i) {
       const rlk::Drawn drawn = rows.draw(sampler, i, i);
       id[i] = drawn.id;
@@ -117,8 +118,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> verify_drafts(const at::Tensor& l
   float* logprob = logprobs.mutable_data_ptr<float>();
   std::fill_n(id, ids.numel(), -1);
   std::fill_n(logprob, ids.numel(), 0.0f);
-  at::parallel_for(0, sequences, rows.grain(), [&](int64_t begin, int64_t end) {
-    rlk::RowSampler sampler(rows.vocabulary, rows.bf16);
+  const auto sampler_of = [&] { return rlk::RowSampler(rows.vocabulary, rows.bf16); };
+  rlk::for_ranges(rlk::torch_threads(), sequences, rows.grain(), sampler_of, [&](int64_t begin, int64_t end, auto& sampler) {
     for (int64_t b = begin; b < end; ++b) {
       int64_t row = start[b];
       for (;; ++row) {  // rows after the first miss are never read

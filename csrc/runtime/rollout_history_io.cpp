@@ -1,5 +1,6 @@
 // A rollout history as bytes, little-endian: magic, version, CRC-32 and size of the payload, payload. The payload
 // is a header, the prompts (length, tokens) and the rollouts, oldest first (prompt, length, reward, epoch, tokens).
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -8,6 +9,7 @@
 #include <stdexcept>
 
 #include "rollout_history.h"
+#include "signals.h"
 
 namespace rlk {
 namespace {
@@ -17,7 +19,9 @@ constexpr char kMagic[8] = {'R', 'L', 'K', 'H', 'I', 'S', 'T', '\0'};
 constexpr uint32_t kVersion = 1;
 constexpr size_t kPreamble = 24;
 
-uint32_t crc32(const char* data, size_t size) {  // the polynomial of zlib and PNG
+// The polynomial of zlib and PNG. Looks for signals.
+uint32_t crc32(const char* data, size_t size) {
+  constexpr size_t kPart = 1 << 20;
   static const auto table = [] {
     std::array<uint32_t, 256> t{};
     for (uint32_t i = 0; i < 256; ++i) {
@@ -26,8 +30,12 @@ uint32_t crc32(const char* data, size_t size) {  // the polynomial of zlib and P
     }
     return t;
   }();
+  SignalWatch watch(signal_check);
   uint32_t c = ~0u;
-  for (size_t i = 0; i < size; ++i) c = table[(c ^ uint8_t(data[i])) & 255] ^ c >> 8;
+  for (size_t i = 0; i < size;) {
+    if (watch.stop()) watch.rethrow();
+    for (const size_t end = std::min(i + kPart, size); i < end; ++i) c = table[(c ^ uint8_t(data[i])) & 255] ^ c >> 8;
+  }
   return ~c;
 }
 
@@ -122,12 +130,15 @@ RolloutHistory* RolloutHistory::from_bytes(const std::string& data, const std::s
   const auto num_prompts = in.take<uint64_t>(), num_rollouts = in.take<uint64_t>();
   if (depth < kMinDepth || depth > kMaxDepth || !(token_cost >= 0 && token_cost <= 1)) in.damaged();
   auto history = std::make_unique<RolloutHistory>(max_tokens < 0 ? -1 : max_tokens, token_cost, int(depth));
+  SignalWatch watch(signal_check);
   std::vector<uint32_t> ids;
   for (uint64_t i = 0; i < num_prompts; ++i) {
+    if (watch.stop()) watch.rethrow();
     ids.push_back(history->intern(in.take_ids(in.take<uint32_t>())));
     if (ids.back() + 1 != ids.size()) in.damaged();  // the same prompt twice
   }
   for (uint64_t i = 0; i < num_rollouts; ++i) {
+    if (watch.stop()) watch.rethrow();
     const auto prompt = in.take<uint32_t>(), length = in.take<uint32_t>();
     const auto reward = in.take<double>();
     const auto epoch = in.take<int64_t>();
