@@ -120,11 +120,11 @@ def print_plan(config: Config, gpus: str | None) -> None:
     from python_trainer import memory
     from python_trainer.parts import resolve_engine
 
-    config, reason = resolve_engine(config, gpu=None if gpus is None else True)
+    config = resolve_engine(config)
     device = memory.device_here(config.model.device) if gpus is None else memory.parse_gpus(gpus)
-    notes = [reason] if reason else []
+    notes: list[str] = []
     if memory.needs_recomputing(config, device):
-        config, notes = config.with_changes("model", gradient_checkpointing=True), [*notes, memory.RECOMPUTES]
+        config, notes = config.with_changes("model", gradient_checkpointing=True), [memory.RECOMPUTES]
     plan = memory.plan_memory(config, device)
     print("\n".join([dump_config(config), *notes, *memory.memory_lines(plan)]))
     if plan.trouble:

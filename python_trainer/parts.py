@@ -1,11 +1,8 @@
 """Makes the parts of a trainer from the settings."""
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import rlkernels.backend
 from python_trainer.config import Config
@@ -22,34 +19,24 @@ from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
-from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, check_version, import_vllm
+from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, import_vllm
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 
 
-def resolve_engine(config: Config, *, gpu: bool | None = None) -> tuple[Config, str | None]:
-    """Replaces ``rollout.engine: auto`` in the settings -> those, and a note for the user.
+def resolve_engine(config: Config) -> Config:
+    """Replace ``rollout.engine: auto``: vLLM where servers are named, else the trainer's own engine.
 
-    ``auto`` is vLLM where servers are named, or where it is installed and training is on a GPU, if the other settings
-    go with it; else the trainer's own engine.
+    Every model that the trainer accepts runs in its own engine, which needs no memory for a second copy of the weights.
 
-    Args:
-        gpu: whether training is on one; None: as ``model.device`` has it here.
+    Raises:
+        UserError: a setting does not go with the servers.
     """
     if config.rollout.engine != "auto":
-        return config, None
-    if gpu is None:
-        gpu = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    vllm, paged = (config.with_changes("rollout", engine=engine) for engine in ("vllm", "paged"))
-    conflict = next(vllm.conflicts(), None)
-    if config.rollout.vllm_server:
-        if conflict is not None:  # what a plug-in asks
-            raise UserError(conflict)
-        return vllm, None
-    if not (gpu and has_vllm()):
-        return paged, None
-    if conflict is not None:
-        return paged, f"rollout.engine: auto generates without vLLM, since {conflict}"
-    return vllm, "rollout.engine: auto generates with vLLM, which is installed; paged is the trainer's own engine"
+        return config
+    chosen = config.with_changes("rollout", engine="vllm" if config.rollout.vllm_server else "paged")
+    if config.rollout.vllm_server and (conflict := next(chosen.conflicts(), None)) is not None:  # what a plug-in asks
+        raise UserError(conflict)
+    return chosen
 
 
 def resolve_settings(
@@ -65,25 +52,13 @@ def resolve_settings(
             rlkernels.backend.wanted()
         except ValueError as error:
             raise UserError(str(error)) from error
-        chosen, reason = resolve_engine(config)
-        if reason is not None:
-            note(reason)
-    # those of rank 0, since others may lack vLLM, and their processors suit another type
-    chosen = chosen.with_changes("rollout", engine=ranks.first(chosen.rollout.engine))
+        chosen = resolve_engine(config)
+    # of rank 0, since another's processor may suit another type
     chosen = chosen.with_changes("model", dtype=ranks.once(lambda: run_dtype(chosen.model, saved)))
     if ranks.once(lambda: needs_recomputing(chosen, device_here(chosen.model.device, ranks.size))):
         note(RECOMPUTES)
         return chosen.with_changes("model", gradient_checkpointing=True)
     return chosen
-
-
-def has_vllm() -> bool:
-    """Tells whether the package is here, in a version that will do; it is not imported, which takes long."""
-    try:
-        check_version(importlib.metadata.version("vllm"), "the package vllm")
-    except (UserError, importlib.metadata.PackageNotFoundError):
-        return False
-    return True
 
 
 def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGroup) -> Engine:

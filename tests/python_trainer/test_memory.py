@@ -135,15 +135,11 @@ def test_a_run_that_does_not_fit_ends_with_code_2(small, tmp_path, capsys):
     assert said.err.count("\n") == 1 and "smaller optimizer.micro_batch_tokens" in said.err
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, monkeypatch, installed):
-    """On GPUs, which this machine has none of."""
-    monkeypatch.setattr("python_trainer.parts.has_vllm", lambda: installed)
-    small["rollout"] |= {"engine": "auto"}
+@pytest.mark.parametrize(("engine", "weights"), [("auto", False), ("vllm", True)])
+def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, engine, weights):
+    small["rollout"] |= {"engine": engine}
     code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
-    assert code == 0 and ("weights of vLLM" in said.out) == installed
-    assert ("auto generates with vLLM" in said.out) == installed
-    assert "weights of vLLM" not in dry_run(small, tmp_path, capsys)[1].out
+    assert code == 0 and ("weights of vLLM" in said.out) == weights
 
 
 @pytest.mark.parametrize("text", ["", "8x", "x80", "0x80", "80GB", "-1", "0"])

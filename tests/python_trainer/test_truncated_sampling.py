@@ -18,7 +18,7 @@ from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
-from python_trainer.parts import make_engine, resolve_engine
+from python_trainer.parts import make_engine
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.settings import RolloutConfig
@@ -131,13 +131,6 @@ def test_what_vllm_cannot_tell_is_refused_with_what_to_set(tmp_path, vllm):
     for accelerators in ({"enabled": ["rhyme"]}, {"rhyme": {"database": str(tmp_path / "history.db")}}):
         with pytest.raises(UserError, match=f"rhyme, and its database, store log-probabilities: {REASON}"):
             load_config(settings | {"accelerators": accelerators})
-
-
-def test_auto_takes_the_engine_that_can_tell(monkeypatch):
-    monkeypatch.setattr("python_trainer.parts.has_vllm", lambda: True)
-    chosen, said = resolve_engine(load_config({"rollout": NEITHER}), gpu=True)
-    assert chosen.rollout.engine == "paged" and "importance_sampling must be none" in said
-    assert chosen.algorithm.with_sampler("paged").correction is None
 
 
 def test_a_run_without_log_probabilities_has_no_metrics_of_them(make_config, tmp_path, monkeypatch):

@@ -1,19 +1,16 @@
 """What the vLLM engine does on its own, and where ``auto`` takes it; tests/with_vllm has the rest."""
 
 import importlib.metadata
-import io
 import json
 import re
 import sys
 import threading
-from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, create_autospec
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from fake_vllm import LIMIT, FakeLLM, install, serving
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -256,61 +253,22 @@ def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monke
     assert asked.is_set() and not (tmp_path / "weights").exists()
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Sets whether there is a GPU, and which vLLM is installed."""
-
-    def be(gpu, vllm):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        missing = importlib.metadata.PackageNotFoundError("vllm") if vllm is None else None
-        monkeypatch.setattr(importlib.metadata, "version", Mock(return_value=vllm, side_effect=missing))
-
-    return be
-
-
-def chosen(**sections):
-    config, said = resolve_engine(load_config(sections))
-    return config.rollout.engine, said
-
-
-@pytest.mark.parametrize(
-    ("gpu", "vllm", "engine"),
-    [(False, "0.32.1", "paged"), (True, None, "paged"), (True, "0.31.0", "paged"), (True, "0.32.1", "vllm")],
-)
-def test_vllm_generates_where_there_is_a_gpu_and_it_is_installed(machine, gpu, vllm, engine):
-    machine(gpu, vllm)
-    found, said = chosen()
-    assert found == engine and (said is not None) == (engine == "vllm")
-    assert chosen(rollout={"engine": "paged"}) == ("paged", None)
-    assert chosen(model={"device": "cpu"}) == ("paged", None)
-    assert chosen(rollout={"vllm_server": "http://localhost:8000"}) == ("vllm", None), "a server is enough"
-    assert chosen(parallel="fsdp2")[0] == chosen(accelerators={"enabled": ["drafts"]})[0] == engine
-
-
-def test_settings_that_do_not_go_with_it_come_first(machine):
-    settings = {"accelerators": {"enabled": ["drafts"], "drafts": {"max_draft_tokens": 129}}}
-    machine(True, "0.32.1")
-    engine, said = chosen(**settings)
-    assert engine == "paged" and "max_draft_tokens must be at most 128 with rollout.engine vllm, got 129" in said
-    machine(True, None)
-    assert chosen(**settings) == ("paged", None)
-    by_default = load_config({"accelerators": {"enabled": ["drafts"]}})
-    assert by_default.accelerators.chosen()[0].longest_draft() == 16
+@pytest.mark.parametrize("gpu", [False, True])
+def test_auto_takes_vllm_for_servers_alone(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.1")
+    engines = {
+        "paged": [{}, {"model": {"device": "cpu"}}, {"rollout": {"engine": "paged"}}],
+        "vllm": [{"rollout": {"engine": "vllm"}}, {"rollout": {"vllm_server": "http://localhost:8000"}}],
+    }
+    for engine, settings in engines.items():
+        assert all(resolve_engine(load_config(some)).rollout.engine == engine for some in settings)
 
 
 def test_a_plugin_that_vllm_does_not_suit_is_no_good_with_servers(monkeypatch):
     refuse = {"vllm": "no vllm"}
     monkeypatch.setattr(RPOSettings, "conflicts", lambda self, config: refuse.get(config.rollout.engine))
     with pytest.raises(UserError, match="no vllm"):
-        chosen(accelerators={"enabled": ["rpo"]}, rollout={"vllm_server": "http://127.0.0.1:1"})
-
-
-def test_a_run_says_what_generates(make_config, machine, monkeypatch, tmp_path):
-    machine(False, "0.32.1")
-    install(monkeypatch, sleeps=False)
-    monkeypatch.setattr("python_trainer.parts.resolve_engine", partial(resolve_engine, gpu=True))
-    console = Console(record=True, file=io.StringIO())
-    trainer = Trainer(make_config(), tmp_path / "run", console=console)
-    assert isinstance(trainer.engine, VLLMEngine)
-    assert trainer.learner.algorithm.importance_sampling == "token_truncate"
-    assert "auto generates with vLLM, which is installed" in " ".join(console.export_text().split())
+        resolve_engine(
+            load_config({"accelerators": {"enabled": ["rpo"]}, "rollout": {"vllm_server": "http://127.0.0.1:1"}})
+        )
