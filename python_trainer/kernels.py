@@ -41,7 +41,7 @@ def settle_kernels(
         kept = {}
     if kept is None:
         kept = ranks.once(lambda: proved(config, note))
-    table = {op: kept.get(op, "torch") for op in PROVABLE}
+    table = {op: kept.get(op, kept.get(backend.base(op), "torch")) for op in PROVABLE}
     backend.use(table)
     return {"device": here, "backends": table}
 
@@ -56,8 +56,8 @@ def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
     if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
         return table
     special = {op for kind in ACCELERATORS.registered() for op in kind.ops}
-    needed = [op for op in PROVABLE if op not in special]
-    needed += [op for settings in config.accelerators.chosen() for op in settings.ops]
+    unneeded = special - {op for settings in config.accelerators.chosen() for op in settings.ops}
+    needed = [op for op in PROVABLE if backend.base(op) not in unneeded]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")
     workload = workload_of_run(config.model_dump(mode="json"), described_model(config.model).config.get_text_config())
     result = prove(needed, device=device, workload=workload, say=lambda line: None)
@@ -66,7 +66,7 @@ def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
     won = {op: verdict["backend"] for op, verdict in result["verdicts"].items()}
     attention = result["verdicts"].get("paged_attention")
     if attention and attention["candidates"].get("triton", {}).get("cases"):  # it was right, so it was timed
-        won["paged_attention"] = "triton"  # in recorded passes the time of the host, which the proof counts, is none
+        won["paged_attention"] = "triton"  # torch's waits for the GPU, so that no pass with it can be recorded
     ours = [op for op, name in won.items() if name != "torch"]
     note(f"kernels of rlkernels: {', '.join(ours) or 'none'}; of torch: {', '.join(set(won) - set(ours)) or 'none'}")
     return table | won

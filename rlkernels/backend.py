@@ -46,9 +46,11 @@ class Op:
 # hold; `python -m bench.gpu.records` writes it.
 RECORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("records.json").read_text())["backends"]
 
-# One line per op of the public contract.
+# One line per op of the public contract, and one more for each regime that has verdicts of its own: "op/regime". The
+# op's own verdict holds for other calls, and for a regime without one.
 OPS: dict[str, Op] = {
     "dtw": Op(cpu=True, triton=True, cuda=True),
+    "dtw/wide": Op(cpu=True, triton=True, cuda=True),  # more than one feature a step
     "dtw_topk": Op(cpu=True, triton=True, cuda=True, like="dtw"),
     "soft_dtw": Op(),
     "state_similarity": Op(),
@@ -58,9 +60,12 @@ OPS: dict[str, Op] = {
     "top1_deltas": Op(cpu=True, triton=True),
     "delta_matvec": Op(cpu=True, triton=True),
     "add_rank1_": Op(cpu=True, triton=True),
+    "add_rank1_/large": Op(cpu=True, triton=True),  # where memory, not the host, takes the time
     "block_pool": Op(cpu=True),
     "write_kv": Op(cpu=True, triton=True),
+    "write_kv/many": Op(cpu=True, triton=True),
     "paged_attention": Op(cpu=True, triton=True),
+    "paged_attention/prefill": Op(cpu=True, triton=True),  # more queries than sequences
     "shared_prefix_attention": Op(cpu=True, triton=True),
     "merge_attention": Op(cpu=True, triton=True),
     "grouped_attention": Op(cpu=True, triton=True),
@@ -76,6 +81,11 @@ OPS: dict[str, Op] = {
     "rope": Op(cpu=True),
     "silu_mul": Op(cpu=True),
 }
+
+
+def base(op: str) -> str:
+    """Return the op of a regime."""
+    return op.partition("/")[0]
 
 
 @functools.cache
@@ -175,7 +185,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if backend == "torch":
         return None
     if not getattr(written, backend):
-        return f"{op} has no {backend} implementation"
+        return f"{base(op)} has no {backend} implementation"
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
@@ -217,18 +227,20 @@ def settled(op: str, index: int | None) -> tuple[str, str]:
 def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
     """Return what is known of an op on a GPU, in order of precedence."""
     op = OPS[op].like or op
-    yield _run.get(op), "run"
-    if op in _run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
+    names = list(dict.fromkeys([op, base(op)]))
+    in_run = [_run[name] for name in names if name in _run]
+    yield from ((backend, "run") for backend in in_run[:1])
+    if in_run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
         return
     from rlkernels import verdicts
 
     at = torch.cuda.current_device() if index is None else index
-    verdict = verdicts.winner(verdicts.load(op, at))
-    record = RECORDS.get(verdicts.device_facts(at)["capability"], {}).get(op)
-    if verdict is None and record is None:
+    records = RECORDS.get(verdicts.device_facts(at)["capability"], {})
+    known = [(verdicts.winner(verdicts.load(name, at)), "verdict") for name in names]
+    known += [(records.get(name), "record") for name in names]
+    if all(backend is None for backend, _ in known):
         _say_how_to_prove()
-    yield verdict, "verdict"
-    yield record, "record"
+    yield from known
 
 
 def _settled(op: str, index: int | None) -> str:
@@ -282,7 +294,7 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":
         if (reason := unavailable(op, backend, device)) is not None:
-            raise ValueError(f"backend={backend!r} cannot run {op} here: {reason}")
+            raise ValueError(f"backend={backend!r} cannot run {base(op)} here: {reason}")
         return backend
     asked = wanted()  # of the ops that it can run: others, and tensors on another device, go on as ever
     if asked != "auto" and unavailable(op, asked, device) is None:

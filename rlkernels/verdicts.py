@@ -46,8 +46,9 @@ def digest(path: Path) -> str:
 def python_files(op: str) -> list[Path]:
     """Return the modules that an op may run through: those of its folder, and what they share."""
     import rlkernels
+    from rlkernels.backend import base
 
-    folder = PACKAGE / getattr(rlkernels, op).__module__.split(".")[1]
+    folder = PACKAGE / getattr(rlkernels, base(op)).__module__.split(".")[1]
     return sorted([*(path for path in folder.glob("*.py") if path.name not in HOST_ONLY), PACKAGE / "_precision.py"])
 
 
@@ -89,7 +90,7 @@ def folder() -> Path:
 
 def _key(op: str, index: int) -> str:
     facts = {**device_facts(index), "sources": sources(op)}
-    return f"{op}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    return f"{op.replace('/', '.')}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
 def store(verdict: Verdict, index: int) -> None:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW_TOKENS = 2048  # that take a GPU no longer to write than a launch
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -55,7 +56,8 @@ def write_kv(
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check.shape("slots", slots, (key.shape[0],))
     _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    chosen = _choose_for_cache("write_kv", backend, key_cache, value_cache, key, value)
+    regime = "write_kv/many" if key.shape[0] > FEW_TOKENS else "write_kv"
+    chosen = _choose_for_cache(regime, backend, key_cache, value_cache, key, value)
     if chosen == "cpu":
         torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
         _backend.mark_written(key_cache, value_cache)
@@ -105,7 +107,8 @@ def paged_attention(
     _check_attention("paged_attention", query, key_cache, value_cache, scale)
     sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
     args = (query, key_cache, value_cache, *sequences.values(), float(scale))
-    chosen = _choose_for_cache("paged_attention", backend, key_cache, value_cache, query)
+    regime = "paged_attention/prefill" if query.shape[0] > len(seq_lens) else "paged_attention"
+    chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.paged_attention(*args)
     else:
@@ -338,7 +341,9 @@ def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
         return chosen
     if backend != "auto":
         found = ", ".join(f"{t.dtype} with {t.shape[-1]}" for t in tensors)
-        raise ValueError(f"backend={backend!r} runs {op} on 16 and 32 bit floats with heads of 1 to 512, got {found}")
+        raise ValueError(
+            f"backend={backend!r} runs {_backend.base(op)} on 16 and 32 bit floats with heads of 1 to 512, got {found}"
+        )
     return "torch"
 
 

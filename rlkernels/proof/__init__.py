@@ -38,9 +38,10 @@ NO_GPU = "torch finds no CUDA device; --device cpu (device='cpu') makes a dry ru
 # the worker imports what this process would
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
 # the ops that have a GPU kernel, those that a step spends most time in first
-PROVABLE = ("paged_attention", "shared_prefix_attention", "grouped_attention", "write_kv", "sample_tokens",
-            "token_logprobs", "linear_token_logprobs", "verify_drafts", "merge_attention", "dtw", "dtw_topk",
-            "top1_deltas", "top1_delta", "add_rank1_", "delta_matvec")  # fmt: skip
+PROVABLE = ("paged_attention", "paged_attention/prefill", "shared_prefix_attention", "grouped_attention", "write_kv",
+            "write_kv/many", "sample_tokens", "token_logprobs", "linear_token_logprobs", "verify_drafts",
+            "merge_attention", "dtw", "dtw/wide", "dtw_topk", "top1_deltas", "top1_delta", "add_rank1_",
+            "add_rank1_/large", "delta_matvec")  # fmt: skip
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -97,8 +98,8 @@ class Prover:
         """Check a candidate by the small cases; ``reason`` says why it cannot win."""
         entry: Message = {"reason": "", "cases": {}}
         for case in self.cases:
-            if case.op == op and not case.timed and not entry["reason"]:
-                answer = self.ask({"kind": "check", "op": op, "case": case.label, "backend": name})
+            if case.op == backends.base(op) and not case.timed and not entry["reason"]:
+                answer = self.ask({"kind": "check", "op": case.op, "case": case.label, "backend": name})
                 entry["reason"] = f"{case.label}: {why}" if (why := objection(answer)) else ""
                 self.say(f"{op} {name}, {case.label}: {why or 'right, twice the same bits'}")
         return entry

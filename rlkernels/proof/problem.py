@@ -36,6 +36,7 @@ class Case:
     label: str
     make: Callable[[torch.device], Problem]
     timed: bool = False
+    recorded: bool = False  # runs inside CUDA graphs: timed by replay, where it can be recorded
 
 
 def leaves(output: Any) -> Iterator[torch.Tensor]:

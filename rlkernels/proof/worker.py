@@ -57,9 +57,30 @@ def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> flo
     return begin.elapsed_time(end) / 1e3 / times
 
 
-def race(problem: Problem, backends: Sequence[str], device: torch.device, seconds: float) -> dict[str, list[float]]:
+def replay(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Record what a call launches -> what launches it again; the call itself, if it waits for the GPU meanwhile."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call
+    return graph.replay
+
+
+def race(
+    problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False
+) -> dict[str, list[float]]:
     """Time backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
     calls = {name: lambda name=name: problem.call(name) for name in backends}  # type: ignore[misc]
+    if recorded and device.type == "cuda":
+        calls = {name: replay(call) for name, call in calls.items()}
     once = {name: seconds_of(call, 1, device) for name, call in calls.items()}
     times = {name: max(1, math.ceil(SAMPLE_S / max(s, 1e-7))) for name, s in once.items()}
     found: dict[str, list[float]] = {name: [] for name in backends}
@@ -88,7 +109,8 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
         synchronize(device)
     say({"begin": ""})
     right = [name for name in backends if judged[name]["right"]]
-    return {"ok": True, "judged": judged, "times": race(problem, [*right, "torch"], device, seconds) if right else {}}
+    times = race(problem, [*right, "torch"], device, seconds, case.recorded) if right else {}
+    return {"ok": True, "judged": judged, "times": times}
 
 
 def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Message:

@@ -20,6 +20,7 @@ class _Settings(TypedDict):
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGE = 1 << 23  # entries of a weight whose update takes a GPU longer than the host
 
 
 def _check_pair(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
@@ -278,7 +279,8 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         raise ValueError(f"scale must be finite, got {scale!r}")
     if weight.requires_grad and not weight.is_leaf:
         raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
-    chosen = _backend.choose("add_rank1_", weight.device, backend)
+    regime = "add_rank1_/large" if weight.numel() > LARGE else "add_rank1_"
+    chosen = _backend.choose(regime, weight.device, backend)
     with torch.no_grad():
         if chosen in ("cpu", "triton") and weight.numel() and weight.stride(1) == 1:
             left, right = _vector(u).clone(), _vector(v).clone()  # parts of the weight would change under way

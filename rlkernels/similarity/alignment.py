@@ -17,7 +17,8 @@ def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
     """
     arguments.series(x, y)
     arguments.without_gradient(x=x, y=y)
-    chosen = _backend.choose(op, x.device, backend)
+    wide = x.ndim == 3 and x.shape[2] > 1
+    chosen = _backend.choose("dtw/wide" if wide else op, x.device, backend)  # both run these kernels
     x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
     y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen != "torch":

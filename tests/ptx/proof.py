@@ -39,10 +39,11 @@ HEADS, BLOCK, PLAIN = (WORK.heads, WORK.kv_heads, WORK.head_dim), attention.BLOC
 # the timed cases with fewer rows, sequences and passes. Counts of records are of these: whoever changes one counts the
 # code of each record again
 COUNTED: dict[str, list[Callable[[torch.device], Problem]]] = {
-    "paged_attention": [partial(attention.paged, [512, 500], [1, 1], HEADS, BLOCK, BF16),
-                        partial(attention.paged, [128], [128], HEADS, BLOCK, BF16)],
+    "paged_attention": [partial(attention.paged, [512, 500], [1, 1], HEADS, BLOCK, BF16)],
+    "paged_attention/prefill": [partial(attention.paged, [128], [128], HEADS, BLOCK, BF16)],
     "shared_prefix_attention": [partial(attention.shared, [256], 8, [256], 1, HEADS, BLOCK, BF16)],
     "write_kv": [partial(attention.write, 40, HEADS[1:], BLOCK, BF16)],
+    "write_kv/many": [partial(attention.write, 40, HEADS[1:], BLOCK, BF16)],
     "merge_attention": [partial(attention.merge, 40, WORK.heads, WORK.head_dim, BF16)],
     "grouped_attention": [partial(attention.grouped, ([64], [48, 80], [0, 2]), HEADS, BF16)],
     "token_logprobs": [partial(logits.logprobs, 3, WORK.vocab, BF16, True)],
@@ -50,10 +51,12 @@ COUNTED: dict[str, list[Callable[[torch.device], Problem]]] = {
     "sample_tokens": [partial(logits.sample, 3, WORK.vocab, BF16, PLAIN)],
     "verify_drafts": [partial(logits.verify, [2], WORK.vocab, BF16, PLAIN)],
     "dtw": [partial(similarity.warp, 1, 2, 260, 1, "full", None, False)],
+    "dtw/wide": [partial(similarity.warp, 1, 2, 40, 16, "full", None, False)],
     "top1_delta": [partial(rank1.top1, 64, WORK.hidden, BF16)],
     "top1_deltas": [partial(rank1.top1_many, [(64, WORK.hidden), (40, WORK.hidden), (36, 4 * WORK.hidden)], BF16)],
     "delta_matvec": [partial(rank1.matvec, 64, WORK.hidden, BF16)],
     "add_rank1_": [partial(rank1.add, 64, WORK.hidden, BF16, False)],
+    "add_rank1_/large": [partial(rank1.add, 64, 4096, BF16, False)],
 }  # fmt: skip
 aten = torch.ops.aten
 PRODUCTS = [getattr(packet, overload) for packet in (aten.mm, aten.addmm, aten.bmm) for overload in packet.overloads()]

@@ -315,6 +315,27 @@ def test_recorded_passes_draw_the_same(monkeypatch):
     assert_same(got, plain.generate(mixed_requests(), sampling))
 
 
+def test_recorded_passes_hold_a_bounded_memory(monkeypatch):
+    """Each records 10 bytes, by a stand-in; 5 may be held."""
+    held, most = [0], []
+
+    def record(run, pool):
+        held[0] += 10
+        result = run()
+        return lambda: result.copy_(run()), result
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "held_bytes", lambda device: held[0])
+    model, sampling = make(), SamplingParams(seed=3)
+    plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
+    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
+    engine.graphs.most_bytes = 5
+    lookup = engine.graphs.logits
+    monkeypatch.setattr(engine.graphs, "logits", lambda *args: most.append(engine.graphs.bytes) or lookup(*args))
+    assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
+    assert max(most) == 10 < held[0], "the one that goes over the limit is held too; then all are forgotten"
+
+
 def test_absolute_positions_and_sliding_window():
     config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2,
                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)  # fmt: skip

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from python_trainer.model.forward import PagedBatch, forward
 from rlkernels import PagedKVCache
 
+MEMORY_SHARE = 0.05  # of the GPU's memory that recorded passes may hold
 Numbers = tuple[torch.Tensor, ...]  # ids [B], positions [B], slots [B], block tables [B, blocks], lengths [B]
 
 
@@ -41,10 +42,16 @@ def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], Non
     return graph.replay, result
 
 
+def held_bytes(device: torch.device) -> int:
+    """Returns the memory that tensors and recorded passes hold of a GPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 class DecodeGraphs:
     """Recorded passes of one token a sequence, one for each size of batch and width of block tables.
 
-    They hold addresses of the model's weights and serve as long as those are changed in place.
+    They hold addresses of the model's weights and serve as long as those are changed in place. When they hold more
+    memory than ``most_bytes``, all are forgotten, and what is still needed is recorded again.
 
     Args:
         model: whose parameters are whole on this device.
@@ -54,15 +61,23 @@ class DecodeGraphs:
     def __init__(self, model: PreTrainedModel, cache: PagedKVCache):
         self.model, self.cache = model, cache
         # what repeats a pass, where its kernels read numbers, and where they write logits [B, V]
-        self.recorded: dict[tuple[int, int], tuple[Callable[[], None], Numbers, torch.Tensor]] = {}
+        self.recorded: dict[tuple[int, int], tuple[Callable[[], None], Numbers, torch.Tensor]]
         self.weights: list[int] = []
-        self.pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self.most_bytes = 0.0
+        if cache.device.type == "cuda":
+            self.most_bytes = MEMORY_SHARE * torch.cuda.get_device_properties(cache.device).total_memory
+        self._forget()
 
     def look_at_weights(self) -> None:
         """Forgets what was recorded when weights lie elsewhere than before."""
         weights = [parameter.data_ptr() for parameter in self.model.parameters()]
         if weights != self.weights:
-            self.recorded, self.weights = {}, weights
+            self._forget()
+            self.weights = weights
+
+    def _forget(self) -> None:
+        self.recorded, self.bytes = {}, 0
+        self.pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
 
     def logits(self, numbers: Numbers, blocks: int) -> torch.Tensor | None:
         """Computes the logits [B, V] of a padded pass, which the next one overwrites.
@@ -75,12 +90,16 @@ class DecodeGraphs:
         """
         key = len(numbers[0]), padded_size(blocks)
         if key not in self.recorded:
+            if self.bytes > self.most_bytes:
+                self._forget()
+            before = held_bytes(self.cache.device)
             try:
                 self.recorded[key] = self._record(numbers, key[1])
             except RuntimeError as error:  # such as a forward that waits for the device
                 reason, name = str(error).partition("\n")[0], type(self.model).__name__
                 warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
                 return None
+            self.bytes += held_bytes(self.cache.device) - before
         replay, own, logits = self.recorded[key]
         copy_into(own, numbers)
         replay()

@@ -17,6 +17,7 @@ Heads = tuple[int, int, int]  # query heads, key heads, dimension
 Layout = tuple[list[int], list[int], list[int]]  # prefix lengths, suffix lengths, group starts
 BF16, F32 = torch.bfloat16, torch.float32
 BLOCK = 16
+MANY_TOKENS = 8192  # of a pass that computes prompts
 ODD = ([1, 17, 64, 1023, 130], [1, 0, 5, 1, 130])  # lengths, queries
 
 
@@ -195,14 +196,18 @@ def timed(work: Workload) -> Iterator[Case]:
     sequences, whole = work.sequences, work.prompt_tokens + work.completion_tokens // 2
     prefill = min(work.prompts, 8)
     yield Case("paged_attention", f"decode: {sequences} sequences of {whole}",
-               partial(paged, [whole] * sequences, [1] * sequences, heads, BLOCK, dtype), timed=True)  # fmt: skip
-    yield Case("paged_attention", f"prefill: {prefill} prompts of {work.prompt_tokens}",
+               partial(paged, [whole] * sequences, [1] * sequences, heads, BLOCK, dtype), timed=True,
+               recorded=True)  # fmt: skip
+    yield Case("paged_attention/prefill", f"prefill: {prefill} prompts of {work.prompt_tokens}",
                partial(paged, [work.prompt_tokens] * prefill, [work.prompt_tokens] * prefill, heads, BLOCK, dtype),
                timed=True)  # fmt: skip
     yield Case("shared_prefix_attention", f"decode: {work.prompts} prompts x {work.samples}",
                partial(shared, [work.prompt_tokens] * work.prompts, work.samples, [work.completion_tokens // 2], 1,
                        heads, BLOCK, dtype), timed=True)  # fmt: skip
-    yield Case("write_kv", f"{sequences} tokens", partial(write, sequences, heads[1:], BLOCK, dtype), timed=True)
+    yield Case("write_kv", f"{sequences} tokens", partial(write, sequences, heads[1:], BLOCK, dtype), timed=True,
+               recorded=True)  # fmt: skip
+    yield Case("write_kv/many", f"{MANY_TOKENS} tokens", partial(write, MANY_TOKENS, heads[1:], BLOCK, dtype),
+               timed=True)  # fmt: skip
     yield Case("merge_attention", f"{sequences} tokens", partial(merge, sequences, heads[0], heads[2], dtype),
                timed=True)  # fmt: skip
     layout = groups(min(work.prompts, 4), work.samples, work.prompt_tokens, work.completion_tokens)

@@ -119,3 +119,4 @@ def timed(work: Workload) -> Iterator[Case]:
     yield Case("top1_deltas", f"a layer of width {narrow}", partial(top1_many, layer, dtype), timed=True)
     yield Case("delta_matvec", matrix, partial(matvec, wide, narrow, dtype), timed=True)
     yield Case("add_rank1_", matrix, partial(add, wide, narrow, dtype, False), timed=True)
+    yield Case("add_rank1_/large", "14336 x 4096", partial(add, 14336, 4096, dtype, False), timed=True)
