@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def race(
     problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False
 ) -> dict[str, list[float]]:
     """Time backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
-    calls = {name: lambda name=name: problem.call(name) for name in backends}  # type: ignore[misc]
+    calls: dict[str, Callable[[], Any]] = {name: partial(problem.call, name) for name in backends}
     if recorded and device.type == "cuda":
         calls = {name: replay(call) for name, call in calls.items()}
     once = {name: seconds_of(call, 1, device) for name, call in calls.items()}
