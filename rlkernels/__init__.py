@@ -11,6 +11,7 @@
 - Drafts from earlier answers: ``RolloutHistory``, ``verify_drafts``; sampling that can be repeated: ``keyed_uniform``,
   ``sample_tokens``.
 - Losses: ``token_logprobs``, and ``linear_token_logprobs`` without the logits.
+- ``weights``: ``weights.encode`` and ``weights.apply_``, lossless deltas between two versions of a model.
 - ``info``: what is compiled, and what runs where; ``python -m rlkernels info`` prints it. ``prove`` finds out which
   kernels are right and faster on this GPU; ``python -m rlkernels prove`` does too.
 
@@ -41,6 +42,8 @@ __all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "weights":  # a module, whose functions have plain names
+        return importlib.import_module("rlkernels.weights")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'rlkernels' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -1,0 +1,9 @@
+"""Lossless deltas between two versions of a model's weights: XOR, compressed by zstd.
+
+A step of reinforcement learning changes few bits of weights in bfloat16, so a delta has about a hundredth of their
+bytes. ``pip install 'rlkernels[weights]'`` brings zstandard, which nothing else needs.
+"""
+
+from rlkernels.weights.delta import Delta, apply_, encode
+
+__all__ = ["Delta", "apply_", "encode"]

@@ -1,0 +1,348 @@
+"""Deltas of weights: the same bits on the other side, or an error and nothing changed."""
+
+import json
+import struct
+import sys
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import rlkernels
+from rlkernels.weights import apply_, delta, encode
+
+zstandard = pytest.importorskip("zstandard", reason="this machine lacks zstandard")
+
+DTYPES = [
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+
+
+@pytest.fixture(params=[64, None], ids=["many pieces", "one piece"])
+def piece(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(delta, "PIECE", request.param)
+
+
+def raw(tensor):
+    """The bytes of a tensor, row-major."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_bits(dtype, *shape, seed=0):
+    """Any bits, NaN of all kinds among them; of bool those that it may have."""
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    data = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, count, np.uint8)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
+
+
+def check(new, old, weights=None):
+    """Applying the delta to the old weights gives the bits of the new ones."""
+    made = encode(new, old)
+    weights = {name: tensor.clone() for name, tensor in old.items()} if weights is None else weights
+    expected = {name: raw(tensor) for name, tensor in new.items()}
+    apply_(weights, made)
+    assert {name: raw(weights[name]) for name in new} == expected
+    return made
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("name", DTYPES)
+def test_bits_of_every_dtype(name):
+    dtype = getattr(torch, name)
+    shapes = {"matrix": (7, 5), "vector": (129,), "number": (), "empty": (3, 0, 2)}
+    new, old = ({name: random_bits(dtype, *shape, seed=i) for name, shape in shapes.items()} for i in (1, 2))
+    assert raw(new["matrix"]) != raw(old["matrix"])
+    check(new, old)
+    check(old, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_pattern_of_16_bits(dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    check({"w": every}, {"w": every.flip(0)})
+    view = torch.zeros(2**16, 2, dtype=dtype)[:, 1]
+    check({"w": every}, {"w": torch.zeros_like(every)}, {"w": view})
+
+
+@pytest.mark.usefixtures("piece")
+def test_views():
+    """Of the new weights, of the old ones, and of those that change; what lies between stays."""
+    values = torch.randn(3, 24, 20, generator=torch.Generator().manual_seed(0))
+    for view in (
+        lambda x: x.T, lambda x: x[::2, 1::3], lambda x: x[:, 5], lambda x: x[4:], lambda x: x.view(-1)[::7],
+        lambda x: x.reshape(4, 6, 20).permute(2, 0, 1), lambda x: torch.complex(x, x).T.conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+    ):  # fmt: skip
+        old, new, place = (view(x.clone()) for x in values)
+        place.copy_(old)
+        whole = place._base if place._base is not None else place
+        before = whole.clone()
+        check({"w": new}, {"w": old}, {"w": place})
+        place.copy_(old)
+        assert torch.equal(torch.view_as_real(whole) if whole.is_complex() else whole,
+                           torch.view_as_real(before) if before.is_complex() else before)  # fmt: skip
+    check({"w": values[0, :1].expand(24, 20)}, {"w": values[1, :1].expand(24, 20)}, {"w": values[1, :1].repeat(24, 1)})
+
+
+@pytest.mark.usefixtures("piece")
+def test_weights_that_share_memory():
+    """Tied weights, parts of one buffer, a whole beside its parts, columns between columns: each bit turns once."""
+    old, new = torch.randn(2, 6, 40)
+
+    def named(x):
+        return {"whole": x, "tied": x, "rows": x[2:4], "even": x[:, ::2], "odd": x[:, 1::2], "last": x.view(-1)[-3:]}
+
+    for names in ("whole tied", "rows last", "even odd", "whole rows", "odd rows tied last", "last even whole"):
+        weights = named(old.clone())
+        chosen = names.split()
+        check({n: named(new)[n] for n in chosen}, {n: named(old)[n] for n in chosen}, {n: weights[n] for n in chosen})
+    model = torch.nn.Linear(8, 8)
+    state = {"embed": model.weight, "head": model.weight, "bias": model.bias}
+    check({n: p.detach() + 1 for n, p in state.items()}, {n: p.detach().clone() for n, p in state.items()}, state)
+    assert model.weight.requires_grad
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_any_model(data):
+    sizes = st.lists(st.integers(0, 5), max_size=3)
+    dtypes = st.sampled_from([torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.complex64])
+    shapes = data.draw(st.dictionaries(st.text(max_size=5), st.tuples(dtypes, sizes), max_size=5))
+    new, old = ({n: random_bits(d, *s, seed=i) for n, (d, s) in shapes.items()} for i in (1, 2))
+    check(new, dict(reversed(old.items())))
+
+
+def test_format():
+    """Read as the module describes it, by zstandard and json alone."""
+    new, old = ({"a": torch.tensor([[1.0, x]]), "b": torch.tensor(x).bfloat16()} for x in (2.0, -3.0))
+    made = encode(new, old)
+    magic, (checksum, size) = b"rlkernels delta 1\n", struct.unpack("<IQ", made[18:30])
+    header, frames = json.loads(made[30 : 30 + size]), made[30 + size :]
+    assert made[:18] == magic and checksum == zlib.crc32(made[30:])
+    (name, dtype, shape, [[length, before, after]]), (*other, [[last, *_]]) = header
+    assert (name, dtype, shape, other) == ("a", "float32", [1, 2], ["b", "bfloat16", []])
+    assert (before, after) == (zlib.crc32(struct.pack("<2f", 1, -3)), zlib.crc32(struct.pack("<2f", 1, 2)))
+    xor = bytes(a ^ b for a, b in zip(struct.pack("<2f", 1, -3), struct.pack("<2f", 1, 2)))
+    assert zstandard.decompress(frames[:length]) == xor and length + last == len(frames)
+
+
+def test_a_step_in_bfloat16_is_small():
+    """One weight in 256 moves by a unit in the last place, as in a step at a learning rate of 1e-6."""
+    gen = torch.Generator().manual_seed(0)
+    old = torch.randn(1 << 21, generator=gen).bfloat16()
+    new = (old.view(torch.int16) + (torch.rand(1 << 21, generator=gen) < 1 / 256)).view(torch.bfloat16)
+    assert old.nbytes > 100 * len(check({"w": new}, {"w": old}))
+
+
+def test_threads_do_not_change_the_bytes(monkeypatch):
+    monkeypatch.setattr(delta, "PIECE", 256)
+    new, old = ({str(i): random_bits(torch.bfloat16, 100, 9 + i, seed=seed + i) for i in range(9)} for seed in (1, 20))
+    made = set()
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        made.add(check(new, old))
+    assert len(made) == 1
+
+
+def test_few_pieces_are_in_memory():
+    """Copies of what is not contiguous, and pieces on their way from a device, are made when their turn comes."""
+    taken = []
+    results = delta._in_threads(lambda i: i, ((taken.append(i) or i,) for i in range(1000)))
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert len(taken) <= 2 * torch.get_num_threads() + 6
+    assert list(results) == list(range(5, 1000))
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """(new, old, delta) of two tensors, the first in three pieces."""
+    monkeypatch.setattr(delta, "PIECE", 64)
+    new, old = ({"w": torch.randn(5, 8), "tail": torch.randn(3).bfloat16()} for _ in range(2))
+    return new, old, encode(new, old)
+
+
+def refuses(weights, made, message=None, error=ValueError):
+    before = {name: raw(tensor) for name, tensor in weights.items()}
+    with pytest.raises(error, match=message):
+        apply_(weights, made)
+    assert {name: raw(tensor) for name, tensor in weights.items()} == before
+
+
+def test_damage_anywhere(example):
+    _, old, made = example
+    for place in range(len(made)):
+        for bit in (1, 128):
+            refuses(old, made[:place] + bytes([made[place] ^ bit]) + made[place + 1 :], "damaged")
+        refuses(old, made[:place], "damaged")
+    refuses(old, made + b"\0", "damaged")
+
+
+def test_a_wrong_base(example):
+    """The last bit of the last tensor: all that comes before it was right."""
+    new, old, made = example
+    refuses(new, made, "not those that the delta was made from: 'w' differs")
+    for weights in old, new:
+        weights["tail"].view(torch.int16)[-1] ^= 1
+    refuses(old, made, "not those that the delta was made from: 'tail' differs")
+
+
+def forge(made, change):
+    """The delta after ``change`` of its header and frames, with the checksum that belongs to them."""
+    size = struct.unpack_from("<Q", made, 22)[0]
+    header, frames = change(json.loads(made[30 : 30 + size]), made[30 + size :])
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return made[:18] + struct.pack("<IQ", zlib.crc32(text + frames), len(text)) + text + frames
+
+
+def with_last_frame(header, frames, frame, after=None):
+    """The same, with another frame in the last piece."""
+    piece = header[-1][3][-1]
+    frames = frames[: -piece[0]] + frame
+    piece[0], piece[2] = len(frame), piece[2] if after is None else after
+    return header, frames
+
+
+BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+HUGE = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 50) + b"\x01\x00\x00"  # declares 2^50 bytes
+STREAMED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(6))
+
+
+@pytest.mark.parametrize("change", [
+    lambda header, frames: with_last_frame(header, frames, BOMB),
+    lambda header, frames: with_last_frame(header, frames, HUGE),
+    lambda header, frames: with_last_frame(header, frames, STREAMED),
+    lambda header, frames: with_last_frame(header, frames, b"no frame"),
+    lambda header, frames: with_last_frame(header, frames, zstandard.compress(bytes(6)) + b"more"),
+    lambda header, frames: with_last_frame(header, frames, zstandard.compress(bytes(6))),  # of another checksum
+    lambda header, frames: with_last_frame(header, frames, zstandard.compress(bytes(6)), "text"),
+    lambda header, frames: (header + header, frames),
+    lambda header, frames: (header[:1], frames),
+    lambda header, frames: ([[*header[0][:3], header[0][3] * 9], header[1]], frames),
+    lambda header, frames: ([[*header[0][:3], header[0][3][:2]], header[1]], frames),
+    lambda header, frames: ([[*header[0][:3], [[-5, 0, 0], [5, 0, 0]]], header[1]], frames),
+    lambda header, frames: ([[*header[0][:3], [[1.0, 0, 0], [True, 0, 0]]], header[1]], frames),
+    lambda header, frames: ([["w", "float32", [1 << 60, 1 << 60], header[0][3]], header[1]], frames),
+    lambda header, frames: ([["w", "torch.save", [5, 8], header[0][3]], header[1]], frames),
+    lambda header, frames: ([[["w"], *header[0][1:]], header[1]], frames),
+    lambda header, frames: ([["unknown", *header[0][1:]], header[1]], frames),
+    lambda header, frames: ({"w": 1}, frames), lambda header, frames: (7, frames),
+    lambda header, frames: (b"[" * 100_000, frames), lambda header, frames: (b"\xff", frames),
+    lambda header, frames: (b"[" + b"9" * 10_000 + b"]", frames), lambda header, frames: (b"", b""),
+])  # fmt: skip
+def test_a_forged_delta(example, change):
+    """Its checksums are right. What it declares takes no memory, and no tensor has changed when it fails."""
+    _, old, made = example
+    refuses(old, forge(made, change))
+
+
+def test_forgeries_are_of_the_right_form(example):
+    new, old, made = example
+    apply_(old, forge(made, lambda header, frames: (header, frames)))
+    assert {n: raw(t) for n, t in old.items()} == {n: raw(t) for n, t in new.items()}
+
+
+def test_weights_of_another_kind(example):
+    new, old, made = example
+    refuses({"w": old["w"]}, made, "must hold every tensor of the delta, but 'tail' is missing")
+    refuses(old | {"w": old["w"].T}, made, r"float32 \[5, 8\] for 'w', got float32 \[8, 5\]")
+    refuses(old | {"w": old["w"].view(torch.int32)}, made, "got int32")
+    refuses(old | {"w": old["w"][:1].expand(5, 8)}, made, "'w' is expanded")
+    rest = {"other": torch.zeros(2)}
+    apply_(old | rest, made)
+    assert raw(old["w"]) == raw(new["w"]) and not rest["other"].any()
+    for one, two, message in (
+        ({"a": new["w"]}, {}, "only new has 'a'"), ({}, {"b": new["w"]}, "only old has 'b'"),
+        ({"a": new["w"]}, {"a": new["w"].T}, r"got float32 \[5, 8\] and float32 \[8, 5\] for 'a'"),
+        ({"a": new["w"]}, {"a": new["w"].double()}, r"got float32 \[5, 8\] and float64 \[5, 8\] for 'a'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            encode(one, two)
+
+
+class Sharded(torch.Tensor):
+    def to_local(self):
+        return self
+
+
+@pytest.mark.parametrize(("weights", "message"), [
+    (None, "new must be a dictionary"), ([torch.zeros(1)], "new must be a dictionary"), ({"w": 1}, "new of 'w'"),
+    ({1: torch.zeros(1)}, "names that are text, got 1"), ({"w": torch.eye(2).to_sparse()}, "dense"),
+    ({"w": torch.zeros(2, device="meta")}, "dense.*meta"), ({"w": torch.zeros(2).as_subclass(Sharded)}, "to_local"),
+])  # fmt: skip
+def test_what_is_no_weight(weights, message):
+    with pytest.raises(TypeError, match=message):
+        encode(weights, {})
+    with pytest.raises(TypeError, match=message.replace("new", "weights")):
+        apply_(weights, encode({}, {}))
+
+
+def test_a_delta_is_bytes(example):
+    new, old, made = example
+    refuses(old, "text", "delta must be bytes, got str", TypeError)
+    for kind in (bytearray, memoryview):
+        weights = {name: tensor.clone() for name, tensor in old.items()}
+        apply_(weights, kind(made))
+        assert raw(weights["tail"]) == raw(new["tail"])
+
+
+def test_autograd_sees_the_change():
+    """A backward pass through values that are gone fails, as after any operation in place."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    made = encode({"w": torch.zeros(3)}, {"w": torch.ones(3)})
+    loss = (weight * weight).sum()
+    apply_({"w": weight}, made)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        inside = torch.ones(3)
+    apply_({"w": inside}, made)
+    assert not inside.any()
+
+
+def test_any_default_device_and_dtype(example):
+    new, old, made = example
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert encode(new, old) == made
+            apply_(old, made)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert raw(old["w"]) == raw(new["w"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine lacks a GPU")
+def test_weights_on_a_gpu(example):
+    """On a stream of the caller's, whose work is not over when the delta is made."""
+    new, old, made = example
+    with torch.cuda.stream(torch.cuda.Stream()):
+        big = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            big = big @ big / 64
+        sent = {name: tensor.to("cuda", non_blocking=True) for name, tensor in new.items()}
+        assert encode(sent, old) == made == encode(sent, {name: tensor.cuda() for name, tensor in old.items()})
+        wide = torch.zeros(5, 16, device="cuda")
+        wide[:, ::2] = old["w"].cuda()
+        weights = {"w": wide[:, ::2], "tail": old["tail"].cuda()}
+        apply_(weights, made)
+    assert all(raw(weights[name].cpu()) == raw(new[name]) for name in new) and not wide[:, 1::2].any()
+
+
+def test_without_zstandard(example, monkeypatch):
+    new, old, made = example
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match=r"deltas of weights need zstandard: pip install 'rlkernels\[weights\]'"):
+        encode(new, old)
+    refuses(old, made, "pip install", ImportError)
+
+
+def test_one_import_is_enough():
+    assert rlkernels.weights.encode is encode
