@@ -1,0 +1,137 @@
+"""Lossless deltas of weights, between the steps of real runs of SmolLM2-135M.
+
+Mean bytes and median seconds of the steps of a run, at three learning rates, for exports of the same steps in bfloat16
+and float32. Reads runs/smollm2 (``python tools/smollm2.py runs/smollm2``), or the folder that RLKERNELS_SMOLLM2 names.
+The limits are a read of both versions, and a read and a write of the weights.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from bench._case import Row
+from bench._limits import copy_bandwidth, read_bandwidth
+from bench._runner import quantile, reset_resident_peak, resident_peak
+from python_trainer.model.weights import checkpoint_weights
+from rlkernels import weights
+
+ROOT = Path(__file__).parents[1]
+RATES = (1e-6, 1e-5, 1e-4)
+STEPS = 20
+SETTINGS = [
+    "model.device=cpu", "model.dtype=float32", "optimizer.warmup_steps=0", "optimizer.lr_scheduler_type=constant",
+    "rollout.prompts_per_step=6", "rollout.num_generations=6", "rollout.max_completion_length=24",
+    "evaluation.eval_steps=0", "task.test_size=1", "save.save_steps=0",
+]  # fmt: skip
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Figures:
+    """Of one way to send the weights, for each step."""
+
+    sizes: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    exact: bool = True
+
+    def measure(self, call: Callable[[], Any]) -> Any:
+        """Call, and note seconds and the memory held meanwhile."""
+        held, start = reset_resident_peak(), time.perf_counter()
+        result = call()
+        self.seconds.append(time.perf_counter() - start)
+        if held is not None:
+            self.peaks.append(resident_peak() - held)
+        return result
+
+
+def index_and_value(new: Weights, old: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return place and new value of every weight that has changed."""
+    found = {}
+    for name, weight in new.items():
+        places = (weight.view(-1) != old[name].view(-1)).nonzero()[:, 0].int()
+        found[name] = places, weight.view(-1)[places]
+    return found
+
+
+class Sender:
+    """Sends the weights of every step in all ways, in one dtype; notes what each takes."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.old, self.nbytes = dtype, Weights(), 0
+        self.ways = {name: Figures() for name in ("encode", "apply_", "index and value", "whole weights, copied")}
+
+    def __call__(self, exported: Weights) -> None:
+        new = {name: weight.to(self.dtype, copy=True) for name, weight in exported.items()}
+        old, self.old = self.old, new
+        self.nbytes = sum(weight.nbytes for weight in new.values())
+        if not old:
+            return
+        encode, apply_, pairs, whole = self.ways.values()
+        delta = encode.measure(lambda: weights.encode(new, old))
+        listed = pairs.measure(lambda: index_and_value(new, old))
+        whole.measure(lambda: {name: weight.clone() for name, weight in new.items()})
+        apply_.measure(lambda: weights.apply_(old, delta))
+        apply_.exact &= all(torch.equal(old[n].view(torch.uint8), new[n].view(torch.uint8)) for n in new)
+        for way in (encode, apply_):
+            way.sizes.append(len(delta))
+        pairs.sizes.append(sum(part.nbytes for both in listed.values() for part in both))
+        whole.sizes.append(self.nbytes)
+
+    def rows(self, shape: str) -> list[Row]:
+        """Return a row for each way."""
+        reads, copies = 2 * self.nbytes / read_bandwidth(), 2 * self.nbytes / copy_bandwidth()
+        rows = []
+        for name, way in self.ways.items():
+            size, limit = fmean(way.sizes), reads if name in ("encode", "index and value") else copies
+            row = Row("weight delta", name, shape, str(self.dtype).removeprefix("torch."))
+            row.median_s, row.q20_s, row.q80_s = median(way.seconds), *(quantile(way.seconds, q) for q in (0.2, 0.8))
+            row.peak_bytes, row.match = max(way.peaks, default=None), "exact" if way.exact else "differs"
+            row.limit, row.of_limit = "memory bandwidth", limit / row.median_s
+            row.extra = f"{size / 1e6:.2f} MB a step, {self.nbytes / size:.1f}x"
+            rows.append(row)
+        return rows
+
+
+def train(source: str, options: list[str], each: Callable[[Weights], None]) -> None:
+    """Train by these settings, and pass the weights before the first step and after every step."""
+    from rich.console import Console
+
+    from python_trainer import Callback, Trainer, load_config
+
+    class Show(Callback):
+        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
+            each(dict(checkpoint_weights(trainer.policy.inference_model)))
+
+    sys.path.append(str(ROOT / "examples"))  # where the task is
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(load_config(source, options), folder, console=Console(quiet=True), callbacks=[Show()])
+        each(dict(checkpoint_weights(trainer.policy.inference_model)))
+        trainer.run()
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    model = os.environ.get("RLKERNELS_SMOLLM2", "runs/smollm2")
+    if not quick and not Path(model, "config.json").is_file():
+        reason = f"{model} is not there; python tools/smollm2.py runs/smollm2"
+        yield [Row("weight delta", "encode", "SmolLM2-135M", missing=reason)]
+        return
+    source = "smoke" if quick else str(ROOT / "examples" / "sentences.yaml")
+    options, steps = [*SETTINGS] if quick else [*SETTINGS, f"model.path={model}"], 2 if quick else STEPS
+    for rate in RATES[-1:] if quick else RATES:
+        senders = [Sender(dtype) for dtype in (torch.bfloat16, torch.float32)]
+        train(
+            source,
+            [*options, f"optimizer.learning_rate={rate}", f"max_steps={steps}"],
+            lambda exported, senders=senders: [sender(exported) for sender in senders],
+        )
+        for sender in senders:
+            yield sender.rows(f"{'shipped policy' if quick else 'SmolLM2-135M'}, rate {rate:g}, {steps} steps")
