@@ -15,7 +15,7 @@ RUN ?= runs/train
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make train   set up, train a small model twice, plainly and then with what the first run has left ($(RUN))'
+	@echo 'make train   set up, train a small model plainly, after that run, and plainly for as long as both ($(RUN))'
 	@echo 'make language   fetch SmolLM2-135M and train it to write sentences with given words (runs/language)'
 	@echo 'make test    set up, then lint, types and the tests, in about ten minutes; names what this machine lacks'
 	@echo 'make test-slow   the tests that take longer'
@@ -42,8 +42,8 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 setup build: $(VENV)/.built
 
 train: $(VENV)/.built
-	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,rhyme --output-dir $(RUN) \
-	  --set max_steps=60 evaluation.eval_steps=10 task.test_size=1024 evaluation.target_accuracy=0.6 \
+	$(PY) -m python_trainer compare --config configs/lattice_paths.yaml --variants baseline,rhyme,baseline@120 \
+	  --output-dir $(RUN) --set max_steps=60 evaluation.eval_steps=15 task.test_size=512 evaluation.target_accuracy=0.6 \
 	  accelerators.rhyme.database=$(RUN)/history.db $(TRAIN)
 
 # From the folder of the example, where its module is looked for.

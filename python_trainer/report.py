@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 BASELINE = "baseline"
 COLOURS = ("#3b82f6", "#e8731a", "#16a37a", "#d6409f", "#8b5cf6", "#a3860b", "#0ea5b7", "#ef4444")
 AXES = {"time/training_s": "training time without evaluations (s)", "total/generated_tokens": "generated tokens"}
+# figures of a run, to which the cost of the earlier runs that it learned from is added
+CHARGED = {"training_s": "seconds", "seconds_to_target": "seconds", "time/training_s": "seconds",
+           "generated_tokens": "tokens", "tokens_to_target": "tokens", "total/generated_tokens": "tokens"}  # fmt: skip
 SHOWN_STEPS = 8  # of a run, with sample answers
 
 
@@ -65,13 +68,21 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
 
 @dataclass
 class Run:
-    """A run; ``name`` groups the seeds of a variant. The summary of an unfinished run covers its steps so far."""
+    """A run; ``name`` groups the seeds of a variant. The summary of an unfinished run covers its steps so far.
+
+    ``earlier`` is the cost, in ``seconds`` and ``tokens``, of the earlier runs that this one learned from.
+    """
 
     name: str
     folder: Path
     summary: dict[str, Any]
     counters: dict[str, float]  # sums of the counters of all accelerators over its steps, by the words of their rows
+    earlier: dict[str, float]
     ended: bool = True
+
+    def charge(self, figure: str) -> float:
+        """Return what the earlier runs add to a figure of this one."""
+        return self.earlier.get(CHARGED.get(figure, ""), 0.0)
 
     @property
     def label(self) -> str:
@@ -96,10 +107,18 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         # a plug-in's words are those that the run itself has written: a report imports nothing that a run names
         texts = registered_counters() | summary["counters"]
         counters = {text: sum(row.get(metric) or 0.0 for row in rows) for metric, text in texts.items()}
-        runs.append(Run(name, home, summary, counters, ended))
+        runs.append(Run(name, home, summary, counters, earlier_cost(rows), ended))
     if not runs:
         raise UserError(f"no run (metrics.jsonl) in {', '.join(map(str, folders))}")
     return runs
+
+
+def earlier_cost(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds and tokens of earlier runs that accelerators have counted."""
+    return {
+        unit: sum(value or 0.0 for row in rows for name, value in row.items() if name.endswith(f"/earlier_{unit}"))
+        for unit in ("seconds", "tokens")
+    }
 
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
@@ -215,9 +234,9 @@ def difference_of_runs(after: Sequence[Any], before: Sequence[Any]) -> Interval:
 
 
 def mean_of(runs: Sequence[Run], key: str) -> float | None:
-    """Return the mean over seeds; None if a seed has no value."""
+    """Return the mean over seeds, with the cost of earlier runs; None if a seed has no value."""
     values: list[Any] = [run.summary[key] for run in runs]
-    return None if None in values else fmean(values)
+    return None if None in values else fmean(value + run.charge(key) for value, run in zip(values, runs))
 
 
 def show(value: float | None, form: str = "{:.3f}") -> str:
@@ -287,6 +306,12 @@ def caveats(runs: Sequence[Run]) -> list[str]:
     """Return what keeps the numbers from being compared, or from being final."""
     lines = [f"{run.label} has not ended: the report covers its {run.summary['steps']} steps so far" for run in runs
              if not run.ended]  # fmt: skip
+    for run in runs:
+        if run.earlier["tokens"]:
+            tokens, seconds = (show(run.earlier[unit] or None, "{:,.0f}") for unit in ("tokens", "seconds"))
+            lines.append(
+                f"{run.label} learned from earlier runs: their {tokens} tokens and {seconds} s count as its own"
+            )
     steps = {name: fmean(run.summary["steps"] for run in mine) for name, mine in by_variant(runs).items()}
     if len(steps) > 1 and max(steps.values()) > 1.02 * min(steps.values()):
         made = ", ".join(f"{name} {count:.0f}" for name, count in steps.items())
@@ -309,7 +334,7 @@ def summary_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str, str]:
     """Return row -> mean over the seeds of one variant, as text."""
-    total = mean_of(runs, "training_s") or 0.0
+    total = fmean(run.summary["training_s"] for run in runs)  # without earlier runs
     parts = {"generation": mean_of(runs, "rollout_s"), "training": mean_of(runs, "train_s")}
     parts["accelerators"] = fmean(sum(run.summary["accelerator_s"].values()) for run in runs)
     change = None if plain is None or plain is runs else compare_accuracy(runs, plain)
@@ -330,7 +355,7 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     found |= {
         "steps": show(mean_of(runs, "steps"), "{:.0f}"),
         "seconds, all": show(mean_of(runs, "wall_s"), "{:.1f}"),
-        "seconds without evaluation": show(total, "{:.1f}"),
+        "seconds without evaluation": show(mean_of(runs, "training_s"), "{:.1f}"),
         "seconds to target": show(own, "{:.1f}"),
         "tokens to target": show(mean_of(runs, "tokens_to_target"), "{:,.0f}"),
         "speed to target, times baseline": show(base / own if base and own else None, "{:.2f}"),
@@ -353,11 +378,13 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     target = next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
     for axes, (x, words) in zip(both, AXES.items()):
         for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
-            label: str | None = re.sub("^_", " _", escape_controls(name, keep="")).replace("$", r"\$")  # no formula
+            charged = ", after an earlier run" if any(run.earlier["tokens"] for run in mine) else ""
+            text = re.sub("^_", " _", escape_controls(name, keep="")).replace("$", r"\$")  # no formula
+            label: str | None = text + charged
             for run in mine:
                 rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
                 if rows:
-                    points = [row[x] for row in rows], [row["eval/accuracy"] for row in rows]
+                    points = [row[x] + run.charge(x) for row in rows], [row["eval/accuracy"] for row in rows]
                     axes.plot(*points, marker=".", color=colour, label=label)
                     label = None
         if target is not None:

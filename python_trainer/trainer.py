@@ -122,6 +122,7 @@ class Trainer:
                 config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
                 policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
                 judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
+                seconds=lambda: self.state.training_seconds,
             )  # fmt: skip
             parts = (self.progress, self.load_progress, origin, self.late_progress)
             if self.checkpointer.restore(self.learner, *parts):

@@ -27,6 +27,7 @@ class RunContext:
             raw reward if nothing is right or wrong; the noise is the same every time.
         once: calls a function on rank 0 alone -> what it returned, on all ranks; for files and databases.
         note: prints a line for the user.
+        seconds: -> seconds of training so far, without evaluations.
     """
 
     config: Any
@@ -41,6 +42,7 @@ class RunContext:
     evaluate_each: Callable[[str, range], list[float]]
     once: Callable[[Callable[[], Any]], Any]
     note: Callable[[str], None]
+    seconds: Callable[[], float]
 
 
 @dataclass

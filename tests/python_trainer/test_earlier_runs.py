@@ -69,6 +69,11 @@ def test_a_run_begins_with_the_answers_of_earlier_ones(run, tmp_path):
     assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[1]["rhyme/rehearsed_answers"] / 3
     tokens = sum(step.generated_tokens for run_id in (1, 2) for step in database.trajectory(run_id))
     assert rows[1]["rhyme/earlier_tokens"] == tokens > 0
+    spent = [database.trajectory(run_id)[-1].seconds for run_id in (1, 2)]
+    assert rows[1]["rhyme/earlier_seconds"] == pytest.approx(sum(spent))
+    for seconds, folder in zip(spent, ("first", "plain"), strict=True):
+        before, last = (row["time/training_s"] for row in read_metrics(tmp_path / folder)[-2:])
+        assert before < seconds <= last, "on the clock of the run, until its last step was over"
     assert not any("rhyme/rehearsed_answers" in row for row in (rows[0], *rows[2:]))
     assert rows[1]["tokens/trained"] > rows[0]["tokens/trained"] > 0
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["generated_tokens"] == sum(

@@ -24,6 +24,7 @@ from python_trainer.report import (
     escape_controls,
     find_runs,
     report,
+    summary_rows,
     table_rows,
     verdicts,
 )
@@ -99,6 +100,34 @@ def test_page_of_two_runs(runs, monkeypatch):
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
     report([runs / "a&b"], QUIET)
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
+
+
+def test_earlier_runs_are_charged(runs):
+    """Their cost moves the curve, and is part of the totals, of the cost to the target and of the verdict."""
+    (runs / "a&b").rename(runs / "baseline")
+    other = runs / "other"
+    before = {run.name: run for run in find_runs([runs])}
+    summary = json.loads((other / "summary.json").read_text()) | {"seconds_to_target": 2.0, "tokens_to_target": 10.0}
+    (other / "summary.json").write_text(json.dumps(summary))
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        row |= {"rhyme/earlier_tokens": 3e6, "rhyme/earlier_seconds": 450.0}  # three runs, each found in another step
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = find_runs([runs])
+    line = "other learned from earlier runs: their 9,000,000 tokens and 1,350 s count as its own"
+    assert line in caveats(found)
+    for axes, (x, cost) in zip(draw_curves(found).axes, (("time/training_s", 1350.0), ("total/generated_tokens", 9e6))):
+        curve = axes.lines[1]
+        assert list(curve.get_xdata()) == [row[x] + cost for row in rows if "eval/accuracy" in row]
+        assert curve.get_label() == "other, after an earlier run"
+    table = {name: cells for name, *cells in summary_rows(found)}
+    tokens, seconds = (before["other"].summary[key] for key in ("generated_tokens", "training_s"))
+    assert table["generated tokens"][1] == f"{tokens + 9e6:,.0f}"
+    assert table["seconds without evaluation"][1] == f"{seconds + 1350:.1f}"
+    assert table["seconds to target"][1] == "1352.0" and table["tokens to target"][1] == "9,000,010"
+    (verdict,) = verdicts(found)
+    plain = before["baseline"].summary["generated_tokens"]
+    assert verdict.startswith(f"other: {(tokens + 9e6) / plain - 1:.0%} more generated tokens, "), verdict
 
 
 def test_variants_have_a_verdict_and_one_order(runs, capsys):

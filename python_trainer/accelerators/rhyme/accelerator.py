@@ -111,7 +111,9 @@ class Rhyme(Accelerator):
         most = REHEARSAL_SHARE * (config.max_steps * rollout.prompts_per_step * rollout.num_generations)
         batches = [batch for batch, so_far in zip(batches, accumulate(map(len, batches))) if so_far <= most]
         context.count("rhyme/rehearsed_answers", sum(map(len, batches)))
-        context.count("rhyme/earlier_tokens", sum(run.tokens for run in self.earlier if run.run_id in self.better))
+        for cost in ("tokens", "seconds"):
+            spent = sum(getattr(run, cost) for run in self.earlier if run.run_id in self.better)
+            context.count(f"rhyme/earlier_{cost}", spent)
         return batches
 
     def _adopt(self, context: StepContext) -> None:

@@ -7,6 +7,7 @@ transaction. Tensors are safetensors bytes; nothing is ever unpickled.
 
 import hashlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -57,7 +58,7 @@ step_table = sa.Table(
     sa.Column("reward", sa.Float, nullable=False),  # mean, on the task's scale
     sa.Column("accuracy", sa.Float, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False),  # what the step cost
-    sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch and outcomes
+    sa.Column("sketch", sa.LargeBinary, nullable=False),  # safetensors: sketch, outcomes, seconds
     sa.Column("checksum", sa.String(32), nullable=False),
 )  # fmt: skip
 
@@ -161,6 +162,7 @@ class StepRecord:
     generated_tokens: int = 0
     # of each group, where answers are right or wrong: prompts uint8 [G, 16], the key; answers and right int32 [G]
     outcomes: dict[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = math.nan  # of training until the step was over; NaN: unknown
 
 
 @dataclass
@@ -264,7 +266,8 @@ class RetrospectiveDatabase:
         """
         rows = [answer_row(run_id, record.step, answer) for answer in answers]
         step = {name: getattr(record, name) for name in ("step", "reward", "accuracy", "generated_tokens")}
-        step = with_checksum(step_table, step | {"run_id": run_id, "sketch": save(record.sketch | record.outcomes)})
+        tensors = {"seconds": torch.tensor(record.seconds, dtype=torch.float64)} | record.sketch | record.outcomes
+        step = with_checksum(step_table, step | {"run_id": run_id, "sketch": save(tensors)})
         if self.is_sqlite and not Path(self._engine.url.database or "").exists():  # SQLite would make a new file
             return False
         with self._transaction() as connection:
@@ -333,7 +336,11 @@ def step_of(row: sa.Row) -> StepRecord:
     columns = check_row(step_table, row)
     tensors = unpack_tensors(columns.sketch)
     outcomes = {name: tensors.pop(name) for name in sorted({"prompts", "answers", "right"} & tensors.keys())}
-    return StepRecord(columns.step, columns.reward, columns.accuracy, tensors, columns.generated_tokens, outcomes)
+    seconds = tensors.pop("seconds", torch.tensor(math.nan))  # older rows have none
+    if seconds.shape or not seconds.is_floating_point() or seconds < 0:
+        raise UserError(f"seconds of a row of {step_table.name} must be a number of at least 0, got {seconds}")
+    facts = columns.step, columns.reward, columns.accuracy, tensors, columns.generated_tokens, outcomes
+    return StepRecord(*facts, float(seconds))
 
 
 def run_of(row: sa.Row) -> StoredRun:

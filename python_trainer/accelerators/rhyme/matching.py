@@ -77,6 +77,7 @@ class Curve:
     counts: torch.Tensor  # float32 [T, bins], one sketch a step
     shares: dict[str, float] = field(default_factory=dict)  # right at the last visit to each prompt, by its key
     tokens: int = 0  # that the run generated
+    seconds: float = math.nan  # that it trained; NaN: unknown
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -95,7 +96,8 @@ def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"steps of run {run_id} in the retrospective database are damaged ({reason})") from error
-    return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, sum(r.generated_tokens for r in trajectory))
+    cost = sum(r.generated_tokens for r in trajectory), trajectory[-1].seconds if trajectory else 0.0
+    return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, *cost)
 
 
 def trajectories_of(stages: Sequence[tuple[Curve, int, int]]) -> Trajectories:

@@ -76,7 +76,7 @@ def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], bef
             "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
             "right": torch.tensor(right, dtype=torch.int32),
         }
-    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
+    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes, run.seconds())
 
 
 def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:

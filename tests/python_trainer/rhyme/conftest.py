@@ -19,7 +19,7 @@ def make_sample(step=1, reward=1.0, key="a", text="12+3=15", ids=(1, 2, 3)):
 
 def make_step(step=1, reward=0.5):
     return StepRecord(step, reward, reward, {"ngrams": torch.arange(4.0), "lengths": torch.tensor([step])},
-                      generated_tokens=100 * step)  # fmt: skip
+                      generated_tokens=100 * step, seconds=2.5 * step)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The retrospective database on SQLite and PostgreSQL: round trips, bounds, many writers, kills, damage."""
 
+import math
 import multiprocessing
 import random
 import shutil
@@ -342,6 +343,22 @@ def test_tensors_that_are_no_answer_are_refused(tmp_path, ids):
     database.add_step(run, make_step(), [sample], created=FACTS.created)
     with pytest.raises(UserError, match="response_ids of a row of rlkernels_rollouts must be token ids"):
         database.samples()
+
+
+def test_seconds_are_unknown_in_older_steps_and_a_number_in_others(database, monkeypatch):
+    run = database.add_run(FACTS)
+    for seconds in (torch.tensor(-1.0), torch.ones(2), torch.tensor(3)):
+        record = make_step(1)
+        record.sketch["seconds"] = seconds  # in the place of the record's own
+        database.add_step(run, record, [])
+        with pytest.raises(UserError, match="seconds of a row of rlkernels_steps must be a number of at least 0"):
+            database.trajectory(run)
+    database.add_step(run, make_step(1), [])
+    save = database_module.save
+    monkeypatch.setattr(database_module, "save", lambda tensors: save({"ngrams": tensors["ngrams"]}))
+    database.add_step(run, make_step(2), [])
+    first, older = database.trajectory(run)
+    assert first.seconds == 2.5 and math.isnan(older.seconds)
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
