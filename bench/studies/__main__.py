@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench.studies.harness import Harness, at_rate
-from bench.studies.report import RESULTS, write
+from bench.studies.report import RESULTS, draw_seconds, read_rows, write
 
 STUDIES = {
     "alpha": "extrapolated weights, up to the plateau",
@@ -36,9 +36,15 @@ def main() -> int:
     stop = "seconds after which runs save and end; the same command goes on with them"
     parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS", help=stop)
     parser.add_argument("--report-only", action="store_true", help="run nothing, write the page of what there is")
+    picture = "run nothing; draw the seconds to the last level from the rows in --results"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
     args = parser.parse_args()
     torch.set_num_threads(1)
     module = importlib.import_module(f"bench.studies.{args.name}")
+    if args.picture:
+        rows = read_rows(args.results / f"{args.name}.jsonl")
+        draw_seconds(module.STUDIES[0], rows, args.picture)
+        return 0
     studies = [at_rate(study, args.rate) for study in module.STUDIES if args.study in (None, study.name)]
     harnesses = [
         Harness(study, args.output / args.name, args.overrides, args.arms, jobs=args.jobs, stop_after=args.stop_after)

@@ -264,6 +264,7 @@ def row_of(study: Study, run: Run) -> dict[str, Any]:
         "study": study.name, "arm": run.arm.name, "seed": run.seed, "rate": run.rate, "steps": summary["steps"],
         "tokens": summary["generated_tokens"], "seconds": found[-1][2], "accuracy": summary["eval_accuracy_final"],
         "evaluations": found, "device": summary["device"],
+        "reached": {f"{level:g}": reached(found, level) for level in study.levels},
     }  # fmt: skip
     more = {}
     for heading, key in study.columns.items():

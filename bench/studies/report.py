@@ -33,6 +33,11 @@ def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[s
     return page
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a study that :func:`write` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: a row for every arm, compared with the first one."""
     more = list(dict.fromkeys(heading for row in rows for heading in row["more"]))
@@ -69,14 +74,24 @@ def average(rows: Sequence[dict[str, Any]], key: str, form: str) -> str:
 
 def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], level: float, which: int) -> str:
     """The mean of tokens (0) or seconds (1) to a level; beside plain runs the ratio to them, a geometric mean."""
-    found = {row["seed"]: reached(row["evaluations"], level) for row in rows}
-    there = [counts[which] for counts in found.values() if counts is not None]
-    if len(there) < len(found):
-        return f"{len(there)} of {len(found)}"
+    there = at_level(rows, level, which)
+    if len(there) < len(rows):
+        return f"{len(there)} of {len(rows)}"
     text = f"{fmean(there):,.0f}"
-    counts = [(found[row["seed"]], reached(other["evaluations"], level)) for row, other in paired(rows, plain)]
-    ratios = log_ratios(counts, which)
+    ratios = log_ratios([pair_of(pair, level) for pair in paired(rows, plain)], which)
     return f"{text} ({geometric(ratios)})" if ratios else text
+
+
+def at_level(rows: Sequence[dict[str, Any]], level: float, which: int) -> list[float]:
+    """Tokens (0) or seconds (1) to a level, of the runs that reach it."""
+    found = [row["reached"][f"{level:g}"] for row in rows]
+    return [counts[which] for counts in found if counts is not None]
+
+
+def pair_of(pair: tuple[Any, Any], level: float) -> tuple[Any, Any]:
+    """Tokens and seconds to a level, of each of a pair of runs; None where one does not reach it."""
+    mine, theirs = (row["reached"][f"{level:g}"] for row in pair)
+    return mine, theirs
 
 
 def to_plains_end(pairs: Sequence[tuple[Any, Any]], which: int) -> str:
@@ -100,6 +115,31 @@ def log_ratios(pairs: Sequence[tuple[Any, Any]], which: int) -> list[float]:
 def geometric(logs: Sequence[float]) -> str:
     """A geometric mean and its interval."""
     return Interval.of(logs).text(lambda x: f"{math.exp(x):.2f}")
+
+
+def draw_seconds(study: Study, rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the seconds to the last level: a bar for the mean of each arm, a dot for each seed."""
+    from matplotlib.figure import Figure
+
+    level, plain = study.levels[-1], [row for row in rows if row["arm"] == study.arms[0].name]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    figure = Figure(figsize=(9, 1.2 + 0.55 * len(arms)), layout="constrained")
+    axes = figure.subplots()
+    for place, arm in enumerate(arms):
+        own = [row for row in rows if row["arm"] == arm]
+        seconds = at_level(own, level, 1)
+        times = log_ratios([pair_of(pair, level) for pair in paired(plain, own)], 1)
+        text = "" if own == plain or not times else f"{plain[0]['arm']} takes {geometric(times)} times as long"
+        if len(seconds) < len(own):
+            text = f"{len(seconds)} of {len(own)} seeds"
+        axes.barh(place, fmean(seconds or [0.0]), height=0.6, color=f"C{place}", alpha=0.5)
+        axes.plot(seconds, [place] * len(seconds), "o", color=f"C{place}", markersize=5)
+        axes.text(max(seconds, default=0.0), place, f"   {text}", va="center")
+    axes.set_yticks(range(len(arms)), arms)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds to accuracy {level:g}, without evaluations; {', '.join({row['device'] for row in rows})}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
 
 
 def draw(studies: Sequence[Study], rows: Sequence[dict[str, Any]], path: Path) -> None:

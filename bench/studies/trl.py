@@ -16,6 +16,7 @@ from bench._trl import Generation, make_grpo_trainer
 from bench._turns import Turns
 from bench.studies.harness import ACCURACY, SECONDS, TOKENS, Arm, Study, fewer_prompts
 from python_trainer import Trainer, load_config
+from python_trainer.run_state import device_name
 
 
 def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
@@ -55,7 +56,7 @@ def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     last = rows[-1]
     summary = {"steps": last["step"], "generated_tokens": last[TOKENS], "eval_accuracy_final": last[ACCURACY]}
-    (folder / "summary.json").write_text(json.dumps(summary | {"device": "cpu, TRL"}))
+    (folder / "summary.json").write_text(json.dumps(summary | {"device": device_name(judge.policy.device)}))
 
 
 STUDIES = [

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench.studies import __main__ as command
 from bench.studies import harness as harnesses
-from bench.studies import ranks, report
+from bench.studies import ranks, report, trl
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.language import SampledFirst
 from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, gain_when_predicted, straightness
@@ -184,7 +184,8 @@ def test_the_table_pairs_seeds(study):
     def row(arm, seed, accuracy, tokens):
         path = [(0, 0, 0.0, 0.5), (1, tokens, 1.0, 0.6), (2, 2 * tokens, 2.0, accuracy)]
         return {"study": "some", "arm": arm, "seed": seed, "rate": 1e-4, "tokens": 2 * tokens, "seconds": 2.0,
-                "accuracy": accuracy, "evaluations": path, "more": {}}  # fmt: skip
+                "accuracy": accuracy, "evaluations": path, "more": {},
+                "reached": {f"{level:g}": reached(path, level) for level in study.levels}}  # fmt: skip
 
     rows = [row("plain", 0, 0.7, 100), row("plain", 1, 0.8, 100), row("half", 0, 0.6, 50), row("half", 1, 0.7, 25)]
     head, _, plain, half = report.table(study, rows)
@@ -208,6 +209,19 @@ def test_the_page_of_what_there_is(study, tmp_path):
     assert (tmp_path / "results" / "some.md").read_text() == page
     assert (tmp_path / "results" / "some.png").stat().st_size > 5000
     assert len((tmp_path / "results" / "some.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_picture_of_seconds_is_drawn_from_rows(tmp_path, monkeypatch):
+    """That of the README; the study itself writes rows with the same keys."""
+    picture = tmp_path / "trl.png"
+    monkeypatch.setattr(sys, "argv", ["studies", "trl", "--picture", str(picture)])
+    assert command.main() == 0 and picture.stat().st_size > 5000
+    rows = report.read_rows(report.RESULTS / "trl.jsonl")
+    ours = [row for row in rows if row["arm"] == "python_trainer"]
+    assert report.at_level(ours, 0.85, 1) == [12.8, 13.6, 15.0]
+    for row in ours:  # first an arm that gets there in two seeds of three, at last one that never does
+        row["reached"]["0.85"] = None
+        report.draw_seconds(trl.STUDIES[0], rows, picture)
 
 
 def test_the_oracle_keeps_the_set_after_which_most_is_right(monkeypatch):
