@@ -14,7 +14,7 @@ from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.keyed import keyed_seed
-from python_trainer.logger import Logger
+from python_trainer.logger import SAMPLES, Logger, clip
 from python_trainer.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run_directory import EVALUATIONS, append_row
@@ -174,19 +174,26 @@ class Evaluator:
         with state.measure("eval"):
             self.logger.work = "evaluation"
             test = self.prompts.split("test")
-            scores = self.answer(test, rows)
+            scores, rollouts = self._answer(test, rows)
             row = self._metrics("", test, scores)
             for other, asked in zip(settings.sets, self.prompts.sets):
                 row |= self._metrics(f"{other}/", asked, self.answer(asked, rows))
             self.logger.work = "answers"
             if name is not None:
                 correct = by_prompt(scores.accuracy, settings.samples)
-                append_row(self.logger.folder / EVALUATIONS, {"step": state.step, "name": name, "correct": correct})
+                kept = {"step": state.step, "name": name, "correct": correct, "samples": self._samples(test, rollouts)}
+                append_row(self.logger.folder / EVALUATIONS, kept)
                 state.results[name] = dict(row)
         state.costs.append(cost)
         state.evaluations.append([state.step, row["eval/accuracy"], row["eval/reward"]])
         self.notify("on_evaluate", state.step, row)
         return row
+
+    def _samples(self, test: PromptSet, rollouts: Sequence[Rollout]) -> list[dict[str, str]]:
+        """Return the first answer to each of the first prompts."""
+        shown = rollouts[:: test.sampling.samples][:SAMPLES]
+        texts = [self.prompts.text_of(test.examples[rollout.prompt_key]) for rollout in shown]
+        return [{"prompt": clip(text), "answer": clip(rollout.text)} for text, rollout in zip(texts, shown)]
 
     def _metrics(self, prefix: str, asked: PromptSet, scores: Scores) -> dict[str, float]:
         """Return the metrics of a test set by name: of its first prompts, and of more where more were answered."""
@@ -231,6 +238,10 @@ class Evaluator:
 
     def answer(self, asked: PromptSet, rows: slice) -> Scores:
         """Returns the scores of answers to these rows of the prompts; all answers to one prompt are side by side."""
+        return self._answer(asked, rows)[0]
+
+    def _answer(self, asked: PromptSet, rows: slice) -> tuple[Scores, list[Rollout]]:
+        """Returns the scores, as of :meth:`answer`, with the answers."""
         wanted, count = asked.sampling, asked.sampling.samples
         longest, seed = self.config.rollout.max_completion_length, keyed_seed(self.config.seed, "evaluate", asked.name)
         groups = [
@@ -241,4 +252,4 @@ class Evaluator:
         rollouts = self.engine.generate(groups, sampling)
         if self.engine.lengths:
             self.engine.lengths.observe(groups, rollouts)
-        return self.scorer.raw(asked.task, groups, rollouts)
+        return self.scorer.raw(asked.task, groups, rollouts), rollouts

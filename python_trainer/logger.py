@@ -107,9 +107,9 @@ def choose_samples(
     chosen = list(dict.fromkeys([*pair, *others, *range(len(fresh))]))[:SAMPLES]
     return [
         {
-            "prompt": prompt_text(rollout)[:SAMPLE_CHARACTERS],
-            "given": decode(rollout.response_ids[: rollout.prefix_len])[:SAMPLE_CHARACTERS],
-            "answer": rollout.text[:SAMPLE_CHARACTERS],
+            "prompt": clip(prompt_text(rollout)),
+            "given": clip(decode(rollout.response_ids[: rollout.prefix_len])),
+            "answer": clip(rollout.text),
             "reward": finite(rollout.reward),
             "accuracy": rollout.accuracy if rollout.merit is None else None,
             "tokens": len(rollout.response_ids),
@@ -118,6 +118,11 @@ def choose_samples(
         }
         for rollout in (fresh[i] for i in sorted(chosen))
     ]
+
+
+def clip(text: str) -> str:
+    """Returns as much of a text as a file of samples holds."""
+    return text[:SAMPLE_CHARACTERS]
 
 
 class Logger:

@@ -104,8 +104,12 @@ class Prompts:
         return PromptSet(name, self.task, getattr(self.task, name), self.ids[name], sampling)
 
     def text(self, rollout: Rollout) -> str:
-        """Returns the training prompt of a rollout as written; of messages their contents, without a template."""
-        (prompt,) = self._opened([self.task.train[rollout.prompt_key]])
+        """Returns the training prompt of a rollout, as :meth:`text_of` writes it."""
+        return self.text_of(self.task.train[rollout.prompt_key])
+
+    def text_of(self, example: Example) -> str:
+        """Returns the prompt of an example as written; of messages their contents, without a template."""
+        (prompt,) = self._opened([example])
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:

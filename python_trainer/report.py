@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -28,6 +29,7 @@ from python_trainer.run_directory import (
     ENDS,
     first_problem,
     on_all_prompts,
+    read_answers,
     read_evaluations,
     read_metrics,
     read_samples,
@@ -45,6 +47,7 @@ AXES = {"time/training_s": "training time without evaluations (s)", "total/gener
 # figures of a run, to which the cost of the earlier runs that it learned from is added
 CHARGED = {"training_s": "seconds", "seconds_to_target": "seconds", "time/training_s": "seconds",
            "generated_tokens": "tokens", "tokens_to_target": "tokens", "total/generated_tokens": "tokens"}  # fmt: skip
+LINE_CHARACTERS = 200  # of a prompt or an answer on the terminal
 SHOWN_STEPS = 8  # of a run, with sample answers
 
 
@@ -61,7 +64,7 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     picture, page = home / "accuracy.png", home / "report.html"
     draw_curves(runs).savefig(picture, dpi=130)
     write_text(page, render_page(runs, rows, picture))
-    lines = [*(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
+    lines = [*answer_lines(runs), *(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
     for line in [*lines, f"picture: {picture}", f"page: {page}"]:
         console.print(escape_controls(line, keep=""), highlight=False, markup=False, soft_wrap=True)
 
@@ -406,6 +409,22 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
 
 
+def answers_of(run: Run) -> list[tuple[str, str, str]]:
+    """Return (prompt, answer before training, answer after) of test prompts; none before the last evaluation."""
+    start, final = (read_answers(run.folder).get(name, []) for name in ENDS)
+    pairs = [(before, after) for before, after in zip(start, final) if before.get("prompt") == after.get("prompt")]
+    return [(str(b.get("prompt")), str(b.get("answer")), str(a.get("answer"))) for b, a in pairs]
+
+
+def answer_lines(runs: Sequence[Run]) -> list[str]:
+    """Return what the terminal shows of answers before and after; nothing of several runs, whose page has them."""
+    lines = []
+    for row in answers_of(runs[0]) if len(runs) == 1 else ():
+        prompt, before, after = (shorten(text, LINE_CHARACTERS, placeholder=" ...") for text in row)
+        lines += [f"prompt: {prompt}", f"  before: {before}", f"  after:  {after}"]
+    return lines
+
+
 def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: Path) -> str:
     """Return the page: verdict, curves, summary, sample answers, settings, versions."""
     variants, settings = list(by_variant(runs)), table_rows([settings_used(run.folder) for run in runs])
@@ -428,5 +447,6 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
         same=[row[:2] for row in settings if len({*row[1:]}) == 1],
         made=table_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs]),
         steps=[(run, samples_of(run)) for run in runs],
+        answers=[(run, found) for run in runs if (found := answers_of(run))],
     )
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -116,10 +116,11 @@ class SamplesRow(Row):
 
 
 class EvaluationRow(Row):
-    """A row of evaluations.jsonl: the share of right answers to each test prompt."""
+    """A row of evaluations.jsonl: the share of right answers to each test prompt, and the answers to the first ones."""
 
     name: str = ""
     correct: list[float] = []
+    samples: list[dict[str, Any]] = []
 
 
 def read_text(path: Path) -> str | None:
@@ -190,6 +191,12 @@ def read_evaluations(folder: Path) -> dict[str, list[float]]:
     """Returns the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
     rows = read_rows(folder / EVALUATIONS, EvaluationRow)
     return {row["name"]: row["correct"] for row in rows if {"name", "correct"} <= row.keys()}
+
+
+def read_answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return ``prompt`` and ``answer`` of the first test prompts, of evaluations ``start`` and last ``final``."""
+    rows = read_rows(folder / EVALUATIONS, EvaluationRow)
+    return {row["name"]: row["samples"] for row in rows if {"name", "samples"} <= row.keys()}
 
 
 def on_all_prompts(row: Mapping[str, Any], metric: str) -> Any:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from python_trainer.config import flatten, load_config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.logger import Logger, choose_samples
+from python_trainer.logger import SAMPLES, Logger, choose_samples
 from python_trainer.report import (
     by_variant,
     caveats,
@@ -128,6 +128,34 @@ def test_earlier_runs_are_charged(runs):
     (verdict,) = verdicts(found)
     plain = before["baseline"].summary["generated_tokens"]
     assert verdict.startswith(f"other: {(tokens + 9e6) / plain - 1:.0%} more generated tokens, "), verdict
+
+
+def test_answers_before_and_after_are_shown(runs, jsonl_files):
+    """On the page of every run, and on the terminal where it is the only one; what they hold becomes no markup."""
+    path = runs / "other" / "evaluations.jsonl"
+    start, final = map(json.loads, path.read_text().splitlines())
+    assert [row["name"] for row in (start, final)] == ["start", "final"]
+    prompts = [json.loads(line)["prompt"] for line in Path(jsonl_files[1]).read_text().splitlines()]
+    assert [sample["prompt"] for row in (start, final) for sample in row["samples"]] == prompts[:SAMPLES] * 2
+    assert all(isinstance(sample["answer"], str) for sample in start["samples"])
+    start["samples"][0] |= {"answer": EVIL}
+    final["samples"][0] |= {"answer": "right\n" + 500 * "and so on "}
+    final["samples"][1] |= {"prompt": "another"}
+    path.write_text(json.dumps(start) + "\n" + json.dumps(final) + "\n")
+    console = Console(file=io.StringIO(), width=100)
+    report([runs], console)
+    assert "before: " not in console.file.getvalue() and "another" not in (runs / "report.html").read_text()
+    report([runs / "other"], console)
+    said = console.file.getvalue()
+    assert f"prompt: {prompts[0]}\n  before: {escape_controls(EVIL)}\n  after:  right and so on and so on" in said
+    assert max(map(len, said.splitlines())) < 300
+    text = (runs / "other" / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in page.tags and "<script>alert(1)</script>&<b>\\x1b[2J" in page.texts
+    assert text.count("before training") == 1 and "right\nand so on" in text
+    path.write_text(json.dumps({"step": 0, "name": "start", "correct": [1.0]}) + "\n")  # of an older version
+    report([runs / "other"], QUIET)
+    assert "before training" not in (runs / "other" / "report.html").read_text()
 
 
 def test_variants_have_a_verdict_and_one_order(runs, capsys):

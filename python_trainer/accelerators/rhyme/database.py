@@ -7,7 +7,6 @@ transaction. Tensors are safetensors bytes; nothing is ever unpickled.
 
 import hashlib
 import json
-import math
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -162,7 +161,7 @@ class StepRecord:
     generated_tokens: int = 0
     # of each group, where answers are right or wrong: prompts uint8 [G, 16], the key; answers and right int32 [G]
     outcomes: dict[str, torch.Tensor] = field(default_factory=dict)
-    seconds: float = math.nan  # of training until the step was over; NaN: unknown
+    seconds: float = 0.0  # of training until the step was over; 0: unknown
 
 
 @dataclass
@@ -336,8 +335,8 @@ def step_of(row: sa.Row) -> StepRecord:
     columns = check_row(step_table, row)
     tensors = unpack_tensors(columns.sketch)
     outcomes = {name: tensors.pop(name) for name in sorted({"prompts", "answers", "right"} & tensors.keys())}
-    seconds = tensors.pop("seconds", torch.tensor(math.nan))  # older rows have none
-    if seconds.shape or not seconds.is_floating_point() or seconds < 0:
+    seconds = tensors.pop("seconds", torch.tensor(0.0))  # older rows have none
+    if seconds.shape or not seconds.is_floating_point() or not seconds >= 0:
         raise UserError(f"seconds of a row of {step_table.name} must be a number of at least 0, got {seconds}")
     facts = columns.step, columns.reward, columns.accuracy, tensors, columns.generated_tokens, outcomes
     return StepRecord(*facts, float(seconds))

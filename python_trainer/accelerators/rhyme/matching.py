@@ -77,7 +77,7 @@ class Curve:
     counts: torch.Tensor  # float32 [T, bins], one sketch a step
     shares: dict[str, float] = field(default_factory=dict)  # right at the last visit to each prompt, by its key
     tokens: int = 0  # that the run generated
-    seconds: float = math.nan  # that it trained; NaN: unknown
+    seconds: float = 0.0  # that it trained; 0: unknown
 
     def __len__(self) -> int:
         return len(self.steps)

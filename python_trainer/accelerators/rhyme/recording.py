@@ -76,7 +76,7 @@ def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], bef
             "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
             "right": torch.tensor(right, dtype=torch.int32),
         }
-    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes, run.seconds())
+    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
 
 
 def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:
@@ -135,13 +135,13 @@ class RunRecorder(Accelerator):
         if groups and self.settings.database is not None:
             self.steps = [*self.steps, step_record(context.run, context.step, groups, self.steps)][-WINDOW:]
             stored = [answer for _, answer in self.kept]
-            self.lost = self.lost or not context.run.once(lambda: self._store(stored, context.run.folder))
+            self.lost = self.lost or not context.run.once(lambda: self._store(stored, context.run))
 
-    def _store(self, answers: list[StoredAnswer], folder: Path) -> bool:
+    def _store(self, answers: list[StoredAnswer], run: RunContext) -> bool:
         """Writes the newest step -> whether this run is in the database. A copy of a folder that is there is not."""
-        note = read_note(folder)
-        copied = note and note["folder"] != str(folder.resolve()) and read_note(Path(note["folder"])) == note
-        there = not copied and self.database.add_step(self.run_id, self.steps[-1], answers, created=self.created)
+        note, record = read_note(run.folder), replace(self.steps[-1], seconds=run.seconds())
+        copied = note and note["folder"] != str(run.folder.resolve()) and read_note(Path(note["folder"])) == note
+        there = not copied and self.database.add_step(self.run_id, record, answers, created=self.created)
         if not there:
             why = "it began without it, was removed from it, or its folder is a copy"
             tell(f"note: this run is not recorded in {self.database.name}: {why}")

@@ -347,7 +347,7 @@ def test_tensors_that_are_no_answer_are_refused(tmp_path, ids):
 
 def test_seconds_are_unknown_in_older_steps_and_a_number_in_others(database, monkeypatch):
     run = database.add_run(FACTS)
-    for seconds in (torch.tensor(-1.0), torch.ones(2), torch.tensor(3)):
+    for seconds in (torch.tensor(-1.0), torch.tensor(math.nan), torch.ones(2), torch.tensor(3)):
         record = make_step(1)
         record.sketch["seconds"] = seconds  # in the place of the record's own
         database.add_step(run, record, [])
@@ -357,8 +357,7 @@ def test_seconds_are_unknown_in_older_steps_and_a_number_in_others(database, mon
     save = database_module.save
     monkeypatch.setattr(database_module, "save", lambda tensors: save({"ngrams": tensors["ngrams"]}))
     database.add_step(run, make_step(2), [])
-    first, older = database.trajectory(run)
-    assert first.seconds == 2.5 and math.isnan(older.seconds)
+    assert [step.seconds for step in database.trajectory(run)] == [2.5, 0.0]
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
