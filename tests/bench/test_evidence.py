@@ -1,0 +1,202 @@
+"""Every interval on the pages, and every figure of README's table, is recomputed from rows in the repository."""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from bench.studies.harness import Interval, paired, reached
+from bench.studies.report import RESULTS, at_level, geometric, log_ratios, pair_of, read_rows, to_plains_end
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+INTERVAL = re.compile(r"(?<!in |to )\[[-+]?[\d.]+, [-+]?[\d.]+\]")
+
+
+def arm_rows(study: str, arm: str) -> list[dict[str, Any]]:
+    """Return the rows of an arm, of all seeds."""
+    rows = [row for row in read_rows(RESULTS / f"{study}.jsonl") if row["arm"] == arm]
+    assert rows, f"{study}.jsonl has no rows of {arm}"
+    return rows
+
+
+def pairs_of(study: str, arm: str, plain: str = "plain") -> list[tuple[Any, Any]]:
+    return paired(arm_rows(study, arm), arm_rows(study, plain))
+
+
+def to_end(arm: str) -> list[str]:
+    """Tokens and seconds to plain's end on lattice_paths."""
+    return [to_plains_end(pairs_of("earlier_runs", arm), which) for which in (0, 1)]
+
+
+def with_earlier_run(arm: str) -> list[str]:
+    """Tokens and seconds to plain's end on lattice_paths, with those of the earlier run."""
+    found = []
+    for which, key in enumerate(("earlier tokens", "earlier seconds")):
+        logs = []
+        for row, plain in pairs_of("earlier_runs", arm):
+            path, last = row["evaluations"], plain["evaluations"][-1]
+            spent = (
+                reached([*path, path[-1]], last[3])[which] + row[key]
+            )  # None would end the test: a seed is not there
+            logs.append(math.log(spent / last[1 + which]))
+        found.append(geometric(logs))
+    return found
+
+
+def points(arm: str) -> str:
+    """The accuracy at the end minus plain's, on lattice_paths."""
+    differences = [100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs_of("earlier_runs", arm)]
+    return bracketed(differences, "{:.1f}", "points higher ")
+
+
+def bracketed(values: Sequence[float], form: str, unit: str = "") -> str:
+    """``74.2 % [70.1, 78.3]``."""
+    found = Interval.of(values)
+    assert found.low is not None, "one seed has no interval"
+    return f"{form.format(found.mean)} {unit}[{form.format(found.low)}, {form.format(found.high)}]"
+
+
+@cache
+def alpha() -> list[dict[str, float]]:
+    """Accuracies of each seed after 24 of 60 steps, at the end, and with other weights."""
+    return [seed["accuracy"] for seed in json.loads((RESULTS / "alpha.json").read_text())["dapo"].values()]
+
+
+def gain(weights: str) -> str:
+    shares = [100 * (seed[weights] - seed["base"]) / (seed["full"] - seed["base"]) for seed in alpha()]
+    return bracketed(shares, "{:.1f}", "% ")
+
+
+def kept(weights: str) -> str:
+    return bracketed([100 * seed[weights] / seed["full"] for seed in alpha()], "{:.1f}", "% ")
+
+
+def suffixes(plain: str) -> list[str]:
+    """Tokens and seconds to 0.60 of RPO by plain, and the difference at the end."""
+    variants = json.loads((RESULTS / "rpo.json").read_text())["variants"]
+    ours, theirs = variants[f"{plain}+rpo"], variants[plain]
+    keys = ("tokens_to_0.6", "seconds_to_0.6")
+    ratios = [geometric([math.log(a / b) for a, b in zip(ours[key], theirs[key], strict=True)]) for key in keys]
+    differences = [100 * (a - b) for a, b in zip(ours["accuracy"], theirs["accuracy"], strict=True)]
+    return [*ratios, bracketed(differences, "{:.1f}")]
+
+
+def sooner(arm: str, text: str = "") -> list[str]:
+    """Mean seconds to 0.85, and how many times as long TRL takes."""
+    ours = pairs_of("trl", "TRL", arm)
+    ratios = Interval.of(log_ratios([pair_of(pair, 0.85) for pair in ours], 1))
+    mean, *ends = (f"{math.exp(x):.1f}" for x in (ratios.mean, ratios.low, ratios.high))
+    return [f"{fmean(at_level(arm_rows('trl', arm), 0.85, 1)):.1f}", f"{mean} {text}[{', '.join(ends)}]"]
+
+
+def update(provider: str) -> str:
+    """Seconds and memory of an update of TRL with 8 answers in a micro-batch."""
+    with (ROOT / "bench" / "results.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["op"], row["provider"]) == ("trl_update", provider)]
+    (row,) = (row for row in rows if row["shape"].endswith("group of 8, 8 a micro-batch"))
+    return f"{float(row['median_s']):.2f} s, {float(row['peak_bytes']) / 1e9:.2f}"
+
+
+def gpu(op: str, provider: str, shape: str, digits: int, memory: bool = True) -> str:
+    """Milliseconds and memory of a call on the H200."""
+    lines = (ROOT / "bench" / "gpu" / "records" / "NVIDIA-H200-30a78fa.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "row"]
+    (row,) = (row for row in rows if (row["op"], row["provider"], row["shape"]) == (op, provider, shape))
+    peak = f", {row['peak_bytes'] / 1e9:.1f} GB" if memory else ""
+    return f"{1e3 * row['median_s']:.{digits}f} ms{peak}"
+
+
+UPDATE = ("TRL, head on answers", "rlkernels, no padding", "rlkernels")
+LOGPROBS, CROSS = "4096 x 151936, both ways", "cross entropy, 4096 x 896 x 151936"
+DECODE, MATRIX = "decode: 256 sequences of 1024, Qwen2.5-0.5B heads", "14336 x 4096"
+COMPILED = ("torch.compile", "triton")
+OURS = "rhyme (curriculum)"
+CLAIMS = {  # how a line of a page begins -> its figures, in their order
+    "README.md": {
+        "| one update in TRL": lambda: list(map(update, UPDATE)),
+        "| sums to accuracy": lambda: [sooner("TRL")[0], *sooner("python_trainer", "times sooner ")],
+        "| log-probabilities of 4,096": lambda: [gpu("token_logprobs", who, LOGPROBS, 1) for who in COMPILED],
+        "| leading direction": lambda: [gpu("top1_delta", *case, memory=False) for case in
+                                        (("torch", MATRIX, 1), ("triton", MATRIX, 2))],
+        "| log-probabilities without": lambda: [gpu("linear_token_logprobs", who, CROSS, 1) for who in COMPILED],
+        "| decoding": lambda: [gpu("paged_attention", *case, memory=False) for case in
+                               (("torch SDPA", DECODE, 3), ("triton", DECODE, 2))],
+    },
+    "docs/results.md": {
+        "| `rhyme` after a run of the same": lambda: [
+            *to_end(f"{OURS} after an earlier run"), *with_earlier_run(f"{OURS} after an earlier run")
+        ],
+        "| that run's right answers": lambda: [
+            *to_end("answers of an earlier run, then plain"), *with_earlier_run("answers of an earlier run, then plain")
+        ],
+        "| `rhyme` after a run of a smaller": lambda: [
+            *to_end(f"{OURS} after a smaller policy's run"), *with_earlier_run(f"{OURS} after a smaller policy's run")
+        ],
+        "| dynamic sampling, seeds": lambda: to_end("dynamic sampling"),
+        "Without a database": lambda: [to_end(f"{OURS}, no database")[0], points(f"{OURS}, no database")],
+        "Dynamic sampling ends": lambda: [points("dynamic sampling")],
+        "| 60 steps at 3e-5 |": lambda: [
+            gain(f"rank {rank}, rest trained") for rank in ("1, scale a", "4, scale 1", "16, scale 1")
+        ],
+        "| nothing more |": lambda: [gain("cut")],
+        "| `pls`, as the paper |": lambda: [gain("ungated pls as in the paper")],
+        "| `secant` |": lambda: [gain("ungated secant")],
+        "| `full` |": lambda: [gain("ungated full"), kept("ungated full")],
+        "| GRPO; `rpo` |": lambda: suffixes("grpo"),
+        "| DAPO; `rpo` |": lambda: suffixes("dapo"),
+        "| TRL 1.16 | 63": lambda: [sooner("TRL")[0]],
+        "| this trainer | 13": lambda: sooner("python_trainer"),
+        "| with all four accelerators |": lambda: sooner("python_trainer, all accelerators"),
+    },
+}  # fmt: skip
+
+
+def check(line: str, figures: Sequence[str]) -> None:
+    """Assert that a line has these figures in this order, and no further interval."""
+    plain, place = line.replace("**", "").replace("|", " ").replace("  ", " "), 0
+    for figure in figures:
+        assert figure in plain[place:], f"the rows give {figure}, and the page says {line}"
+        place = plain.index(figure, place) + len(figure)
+    stated, computed = len(INTERVAL.findall(plain)), sum(len(INTERVAL.findall(figure)) for figure in figures)
+    assert stated == computed, f"{stated - computed} intervals are not computed in {line}"
+
+
+@pytest.mark.parametrize(
+    ("page", "start"),
+    [(page, start) for page, claims in CLAIMS.items() for start in claims],
+    ids=lambda text: text[:30],
+)
+def test_figures_are_those_of_the_rows(page, start):
+    (line,) = (line for line in (ROOT / page).read_text().splitlines() if line.startswith(start))
+    check(line, CLAIMS[page][start]())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_interval_is_computed_here(page):
+    starts = tuple(CLAIMS.get(page.relative_to(ROOT).as_posix(), ()))
+    for line in re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
+        if not line.startswith(starts):
+            assert not INTERVAL.search(re.sub("`[^`]*`", "", line)), f"{page.name} has an interval: {line}"
+
+
+def test_a_changed_figure_and_a_missing_row_are_found(monkeypatch):
+    figures = CLAIMS["docs/results.md"]["| this trainer | 13"]
+    line = "| this trainer | 13.8 | 4.6 [3.9, 5.5] |"
+    check(line, figures())
+    for changed in (line.replace("3.9", "3.8"), line.replace("4.6", "4.7"), line + " 1.0 [0.9, 1.1] |"):
+        with pytest.raises(AssertionError):
+            check(changed, figures())
+    rows = read_rows(RESULTS / "trl.jsonl")
+    monkeypatch.setattr("test_evidence.read_rows", lambda path: [row for row in rows if row["seed"] != 2])
+    with pytest.raises(AssertionError, match="the rows give"):
+        check(line, figures())
+    monkeypatch.setattr("test_evidence.read_rows", lambda path: [])
+    with pytest.raises(AssertionError, match="has no rows"):
+        figures()
