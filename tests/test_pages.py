@@ -34,6 +34,7 @@ LITTLE = {  # what is added to a command that begins like this; the last that fi
     "python -m python_trainer train": f"--set max_steps=2 {STEPS}",
     "python -m python_trainer train --dry-run": "",
     "python -m python_trainer history": "",
+    "python -m python_trainer compare": f"--set max_steps=2 {STEPS}",
     "torchrun --nproc-per-node 2": f"--set max_steps=1 {STEPS}",
     "torchrun --nproc-per-node 1": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
     "python -m rlkernels extrapolate": "",

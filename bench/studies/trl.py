@@ -68,7 +68,12 @@ STUDIES = [
             "rollout.prompts_per_step=32", "rollout.max_completion_length=128", "optimizer.learning_rate=2e-4",
             "evaluation.eval_steps=4", "task.test_size=1024", "evaluation.eval_limit_during=1024",
         ],
-        arms=[Arm("TRL", train=train_trl), Arm("python_trainer"), *fewer_prompts(32)],
+        arms=[
+            Arm("TRL", train=train_trl),
+            Arm("python_trainer"),
+            *fewer_prompts(32),
+            Arm("python_trainer, all accelerators", ["accelerators.enabled=[rpo,rhyme,drafts,alpha]"]),
+        ],
         levels=(0.8, 0.85),
     )
 ]  # fmt: skip
