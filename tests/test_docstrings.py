@@ -57,9 +57,9 @@ def test_docstring_is_complete(value):
 
 def test_links_of_a_page_lead_into_the_site():
     page = make_docs.ROOT / "docs" / "trust.md"
-    text = "[a](scale.md#x) [b](../README.md) [c](../setup.py) ![d](images/make_train.png) [e](https://x.y)\n```\n[f](g)\n```"
+    text = "[a](scale.md#x) [b](../README.md) [c](../setup.py) ![d](images/trl.png) [e](https://x.y)\n```\n[f](g)\n```"
     assert make_docs.rewrite_links(text, page) == (
-        "[a](scale.md#x) [b](index.md) c ![d](images/make_train.png) [e](https://x.y)\n```\n[f](g)\n```"
+        "[a](scale.md#x) [b](index.md) c ![d](images/trl.png) [e](https://x.y)\n```\n[f](g)\n```"
     )
     with pytest.raises(FileNotFoundError, match=r"docs/trust.md links to gone.md"):
         make_docs.rewrite_links("[a](gone.md)", page)
