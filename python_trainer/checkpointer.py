@@ -36,9 +36,12 @@ from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested, problem_line
 from python_trainer.signals import StopSignal
 from python_trainer.terminal import log_into
+from python_trainer.weight_history import WeightHistory, check_weight_history
 from rlkernels._files import draft_of, remove_folder, replace_folder
+from rlkernels.weights.checkpoints import BASE
 
 MODELS = ("model", "adapter", "best")  # folders of a run
+FIRST = f"weights/{BASE}"  # folder of the first one in the history of weights
 
 
 class Unlogged(BaseModel):
@@ -99,6 +102,7 @@ class Checkpointer:
         saved_run: the same, checked.
         saved_step: step of the newest checkpoint, 0 if there is none.
         last: the last finished step.
+        history: of the weights; None: not kept.
         stop: notes signals, within which the last finished step is saved at once.
     """
 
@@ -116,6 +120,8 @@ class Checkpointer:
         self.config, self.folder, self.ranks, self.state = config, logger.folder, ranks, state
         self.logger, self.notify = logger, notify
         self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
+        check_weight_history(config.save.weight_history)
+        self.history: WeightHistory | None = None
         self.present: list[Path] = []  # all checkpoints there were; known to rank 0
         several = ranks.size > 1
         self._store = ranks.store_for_thread() if several else None
@@ -151,6 +157,8 @@ class Checkpointer:
         """
         self.policy, self.learner = learner.policy, learner
         self.progress, self.late_progress = progress, late_progress
+        if (limit := self.config.save.weight_history) is not None:
+            self.history = WeightHistory(self.policy, (self.folder / FIRST).parent, limit, self.ranks, self.logger.note)
         saved, self.saved = self.saved, None  # to free its memory
         self.origin = origin
         run = self.saved_run
@@ -214,6 +222,10 @@ class Checkpointer:
                     write_text(self.folder / "config.yaml", dump_config(self.config))
                 except OSError as error:
                     raise unusable_output_dir(self.folder, error.strerror) from error
+            if self.history is not None:
+                if self.state.step == 0:
+                    self._write_policy(FIRST)
+                self.history.begin(self.state.step)
             yield
 
     def _clear_folder(self) -> None:
@@ -224,7 +236,7 @@ class Checkpointer:
                 target = path.with_name(f"damaged-{path.name}")
                 remove_folder(target)
                 path.rename(target)
-        for name in MODELS:  # a killed run may have left drafts
+        for name in (*MODELS, FIRST):  # a killed run may have left drafts
             shutil.rmtree(draft_of(self.folder / name), ignore_errors=True)
 
     def after_step(self, *, done: bool) -> None:
@@ -323,6 +335,8 @@ class Checkpointer:
             finally:
                 if self.state.step > step:
                     with self.state.measure("checkpoint"):
+                        if self.history is not None:
+                            self.history.add(self.state.step)
                         last.note(self._contents())
                 elif self.learner.changed and last.learned is None:
                     last.note(None)

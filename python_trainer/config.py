@@ -44,6 +44,9 @@ class SaveConfig(Section):
     save_total_limit: int = Field(2, ge=1)
     """Keep this many of the newest checkpoints and the one with the best evaluation. OUTPUT_DIR/best holds that one as
     a model if it is not the last."""
+    weight_history: int | None = Field(None, ge=1)
+    """Keep the weights after every step in OUTPUT_DIR/weights, beside the first model, as deltas of at most this many
+    bytes in all; null: off. `python -m rlkernels weights` restores any step."""
 
 
 class EvaluationConfig(Section):

@@ -28,7 +28,7 @@ from python_trainer.model.policy import Policy
 from python_trainer.prompts import Prompts
 from python_trainer.run_state import versions
 from python_trainer.settings import shared_values
-from rlkernels.rank1.stream import weight_files
+from rlkernels.weights.checkpoints import weight_files
 
 PLUGIN = re.compile(r"([\w.]+):[A-Za-z_]\w*(#\d+)?")  # module:attribute
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process

@@ -31,10 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     show.set_defaults(run=show_info)
     from rlkernels.extrapolation import cli as extrapolate
     from rlkernels.proof import cli as prove
+    from rlkernels.weights import cli as weights
 
     for name, command, does in (
         ("prove", prove, "find out which kernels are right and faster on this GPU"),
         ("extrapolate", extrapolate, "take checkpoints of any trainer further, without a gate"),
+        ("weights", weights, "write a step of a run's weight history as a model"),
     ):
         arguments = commands.add_parser(name, help=does)
         command.add_arguments(arguments)

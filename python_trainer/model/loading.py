@@ -20,7 +20,7 @@ from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights
-from rlkernels.rank1.stream import indexed_files, weight_files
+from rlkernels.weights.checkpoints import indexed_files, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by torch's names; bf16 is Arm's

@@ -3,28 +3,29 @@
 import argparse
 import json
 import re
-import shutil
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from rlkernels._files import draft_of, replace_folder
 from rlkernels.extrapolation.attempt import Attempt
 from rlkernels.extrapolation.predictors import PREDICTORS, skill
 from rlkernels.extrapolation.trajectory import RankOneTrajectory
 from rlkernels.rank1.projections import Projections, matrix_names, view_of
-from rlkernels.rank1.stream import Folder
+from rlkernels.weights.checkpoints import History, check_new_folder, open_checkpoint, write_checkpoint
 
 STEP_FOLDER = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d+)$")
-STATE = (".safetensors", ".bin", ".pt", ".pth")  # weights and what a trainer keeps beside them: not copied
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
     parser.add_argument("base", type=Path, help="folder with the safetensors that training began with")
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, in any order")
+    parser.add_argument(
+        "checkpoints",
+        type=Path,
+        nargs="+",
+        help="folders of checkpoints, or steps of a weight history (RUN/weights/step-*.delta), in any order",
+    )
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="new folder for the weights")
     parser.add_argument("--predictor", choices=sorted(PREDICTORS), default="secant", help="default: %(default)s")
     parser.add_argument("--horizon", type=float, default=2.0, metavar="X",
@@ -47,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """
     attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
     base, checkpoints, output_dir, accuracy = args.base, args.checkpoints, args.output_dir, args.accuracy
-    if output_dir.exists():
-        raise ValueError(f"--output-dir must be a new folder, got {output_dir}")
+    check_new_folder(output_dir)
     if accuracy is None and attempt.predictor == "pls":
         raise ValueError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
     if accuracy is not None and len(accuracy) != len(checkpoints):
@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             )
     if accuracy is not None:
         accuracy = [accuracy[place] for _, _, place in numbered]
-    origin, folders = Folder(base), [Folder(path) for _, path, _ in numbered]
+    origin, histories = open_checkpoint(base), dict[Path, History]()
+    folders = [open_checkpoint(path, histories) for _, path, _ in numbered]
     before = Projections(origin, origin.shapes)
     if not before:
         raise ValueError(f"{base} has no projection to extrapolate")
@@ -80,7 +81,15 @@ def run(args: argparse.Namespace) -> int:
     kept = set(trajectory.steps)
     points = trajectory.exact_points(weights for step, weights in zip(steps, tracked) if step in kept)
     predicted = attempt.predict(trajectory, tracked[-1], points=points)
-    _write(folders[-1], predicted, output_dir)
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        matrices = [matrix for matrix in matrix_names(name, tensor.shape) if matrix in predicted]
+        result = tensor.clone() if matrices else tensor
+        for matrix in matrices:
+            view_of(matrix, result).copy_(predicted[matrix])
+        return result
+
+    write_checkpoint(folders[-1], output_dir, change)
     print(
         f"{len(steps)} checkpoints, {len(predicted)} of {len(before)} projections taken from step {steps[-1]} to "
         f"{attempt.horizon * steps[-1]:g}; back-test skill {skill(trajectory, attempt.predictor):.2f} (1: exact)\n"
@@ -107,7 +116,10 @@ def step_of(checkpoint: Path) -> int:
             raise ValueError(f"{state} is not the state of a trainer with a global_step: {error!r}") from None
     else:
         path = checkpoint.absolute()
-        numbers = [re.search(r"(\d+)$", path.name), *(STEP_FOLDER.search(parent.name) for parent in path.parents)]
+        numbers = [
+            re.search(r"(\d+)$", path.name.removesuffix(".delta")),
+            *(STEP_FOLDER.search(parent.name) for parent in path.parents),
+        ]
         step = next((int(number[1]) for number in numbers if number), None)
     if not isinstance(step, int) or step < 1:
         raise ValueError(
@@ -115,26 +127,3 @@ def step_of(checkpoint: Path) -> int:
             f"got {checkpoint} (step {step})"
         )
     return step
-
-
-def _write(last: Folder, predicted: Mapping[str, torch.Tensor], output_dir: Path) -> None:
-    """Write the files of ``last`` with the predicted weights in their dtypes, one weight file at a time in memory."""
-    from safetensors.torch import save_file
-
-    aside = draft_of(output_dir)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in last.path.iterdir():
-        if file.is_file() and file.suffix not in STATE:
-            shutil.copyfile(file, aside / file.name)
-    for file in sorted(set(last.files.values())):
-        tensors = {name: last[name] for name, place in last.files.items() if place == file}
-        for name, tensor in tensors.items():
-            matrices = [matrix for matrix in matrix_names(name, tensor.shape) if matrix in predicted]
-            if matrices:
-                tensors[name] = tensor.clone()
-            for matrix in matrices:
-                view_of(matrix, tensors[name]).copy_(predicted[matrix])
-        save_file(tensors, aside / file.name, metadata={"format": "pt"})
-        shutil.copymode(file, aside / file.name)  # save_file leaves it to its owner alone, whatever the umask
-    replace_folder(output_dir)

@@ -4,6 +4,7 @@ A step of reinforcement learning changes few bits of weights in bfloat16, so a d
 bytes. ``pip install 'rlkernels[weights]'`` brings zstandard, which nothing else needs.
 """
 
+from rlkernels.weights.checkpoints import History
 from rlkernels.weights.delta import Delta, apply_, encode
 
-__all__ = ["Delta", "apply_", "encode"]
+__all__ = ["Delta", "History", "apply_", "encode"]

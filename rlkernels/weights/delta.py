@@ -9,6 +9,7 @@ Checksums are CRC-32 of zlib, which comes with Python and takes 1.7 GB/s in each
 damage. Whoever forges a delta can forge them too: the weights are then the sender's choice, and nothing else is.
 """
 
+import importlib.util
 import json
 import struct
 import zlib
@@ -146,6 +147,14 @@ class Delta:
         except (ValueError, TypeError, RecursionError, struct.error) as error:
             raise ValueError(f"delta is damaged, or none of rlkernels.weights.encode: {error}") from None
 
+    def follows(self, other: "Delta") -> bool:
+        """Tell whether the old weights of this delta are the new ones of another, by their checksums."""
+
+        def checksums(delta: Delta, which: str) -> dict[str, list[int]]:
+            return {name: [getattr(piece, which) for piece in entry.pieces] for name, entry in delta.entries.items()}
+
+        return checksums(self, "before") == checksums(other, "after")
+
     def apply_(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Turn tensors of the delta, all of them or some, into the new ones; as :func:`apply_` does."""
         targets = {name: tensor.detach() for name, tensor in weights.items()}
@@ -226,6 +235,11 @@ def _read_header(data: memoryview) -> dict[str, Entry]:
     if place != len(data):
         raise ValueError(f"it has {len(data)} bytes, and its header describes {place}")
     return entries
+
+
+def has_zstandard() -> bool:
+    """Tell whether deltas can be made and applied here; it is not imported."""
+    return importlib.util.find_spec("zstandard") is not None
 
 
 def _zstandard() -> Any:

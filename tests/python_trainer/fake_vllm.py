@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from python_trainer.rollout.vllm.engine import COUNTERS, DRAFT_COUNTERS
-from rlkernels.integrations.vllm_worker import read_policy
+from rlkernels.integrations.vllm_worker import PolicyWorker
 
 LIMIT = 128
 EOS = 63
@@ -29,6 +29,12 @@ def draw(body):
     return {"choices": choices}
 
 
+class FakeWorker(PolicyWorker):
+    """Reads weights as the real one, for no model."""
+
+    model_runner = SimpleNamespace(device=torch.device("cpu"))
+
+
 class FakeServer(ThreadingHTTPServer):
     """Answers from a dictionary: path -> answer, function of the request, or status of a refusal."""
 
@@ -36,7 +42,7 @@ class FakeServer(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies = []
+        self.bodies, self.worker = [], FakeWorker()
         self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": LIMIT, "vocab_size": 64,
                          "model_type": "qwen2"}  # fmt: skip
         self.answers = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "policy"}]}}
@@ -64,8 +70,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append((self.path, body))
         if body.get("method") == "load_policy":
-            folder, *adapter = body["args"]
-            self.server.loaded = dict(read_policy(folder, *(adapter or [None]), torch.device("cpu")))
+            weights, adapter, deltas = [*body["args"], None, False][:3]
+            found = self.server.worker.policy_weights(weights, adapter, deltas)
+            if found is not None:
+                self.server.loaded = {name: weight.clone() for name, weight in found}
+            answer = {"results": [{"loaded": found is not None}]}
+            return self.answer(self.server.answers.get(self.path, answer), body)
         return self.answer(self.server.answers.get(self.path, {"results": [self.server.settings]}), body)
 
     def answer(self, answer, body):

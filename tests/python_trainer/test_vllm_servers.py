@@ -3,6 +3,7 @@
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from conftest import LORA, merged, run_settings
-from fake_vllm import EOS, draw, serving, urls
+from fake_vllm import EOS, FakeWorker, draw, serving, urls
 from gloo import run_on_ranks, train
 from safetensors.torch import load_file
 from support import lacks
@@ -30,6 +31,7 @@ from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm import servers as servers_module
 from python_trainer.rollout.vllm.engine import VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Server, Servers, read
+from rlkernels.weights import encode
 
 
 @pytest.fixture
@@ -187,6 +189,75 @@ def test_servers_of_different_models(fakes, model, tmp_path, answers, settings, 
     expected = f"rollout.vllm_server must name servers of the same model, got {difference.format(*urls(fakes))}"
     with pytest.raises(UserError, match=expected):
         Servers(model, urls(fakes), tmp_path / "weights")
+
+
+@pytest.fixture
+def sends(fakes, tmp_path, monkeypatch):
+    """(model in a dtype) -> a function that changes its weights a little, and returns what the servers were sent."""
+    pytest.importorskip("zstandard", reason="this machine lacks zstandard")
+    for fake in fakes:
+        fake.settings["deltas"] = True
+
+    def prepare(model, count=2):
+        engine = VLLMEngine(model, Servers(model, urls(fakes[:count]), tmp_path / "weights"), eos_token_ids=[EOS])
+        gen = torch.Generator().manual_seed(0)
+
+        def step():
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1 + 0.01 * (torch.rand(p.shape, generator=gen) < 0.01))
+            engine.policy_updated()
+            before = engine.stats["weight_bytes"], [len(fake.bodies) for fake in fakes]
+            engine.generate([Request([1])], SamplingParams())
+            for fake in fakes[:count]:
+                assert_close(fake.loaded, dict(checkpoint_weights(model)), rtol=0, atol=0)
+            assert not (tmp_path / "weights").exists()
+            asked = [[b["args"] for _, b in fake.bodies[n:] if b and b.get("method") == "load_policy"]
+                     for fake, n in zip(fakes[:count], before[1])]  # fmt: skip
+            kinds = [" ".join("delta" if args[0].endswith(".delta") else "whole" for args in each) for each in asked]
+            return kinds, engine.stats["weight_bytes"] - before[0]
+
+        return step
+
+    return prepare
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_servers_get_deltas(model, sends, dtype, monkeypatch):
+    """All weights first and every so often, deltas in between: a few percent of the bytes, with equal bits."""
+    monkeypatch.setattr(servers_module, "WHOLE_EVERY", 3)
+    step = sends(model.to(dtype))
+    whole, *deltas, again = [step() for _ in range(4)]
+    assert whole[0] == again[0] == ["whole", "whole"] and whole[1] == again[1]
+    assert [kinds for kinds, _ in deltas] == [["delta", "delta"]] * 2
+    assert all(size < 0.2 * whole[1] for _, size in deltas)
+
+
+def test_a_server_with_other_weights_gets_all_of_them(fakes, model, sends):
+    """One that was restarted, and one that another run has used; the other server goes on with deltas."""
+    step = sends(model)
+    assert step()[0] == ["whole", "whole"]
+    fakes[0].worker = FakeWorker()
+    assert step()[0] == ["delta whole", "delta"]
+    assert step()[0] == ["delta", "delta"]
+    for tensor in fakes[1].worker.policy_copy.values():
+        tensor.view(-1)[-1] += 1
+    assert step()[0] == ["delta", "delta whole"]
+    fakes[1].worker.policy_weights({"w": torch.ones(1)}.items(), None, False)
+    assert step()[0] == ["delta", "delta whole"]
+    assert step()[0] == ["delta", "delta"]
+    assert sends(model)()[0] == ["whole", "whole"], "a resumed run knows nothing of the servers"
+
+
+def test_deltas_need_zstandard_on_both_sides(fakes, model, sends, monkeypatch):
+    fakes[1].settings["deltas"] = False
+    step = sends(model)
+    assert [step()[0] for _ in range(2)] == [["whole", "whole"], ["delta", "whole"]]
+    assert all(len(body["args"]) == 1 for _, body in fakes[1].bodies if body.get("method") == "load_policy")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert step()[0] == ["whole", "whole"]
+    with pytest.raises(ImportError, match="rlkernels.weights"):
+        encode({}, {})
 
 
 def stir(policy, seed):

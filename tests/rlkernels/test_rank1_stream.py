@@ -15,8 +15,8 @@ from rank1_cases import planted
 from support import run_python
 
 import rlkernels
-from rlkernels.rank1 import stream
 from rlkernels.rank1.projections import Projections, is_projection, matrix_names
+from rlkernels.weights import checkpoints
 
 save_file = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors").save_file
 transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
@@ -131,7 +131,7 @@ def test_missing_shard_and_broken_index(tmp_path, model):
     for name in ("../a/model.safetensors", "/a/model.safetensors", "..", "", 3):
         index = json.dumps({"weight_map": {"layers.0.q_proj.weight": name}})
         (broken / "model.safetensors.index.json").write_text(index)
-        refusal = f"b/{stream.INDEX} must name weight files of its own folder, got {name!r}"
+        refusal = f"b/{checkpoints.INDEX} must name weight files of its own folder, got {name!r}"
         with pytest.raises(ValueError, match=refusal):
             list(rlkernels.stream_top1(good, broken))
     (broken / "model.safetensors.index.json").write_text("{")
@@ -235,9 +235,9 @@ def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds)
         loaded = transformers.LlamaForCausalLM.from_pretrained(folder, use_safetensors=True).state_dict()
     except OSError:
         with pytest.raises(ValueError, match="holds no .safetensors file of a model"):
-            stream.Folder(folder)
+            checkpoints.Folder(folder)
         return
-    found = stream.Folder(folder)
+    found = checkpoints.Folder(folder)
     assert set(found) == set(loaded)
     for name, tensor in loaded.items():
         assert torch.equal(found[name], tensor), name

@@ -2,7 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
@@ -54,6 +54,7 @@ class PolicySettings(Reply):
     vocab_size: int = Field(ge=1)
     model_type: str
     dtype: str = ""
+    deltas: bool = False  # it takes them
 
 
 class PolicyResults(Reply):
@@ -62,8 +63,16 @@ class PolicyResults(Reply):
     results: list[PolicySettings] = Field(min_length=1)
 
 
-class Results(Reply):
-    results: list[Any] = Field(min_length=1)
+class Loaded(Reply):
+    """What ``PolicyWorker.load_policy`` returns."""
+
+    loaded: bool = True
+
+
+class LoadResults(Reply):
+    """One for each worker."""
+
+    results: list[Loaded | None] = Field(min_length=1)
 
 
 class TokenLogprobs(Reply):

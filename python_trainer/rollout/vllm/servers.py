@@ -30,15 +30,17 @@ from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Contin
 from python_trainer.rollout.vllm.replies import (
     Completion,
     Expected,
+    LoadResults,
     Models,
     PolicyResults,
     Reply,
-    Results,
     Version,
     read_reply,
 )
 from python_trainer.run_directory import usual_mode
 from rlkernels.integrations.transformers_attention import rotary_limit
+from rlkernels.integrations.vllm_worker import DELTA
+from rlkernels.weights.delta import encode, has_zstandard
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
@@ -51,6 +53,7 @@ METRICS = {f"{name}_{kind}" for name in COUNTERS.values() for kind in ("count", 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode {} --worker-extension-cls " + WORKER
 CONNECTIONS = 64  # to a server: vLLM batches simultaneous requests
 BASE, ADAPTER = "base", "adapter.safetensors"
+WHOLE_EVERY = 64  # transfers: nothing that a delta left behind lasts longer
 
 
 class Server:
@@ -61,6 +64,7 @@ class Server:
 
     Attributes:
         serves: what servers of one model have in common.
+        takes_deltas: its environment has zstandard.
         given_up: True ends the waiting for answers, within LOOK_SECONDS.
         max_positions, limited_by: as of ``Engine``.
 
@@ -75,7 +79,8 @@ class Server:
         self._start = START.format(modes[0] if modes else "processed_logprobs")
         check_version(self._ask(Version, "/version").version, f"the server {self.url}")
         self._name = self._ask(Models, "/v1/models").data[0].id
-        served = self._rpc(PolicyResults, "policy_settings").results[0]
+        workers = self._rpc(PolicyResults, "policy_settings").results
+        self.takes_deltas, served = all(worker.deltas for worker in workers), workers[0]
         if modes and served.logprobs_mode != modes[0]:
             raise UserError(
                 f"the vLLM server {self.url} gives {served.logprobs_mode}, not those of the distribution that is "
@@ -95,7 +100,7 @@ class Server:
                 "rotary factors change: vLLM then takes those of long sequences for all, unlike the trainer; start it "
                 f"with --max-model-len {limit}"
             )
-        self.serves: dict[str, Any] = {"model": self._name} | served.model_dump(exclude={"max_model_len"})
+        self.serves: dict[str, Any] = {"model": self._name} | served.model_dump(exclude={"max_model_len", "deltas"})
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
     def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
@@ -129,11 +134,12 @@ class Server:
             name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
         }
 
-    def load_policy(self, *places: str) -> None:
-        """Lets all workers read weights from there."""
-        self._rpc(Results, "load_policy", *places)
+    def load_policy(self, *args: Any) -> bool:
+        """Lets all workers read weights -> whether they have them; not if a delta is of other weights than theirs."""
+        found = self._rpc(LoadResults, "load_policy", *args).results
+        return all(worker is None or worker.loaded for worker in found)
 
-    def _rpc(self, kind: type[R], method: str, *args: str) -> R:
+    def _rpc(self, kind: type[R], method: str, *args: Any) -> R:
         """Calls a method of all workers -> their answers."""
         try:
             return self._ask(kind, "/collective_rpc", {"method": method, "args": args})
@@ -298,7 +304,9 @@ class Servers(Backend):
     server, which computes their prompt once. Samples have seeds of their own, so they do not depend on the number of
     servers.
 
-    Weights go through files, and every server must see ``folder`` by the same absolute path.
+    Weights go through files, and every server must see ``folder`` by the same absolute path. A server gets deltas if
+    zstandard is installed here and there; both sides then keep a copy of the weights on the host. It gets all weights
+    if it has other ones than those before, and every WHOLE_EVERY times.
 
     Args:
         model: what the servers should be serving.
@@ -330,17 +338,16 @@ class Servers(Backend):
                         f"rollout.vllm_server must name servers of the same model, got {name} {value} at {one.url} and "
                         f"{other.serves.get(name)} at {other.url}"
                     )
+        self._sent: dict[str, torch.Tensor] | None = None  # what servers that take deltas have
+        self._loads = 0
         tightest = min(self.servers, key=lambda server: server.max_positions)
         self.max_positions, self.limited_by = tightest.max_positions, tightest.limited_by
 
     def load(self, model: PreTrainedModel) -> int:
         try:
-            if self.adapters is not None:
-                sent, places = self.adapters.write(model)
-            else:
-                model.save_pretrained(self.folder)
-                sent = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-                places = [str(self.folder)]
+            if self.adapters is None:
+                return self._send(model)
+            sent, places = self.adapters.write(model)
             usual_mode(self.folder)  # a server may be another user's
             self._each(lambda server: server.load_policy(*places))
         except (OSError, SafetensorError) as error:
@@ -349,6 +356,31 @@ class Servers(Backend):
             if self.adapters is None:
                 self.close()
         return sent
+
+    def _send(self, model: PreTrainedModel) -> int:
+        """Sends a delta to the servers that have the weights before, and all weights to the others -> bytes written."""
+        weights, whole = dict(checkpoint_weights(model)), self._loads % WHOLE_EVERY == 0
+        takers = [server for server in self.servers if server.takes_deltas and has_zstandard()]
+        written, behind = 0, self.servers
+        if takers and self._sent is not None and not whole:
+            delta, file = encode(weights, self._sent), self.folder / f"policy{DELTA}"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(delta)
+            written += len(delta)
+            taken = dict(zip(takers, self._each(lambda server: server.load_policy(str(file)), takers)))
+            behind = [server for server in self.servers if not taken.get(server)]
+        if behind:
+            model.save_pretrained(self.folder)
+            written += sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+            usual_mode(self.folder)  # a server may be another user's
+            further = {True: (None, True), False: ()}
+            self._each(lambda server: server.load_policy(str(self.folder), *further[server in takers]), behind)
+        if takers:
+            self._sent = self._sent or {name: torch.empty_like(w, device="cpu") for name, w in weights.items()}
+            for name, weight in weights.items():
+                self._sent[name].copy_(weight)
+        self._loads += 1
+        return written
 
     def close(self) -> None:
         self.adapters = None  # the weights that they belong to go: who asks again sends all
@@ -376,7 +408,8 @@ class Servers(Backend):
         counts = self._each(lambda server: server.counters())
         return {name: sum(count[name] for count in counts) for name in COUNTERS}
 
-    def _each(self, ask: Callable[[Server], T]) -> list[T]:
-        """Asks all servers at the same time -> their answers."""
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            return list(pool.map(ask, self.servers))
+    def _each(self, ask: Callable[[Server], T], servers: Sequence[Server] | None = None) -> list[T]:
+        """Asks servers, by default all, at the same time -> their answers."""
+        servers = self.servers if servers is None else servers
+        with ThreadPoolExecutor(len(servers)) as pool:
+            return list(pool.map(ask, servers))

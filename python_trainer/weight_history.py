@@ -1,0 +1,106 @@
+"""The path of a run: its first model, and the weights after every step as lossless deltas, in RUN/weights."""
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from python_trainer.distributed import RankGroup
+from python_trainer.errors import UserError
+from python_trainer.model.policy import Policy
+from python_trainer.model.weights import checkpoint_weights
+from rlkernels._files import replace_file
+from rlkernels.weights.checkpoints import History, step_file
+from rlkernels.weights.delta import Delta, encode, has_zstandard
+
+
+def check_weight_history(limit: int | None) -> None:
+    """Raise UserError if the setting needs what is not installed."""
+    if limit is not None and not has_zstandard():
+        raise UserError("save.weight_history needs zstandard: pip install 'rlkernels[weights]', or leave it null")
+
+
+class WeightHistory:
+    """Keeps the weights after every step, exact to the bit, as ``rlkernels.weights.History`` reads them.
+
+    It holds a copy of the weights on the host. Where the deltas would exceed the limit, or cannot be written, it ends
+    with one warning; the run goes on.
+
+    Args:
+        folder: RUN/weights, of rank 0.
+        limit: bytes of all deltas.
+        note: shows a warning.
+
+    Attributes:
+        keeps: the next step is kept; known to all ranks.
+    """
+
+    def __init__(self, policy: Policy, folder: Path, limit: int, ranks: RankGroup, note: Callable[[str], None]):
+        self.policy, self.folder, self.limit, self.ranks, self.note = policy, folder, limit, ranks, note
+        self._last: dict[str, torch.Tensor] | None = None  # on rank 0: after the last step, while they are kept
+        self._bytes, self.keeps = 0, False
+
+    def begin(self, step: int) -> None:
+        """Go on after a step of the run; 0: the first model, which is there already. All ranks call together.
+
+        Deltas of later steps go: a resumed run takes these steps again.
+        """
+        weights = self._weights()
+        if self.ranks.rank == 0:
+            self._begin(step, {name: weight.to("cpu", copy=True) for name, weight in weights})
+        self._agree(weights)
+
+    def add(self, step: int) -> None:
+        """Keep the weights after a step. All ranks call together."""
+        if not self.keeps:
+            return
+        self.policy.sync_inference_model()
+        weights = self._weights()
+        if self.ranks.rank == 0:
+            self._add(step, {name: weight.cpu() for name, weight in weights})
+        self._agree(weights)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.policy.streams_weights:
+            return self.policy.stream_checkpoint()
+        return checkpoint_weights(self.policy.inference_model)
+
+    def _agree(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        deque(weights, 0)  # on the other ranks: all gather them
+        self.keeps = self.ranks.first(self._last is not None)
+
+    def _begin(self, step: int, weights: dict[str, torch.Tensor]) -> None:
+        try:
+            for file in self.folder.glob("step-*.delta"):
+                if file > step_file(self.folder, step):
+                    file.unlink()
+            for draft in self.folder.glob(".*.tmp"):  # a kill may have left it
+                shutil.rmtree(draft)
+            history = History(self.folder)
+            if history.steps < step:
+                raise ValueError(f"it ends at step {history.steps}")
+            files = [step_file(self.folder, number) for number in range(1, step + 1)]
+            if files and not Delta(encode(weights, weights)).follows(Delta(files[-1].read_bytes())):
+                raise ValueError(f"it has other weights after step {step}")
+        except (OSError, ValueError) as error:
+            self.note(f"save.weight_history: {self.folder} cannot go on after step {step}: {error}")
+            return
+        self._last, self._bytes = weights, sum(file.stat().st_size for file in files)
+
+    def _add(self, step: int, weights: dict[str, torch.Tensor]) -> None:
+        assert self._last is not None
+        delta, last, self._last = encode(weights, self._last), self._last, None
+        self._bytes += len(delta)
+        if self._bytes > self.limit:
+            self.note(f"save.weight_history: {self.folder} ends at step {step - 1}: {self.limit} bytes are used up")
+            return
+        try:
+            replace_file(step_file(self.folder, step), delta)
+        except OSError as error:
+            self.note(f"save.weight_history: {self.folder} ends at step {step - 1}: {error}")
+            return
+        for name, weight in weights.items():
+            last[name].copy_(weight)
+        self._last = last

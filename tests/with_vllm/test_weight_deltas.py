@@ -1,0 +1,99 @@
+"""Weights by deltas inside the real vLLM, which fuses layers and ties the head: on servers, and in this process."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from rollouts import EOS, MEMORY, PROMPTS, load
+from sampling_cases import own_logprobs
+from tiny import own_greedy
+
+from bench._vllm_server import VLLMServer
+from python_trainer.data import Request
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.vllm.engine import WORKER, VLLMEngine
+from python_trainer.rollout.vllm.servers import Servers
+from rlkernels import weights
+
+pytest.importorskip("zstandard", reason="this machine lacks zstandard")
+SAMPLING = SamplingParams(seed=1)
+
+
+@pytest.fixture(scope="module")
+def servers(folder, tmp_path_factory):
+    """Two of them."""
+    log = tmp_path_factory.mktemp("servers") / "log"
+    both = [VLLMServer(sys.executable, folder, log.with_name(str(i)), MEMORY) for i in range(2)]
+    for server in both:
+        server.start()
+    yield both
+    for server in both:
+        server.stop()
+
+
+def move(model, seed):
+    """A few weights of every layer, as a step does at a low rate, but by as much as changes answers."""
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + (torch.rand(p.shape, generator=gen) < 0.02) * torch.randn(p.shape, generator=gen))
+
+
+def check_answers(engine, model):
+    """All servers have the weights of the model: every prompt is asked of one of them, in enough copies for both."""
+    requests = [Request(prompt, max_new_tokens=8, sample_id=8 * i) for i, prompt in enumerate(PROMPTS * 2)]
+    before = engine.stats["weight_bytes"]
+    for request, answer in zip(requests, engine.generate(requests, SAMPLING), strict=True):
+        expected = own_logprobs(model, request.prompt_ids, answer.ids, SAMPLING)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-4)
+    return engine.stats["weight_bytes"] - before
+
+
+def test_servers_are_kept_up_to_date(servers, model, tmp_path):
+    """By deltas; a server that was restarted gets all weights, and so do both from a run that goes on."""
+    backend = Servers(model, [server.url for server in servers], tmp_path / "weights")
+    engine, sent = VLLMEngine(model, backend, eos_token_ids=[EOS]), []
+    for step in range(5):
+        if step == 3:
+            servers[1].stop()
+            servers[1].start()
+        move(model, step)
+        engine.policy_updated()
+        sent.append(check_answers(engine, model))
+    whole, *deltas = sent
+    assert all(size < whole / 4 for size in (*deltas[:2], deltas[3])) and whole < deltas[2] < whole * 1.25
+    resumed = VLLMEngine(model, Servers(model, [servers[0].url], tmp_path / "weights"), eos_token_ids=[EOS])
+    assert check_answers(resumed, model) == whole
+
+
+def test_in_this_process(make_llm, untied_folder):
+    """The copy is made of whole weights; a delta of others is refused, and the engine goes on with those it has."""
+    llm, model = make_llm(worker_extension_cls=WORKER), load(untied_folder)
+    states = []
+    for step in range(3):
+        states.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        move(model, step)
+
+    def answers():
+        from vllm import SamplingParams as Sampling
+
+        found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], Sampling(temperature=0, max_tokens=9),
+                             use_tqdm=False)  # fmt: skip
+        llm.reset_prefix_cache()
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    def expected(state):
+        model.load_state_dict(state)
+        return [own_greedy(model, prompt, 9) for prompt in PROMPTS]
+
+    first, second = (weights.encode(new, old) for old, new in pairwise(states))
+    assert llm.collective_rpc("load_policy", args=(first,)) == [{"loaded": False}]
+    whole = (list(states[0].items()), None, True)
+    assert llm.collective_rpc("load_policy", args=whole) == [{"loaded": True}]
+    assert answers() == expected(states[0])
+    assert llm.collective_rpc("load_policy", args=(second,)) == [{"loaded": False}]
+    for delta, state in zip((first, second), states[1:]):
+        assert llm.collective_rpc("load_policy", args=(delta,)) == [{"loaded": True}]
+        assert answers() == expected(state)
+    assert expected(states[0]) != expected(states[2])
