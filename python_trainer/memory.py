@@ -20,6 +20,7 @@ from python_trainer.model.policy import LARGEST_LOGITS, choose_device
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import CPU_MEMORY_BYTES, CUDA_MEMORY_SHARE
 from rlkernels.logprobs.linear import block_columns
+from rlkernels.weights.delta import has_zstandard
 
 USABLE = 0.94  # of a GPU's memory; the rest is for CUDA's context and for gaps between tensors
 PROMPT_TOKENS = 256  # of a prompt, unless the caller knows better
@@ -168,6 +169,9 @@ def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, 
     rollout, kind = config.rollout, device.kind
     shards = device.count if config.parallel == "fsdp2" else 1
     parts = held_bytes(config, s, shards)
+    sends_deltas = rollout.vllm_server is not None and not s.adapted and has_zstandard()
+    if kind == "cpu" and (copies := (config.save.weight_history is not None) + sends_deltas):
+        parts["weights before, for deltas"] = copies * s.total * s.item
     activations = training_bytes(s, config, kind, None if kind == "cpu" else device.memory, prompt)
     if "critic" in parts:
         activations *= 2  # it runs over the same tokens

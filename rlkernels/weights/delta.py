@@ -84,7 +84,7 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
     def compress(name: str, weight: torch.Tensor, base: torch.Tensor) -> tuple[str, bytes, int, int]:
         after, before = _bytes(weight), _bytes(base)
         frame = zstd.ZstdCompressor(level=LEVEL).compress(np.bitwise_xor(after, before))
-        return name, frame, zlib.crc32(before), zlib.crc32(after)
+        return name, frame, zlib.crc32(before.data), zlib.crc32(after.data)
 
     jobs = (
         (name, weight, base)
@@ -188,7 +188,7 @@ class Delta:
 
     def _check_piece(self, name: str, number: int, weight: torch.Tensor) -> None:
         piece, before = self.entries[name].pieces[number], _bytes(weight)
-        if zlib.crc32(before) != piece.before:
+        if zlib.crc32(before.data) != piece.before:
             raise ValueError(f"weights are not those that the delta was made from: {name!r} differs")
         if zlib.crc32(np.bitwise_xor(before, self._xor(name, number, len(before)))) != piece.after:
             raise ValueError(f"delta is damaged: {name!r} has another checksum")

@@ -1,6 +1,7 @@
 """Memory told before a run: against hand-worked numbers, against a process, and what is said where it does not fit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_vllm_within_the_trainer_sleeps_during_updates(small):
     servers = {"engine": "vllm", "vllm_server": ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]}
     elsewhere = plan_of(small, "2x24", parallel="fsdp2", rollout=servers)
     assert "weights of vLLM" not in elsewhere.parts and elsewhere.cache_tokens is None
+
+
+def test_copies_of_the_weights_for_deltas(small):
+    """On a CPU, one for the history of a run and one for servers; on a GPU the host has them."""
+    pytest.importorskip("zstandard", reason="this machine lacks zstandard")
+    servers = {"rollout": {"engine": "vllm", "vllm_server": "http://127.0.0.1:8000"}}
+    cpu = replace(parse_gpus("24"), kind="cpu")
+    name, history = "weights before, for deltas", {"save": {"weight_history": 1}}
+    for changes, copies in ({}, 0), (history, 1), (servers, 1), (history | servers, 2):
+        values = merged(small, {"model": {"dtype": "float32"}} | changes)
+        parts = plan_memory(load_config(values), cpu, prompt=20).parts
+        assert parts.get(name, 0) == copies * parts["weights"]
+        assert name not in plan_of(values, "24").parts
 
 
 def dry_run(values, tmp_path, capsys, *arguments):
