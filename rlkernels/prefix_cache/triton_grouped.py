@@ -6,7 +6,7 @@ group: one stretch of queries, over which its gradients are summed. Where that s
 cut into pieces, whose sums in float32 are added up afterwards, unless enough others run meanwhile.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,16 +26,20 @@ class Tiles(NamedTuple):
 
     queries: torch.Tensor  # int32 [tiles, 5], see :func:`_forward_kernel`
     keys: torch.Tensor  # int32 [programs, 5], see :func:`_key_kernel`
-    cut: int  # tiles of keys that are cut into pieces
-    places: torch.Tensor  # int64 [2, keys in these]: places among the keys of cut tiles, and their tokens
+    cut: torch.Tensor  # int32 [tiles of keys that are cut into pieces, 2]: first key and end of its part
 
 
 @triton.jit
 def _rows(pointer, token, valid, heads, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
-    """Load [BLOCK, BLOCK_D] of a contiguous [T, heads, DIM], zero where not valid."""
+    """Load [BLOCK, BLOCK_D] of a contiguous [T, heads, DIM], zero where not valid; ``valid`` None: all are."""
     dim = tl.arange(0, BLOCK_D)
     at = pointer + (token.to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
-    x = tl.load(at, mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    if valid is not None:
+        x = tl.load(at, mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    elif DIM == BLOCK_D:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
     return x.to(tl.float32) if UPCAST else x
 
 
@@ -61,6 +65,34 @@ def _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _whole_block(at, whole, prefix, part, BLOCK_N: tl.constexpr):
+    """Return the keys of one of the blocks that all queries of a tile see: ``whole`` of the prefix, then the part's."""
+    return tl.where(at < whole, prefix + at, part + at - whole) + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _masked_block(at, tail, first, prefix_end, end, BLOCK_N: tl.constexpr):
+    """Return the keys of one of the other blocks, the prefix's ``tail`` and those of the diagonal, and which exist."""
+    left = tl.where(tail < prefix_end, BLOCK_N, 0)
+    n = tl.where(at < left, tail, first + at - left) + tl.arange(0, BLOCK_N)
+    return n, n < tl.where(at < left, prefix_end, end)
+
+
+@triton.jit
+def _attend(q, k, v, seen, largest, total, acc, scale):
+    """Take a block of keys into the softmax of a tile of queries; ``seen`` None: every query sees every key."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if seen is not None:
+        score = tl.where(seen, score, -float("inf"))
+    new = tl.maximum(largest, tl.max(score, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    weight, shrink = tl.exp2(score - safe[:, None]), tl.exp2(largest - safe)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return new, total, acc
+
+
+@triton.jit
 def _forward_kernel(
     query, key, value, out, lse, tiles, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -75,25 +107,37 @@ def _forward_kernel(
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # the prefix in whole blocks, then the part: one loop over both
-    skip = tl.cdiv(prefix_end - prefix, BLOCK_N) * BLOCK_N
     end = tl.minimum(part_end, first + BLOCK_M)
-    for at in range(0, skip + end - part, BLOCK_N):
-        n, valid = _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N)
+    whole = (prefix_end - prefix) // BLOCK_N * BLOCK_N
+    tail = prefix + whole
+    for at in range(0, whole + first - part, BLOCK_N):
+        n = _whole_block(at, whole, prefix, part, BLOCK_N)
+        k = _rows(key, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        v = _rows(value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        largest, total, acc = _attend(q, k, v, None, largest, total, acc, scale * LOG2_E)
+    for at in range(0, tl.where(tail < prefix_end, BLOCK_N, 0) + end - first, BLOCK_N):
+        n, valid = _masked_block(at, tail, first, prefix_end, end, BLOCK_N)
         k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        score = tl.where(valid[None, :] & (n[None, :] <= token[:, None]), score, -float("inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        weight, shrink = tl.exp2(score - safe[:, None]), tl.exp2(largest - safe)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        largest = new
+        seen = valid[None, :] & (n[None, :] <= token[:, None])
+        largest, total, acc = _attend(q, k, v, seen, largest, total, acc, scale * LOG2_E)
     acc = acc / tl.where(inside, total, 1.0)[:, None]
     _store_rows(out, acc, token, inside, heads, head, DIM, BLOCK_D)
     natural = (largest + tl.log2(tl.where(inside, total, 1.0))) * LN2
     tl.store(lse + token.to(tl.int64) * heads + head, natural, mask=inside)
+
+
+@triton.jit
+def _delta_kernel(out, grad, grad_lse, delta, rows, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sum output x gradient over each row of [rows, DIM], less the gradient of the log-sum-exp if there is one."""
+    row, dim = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * DIM + dim[None, :]
+    valid = (row < rows)[:, None] & (dim < DIM)[None, :]
+    o, g = tl.load(out + at, mask=valid, other=0.0), tl.load(grad + at, mask=valid, other=0.0)
+    x = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if grad_lse is not None:
+        x -= tl.load(grad_lse + row, mask=row < rows, other=0.0)
+    tl.store(delta + row, x, mask=row < rows)
 
 
 @triton.jit
@@ -135,6 +179,21 @@ def _query_kernel(
 
 
 @triton.jit
+def _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale):
+    """Add one block of queries to the gradients of a tile of keys; ``scale`` multiplies that of the keys later."""
+    # [keys, queries], so that the products below take it as their first operand, from registers
+    score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    weight = tl.exp2(score - natural[None, :])
+    if seen is not None:
+        weight = tl.where(seen, weight, 0.0)
+    outer = tl.dot(v, tl.trans(g), input_precision="ieee")
+    ds = weight * (outer - correction[None, :])
+    dv += tl.dot(weight.to(g.dtype), g, input_precision="ieee")
+    dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
 def _key_kernel(
     query, key, value, grad, lse, delta, grad_key, grad_value, parts, tiles, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -150,24 +209,34 @@ def _key_kernel(
     v = _rows(value, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        for start in range(queries, queries_end, BLOCK_M):
-            token = start + tl.arange(0, BLOCK_M)
-            inside = token < queries_end
-            q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
-            g = _rows(grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
-            at = token.to(tl.int64) * heads + head
-            natural = tl.load(lse + at, mask=inside, other=0.0)
-            correction = tl.load(delta + at, mask=inside, other=0.0)
-            # [keys, queries], so that the products below take it as their first operand, from registers
-            score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-            seen = inside[None, :] & valid[:, None] & (n[:, None] <= token[None, :])
-            weight = tl.where(seen, tl.exp2((score - natural[None, :]) * LOG2_E), 0.0)
-            outer = tl.dot(v, tl.trans(g), input_precision="ieee")
-            ds = weight * (outer - correction[None, :]) * scale
-            dv += tl.dot(weight.to(g.dtype), g, input_precision="ieee")
-            dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
+    # the blocks of queries on the diagonal, those that see all keys of the tile, and what is left of a block
+    diagonal = tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_N, queries_end) - queries, 0), BLOCK_M)
+    blocks = tl.cdiv(queries_end - queries, BLOCK_M)
+    whole = tl.maximum((queries_end - queries) // BLOCK_M - diagonal, 0)
+    per_head = tl.maximum(whole, 1)  # a division by 0 would let the compiler assume that the loop has a turn
+    for at in range(0, GROUP * whole):
+        head = kv_head * GROUP + at // per_head
+        token = queries + (diagonal + at % per_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = _rows(query, token, None, heads, head, DIM, BLOCK_D, UPCAST)
+        g = _rows(grad, token, None, heads, head, DIM, BLOCK_D, UPCAST)
+        row = token.to(tl.int64) * heads + head
+        natural, correction = tl.load(lse + row) * LOG2_E, tl.load(delta + row)
+        dk, dv = _key_gradients(k, v, q, g, None, natural, correction, dk, dv, scale * LOG2_E)
+    masked = blocks - whole
+    per_head = tl.maximum(masked, 1)
+    for at in range(0, GROUP * masked):
+        head = kv_head * GROUP + at // per_head
+        block = at % per_head
+        token = queries + tl.where(block < diagonal, block, block + whole) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = token < queries_end
+        q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
+        g = _rows(grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
+        row = token.to(tl.int64) * heads + head
+        natural = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
+        correction = tl.load(delta + row, mask=inside, other=0.0)
+        seen = inside[None, :] & (n[:, None] <= token[None, :])
+        dk, dv = _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale * LOG2_E)
+    dk *= scale
     if piece < 0:
         _store_rows(grad_key, dk, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
         _store_rows(grad_value, dv, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
@@ -177,16 +246,44 @@ def _key_kernel(
         _store_rows(parts, dv, row + BLOCK_N, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
+@triton.jit
+def _sum_kernel(
+    parts, grad_key, grad_value, cut, kv_heads,
+    PIECES: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add up the pieces of a tile that is cut, for a KV head: its gradient of the keys, or of the values."""
+    tile, kv_head, of_values = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, part_end = tl.load(cut + tile * 2), tl.load(cut + tile * 2 + 1)
+    n = first + tl.arange(0, BLOCK_N)
+    valid = n < part_end
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for piece in range(PIECES):
+        row = ((tile * PIECES + piece) * 2 + of_values) * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc += _rows(parts, row, valid, kv_heads, kv_head, DIM, BLOCK_D, False)
+    if of_values == 0:
+        _store_rows(grad_key, acc, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
+    else:
+        _store_rows(grad_value, acc, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
+
+
 def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
     block_d, wide = max(16, triton.next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
-    groups = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    groups = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
     warps = 8 if wide or (block * block_d >= 8192 and not groups) else 4
     return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": triton_interpreted(),
             "num_warps": warps, "num_stages": 2}  # fmt: skip
+
+
+def _forward_blocks(query: torch.Tensor) -> dict[str, int | bool]:
+    """Choose tile sizes of the forward kernel. Half of the keys leave room for a third program on a multiprocessor, for
+    heads of 128 and four warps: an H200 took 1.24 ms for what took 1.40 ms."""
+    sizes = _blocks(query)
+    narrow = sizes["BLOCK_D"] == 128 and sizes["num_warps"] == 4
+    return sizes | {"BLOCK_N": 32, "num_stages": 3} if narrow else sizes
 
 
 def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
@@ -200,8 +297,8 @@ def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5)
 
 
-def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """Return ``keys``, ``cut`` and ``places`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
+def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``keys`` and ``cut`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
 
     Cut is what would be gone through for more than twice the mean, so less than half of the tiles, and for longer than
     all of it takes ``AT_ONCE`` programs: of more, a long one hides behind the others. So ``parts`` holds less than
@@ -222,20 +319,18 @@ def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> t
         starts = [min(first + step * j, end) for j in range(PIECES + 1)]
         rows += [(first, stop, starts[j], starts[j + 1], i * PIECES + j) for j in range(PIECES)]
     rows.sort(key=lambda r: r[2] - r[3])
-    tokens = [range(first, min(first + block, stop)) for first, stop, _ in cut]
-    places = [(i * block + j, token) for i, tile in enumerate(tokens) for j, token in enumerate(tile)]
     return (
-        torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5), len(cut),
-        torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous(),
-    )  # fmt: skip
+        torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5),
+        torch.tensor([tile[:2] for tile in cut], dtype=torch.int32, device="cpu").view(-1, 2),
+    )
 
 
 def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
     """Return the tiles on the query's device; made once per layout, used in every layer."""
     block, group, device = int(_blocks(query)["BLOCK_M"]), query.shape[1] // kv_heads, query.device
     if (place := (block, group, kv_heads, device)) not in layout.tiles:
-        keys, cut, places = key_tiles(layout, block, group, kv_heads)
-        layout.tiles[place] = Tiles(query_tiles(layout, block).to(device), keys.to(device), cut, places.to(device))
+        tiles = query_tiles(layout, block), *key_tiles(layout, block, group, kv_heads)
+        layout.tiles[place] = Tiles(*(t.to(device) for t in tiles))
     return layout.tiles[place]
 
 
@@ -251,8 +346,9 @@ def forward(
     tiles = _tiles(layout, query, kv_heads).queries
     if out.numel():
         _forward_kernel[(len(tiles), heads)](
-            query, key, value, out, lse, tiles, heads, kv_heads, scale, GROUP=heads // kv_heads, **_blocks(query)
-        )
+            query, key, value, out, lse, tiles, heads, kv_heads, scale, GROUP=heads // kv_heads,
+            **_forward_blocks(query),
+        )  # fmt: skip
     return out.to(query.dtype), lse
 
 
@@ -262,23 +358,23 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
              ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    delta = (out.float() * grad.float()).sum(-1)  # [T, Hq]
-    if grad_lse is not None:
-        delta -= grad_lse
     tiles = _tiles(layout, query, kv_heads)
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():
+        sizes: dict[str, Any] = {"GROUP": heads // kv_heads, **_blocks(query)}
+        whole = {name: sizes[name] for name in ("DIM", "BLOCK_D")}
+        delta, rows = torch.empty_like(lse), max(1, 4096 // sizes["BLOCK_D"])
+        _delta_kernel[(triton.cdiv(lse.numel(), rows),)](out, grad, grad_lse, delta, lse.numel(), BLOCK_R=rows, **whole)
         shared = (query, key, value, grad, lse, delta)
-        sizes = {"GROUP": heads // kv_heads, **_blocks(query)}
         _query_kernel[(len(tiles.queries), heads)](*shared, grads[0], tiles.queries, heads, kv_heads, scale, **sizes)
         sizes["BLOCK_M"] = max(16, sizes["BLOCK_M"] // 2)  # two accumulators leave registers for fewer queries
-        parts = lse.new_empty(tiles.cut, PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
+        parts = lse.new_empty(len(tiles.cut), PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
         _key_kernel[(len(tiles.keys), kv_heads)](
             *shared, grads[1], grads[2], parts, tiles.keys, heads, kv_heads, scale, **sizes
         )
-        if tiles.cut:
-            sums = parts.sum(1).transpose(0, 1).flatten(1, 2)  # [2, keys of cut tiles, kv_heads, DIM]
-            for whole, pieces in zip(grads[1:], sums):
-                whole.index_copy_(0, tiles.places[1], pieces[tiles.places[0]].to(dtype))
+        if len(tiles.cut):
+            _sum_kernel[(len(tiles.cut), kv_heads, 2)](
+                parts, grads[1], grads[2], tiles.cut, kv_heads, PIECES=PIECES, BLOCK_N=sizes["BLOCK_N"], **whole
+            )
     return tuple(t.to(query.dtype) for t in grads)

@@ -154,6 +154,20 @@ def test_less_is_not_worse():
     assert [*compare(COUNTS, COUNTS)] == [*compare(COUNTS | better, COUNTS)] == []
 
 
+def test_a_kernel_that_does_what_torch_did_is_no_more_work():
+    """torch's kernels are not counted; but one that leaves as many launches, or replaces ours, is."""
+    more = {name: COUNTS[name] | {"_new_kernel": 10**6} for name in ("instructions", "bytes")}
+    moved = {"instructions": {kernel: count * 1.009 for kernel, count in COUNTS["instructions"].items()}}
+    assert (
+        [*compare(COUNTS | more | {"launches": 2}, COUNTS)]
+        == [*compare(COUNTS | moved | {"launches": 2}, COUNTS)]
+        == []
+    )
+    alone = {name: {"_new_kernel": 10**6} for name in more}
+    for worse in (more, moved, alone | {"launches": 2}):
+        assert [*compare(COUNTS | worse, COUNTS)]
+
+
 def test_compilers_that_are_not_here_are_named(monkeypatch):
     record = result("dtw", "cuda") | {"nvcc": "11.0.1"}
     record["device"]["triton"] = "0.1"
