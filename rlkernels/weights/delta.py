@@ -57,7 +57,8 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
     pieces of 4 MiB for each thread of torch, and copies of a few tensors that are not contiguous.
 
     Args:
-        new, old: name -> tensor, of the same names, dtypes and shapes; of any dtype, on any device, also tied.
+        new, old: name -> tensor, of the same names, dtypes and shapes; of any dtype, on any device, also tied. ``old``
+            must be copies, since optimizers change a model's weights in place.
 
     Returns:
         The delta, for :func:`apply_`.
@@ -106,8 +107,8 @@ def apply_(weights: Mapping[str, torch.Tensor], delta: bytes | bytearray | memor
     """Turn the old weights of a delta into the new ones, in place, bit for bit.
 
     The whole delta is checked before any weight changes, and so decompressed twice. Sizes that it declares are held
-    against ``weights`` before memory is taken. Memory is as for :func:`encode`; tensors that overlap in memory, such as
-    tied ones, are copied, one group of them at a time.
+    against ``weights`` before memory is taken. Memory is as for :func:`encode`; tensors that share memory, such as tied
+    ones, are copied twice.
 
     Args:
         weights: name -> tensor, on any device; at least the names of the delta. Others stay as they are.
@@ -115,8 +116,8 @@ def apply_(weights: Mapping[str, torch.Tensor], delta: bytes | bytearray | memor
 
     Raises:
         ImportError: zstandard is not installed.
-        TypeError, ValueError: weights or a delta of the wrong type; a damaged delta, or weights that are not its old
-            ones. Nothing has changed then.
+        TypeError, ValueError: weights or a delta of the wrong type; a damaged delta; weights that are not its old ones,
+            or are tied where its new ones differ. Nothing has changed then.
     """
     read = Delta(delta)
     _check_weights("weights", weights)
@@ -162,17 +163,39 @@ class Delta:
             self._check_entry(name, tensor)
         _synchronize(targets.values())
         deque(_in_threads(self._check_piece, _pieces(targets)), 0)
-        alone, groups = _by_memory(targets)
-        deque(_in_threads(self._write_piece, _pieces(alone)), 0)
-        for group in groups:
-            copies = {
-                name: _plain(tensor).clone(memory_format=torch.contiguous_format) for name, tensor in group.items()
-            }
-            deque(_in_threads(self._write_piece, _pieces(copies)), 0)
-            with torch.inference_mode():
-                for name, copy in copies.items():
-                    group[name].copy_(copy)
+        groups = _by_memory(targets)
+        self._write_shared([group for group in groups if len(group) > 1])
+        alone = {name: tensor for group in groups if len(group) == 1 for name, tensor in group.items()}
+        direct = {
+            name: tensor
+            for name, tensor in alone.items()
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        }
+        deque(_in_threads(self._write_piece, _pieces(direct)), 0)
+        for name in alone.keys() - direct.keys():
+            _write(alone[name], self._new({name: alone[name]})[name])
         _synchronize(targets.values())
+
+    def _write_shared(self, groups: list[dict[str, torch.Tensor]]) -> None:
+        """Write groups of tensors that share memory, or none if they have no values that all of a group agree on."""
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []  # with the values before
+        for group in groups:
+            new = self._new(group)
+            written += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
+            for name, tensor in group.items():
+                _write(tensor, new[name])
+            if not all(np.array_equal(_flat_bytes(tensor), _flat_bytes(new[name])) for name, tensor in group.items()):
+                for tensor, before in written:
+                    _write(tensor, before)
+                raise ValueError(
+                    f"weights share memory to which the delta gives two values: {', '.join(sorted(group))}"
+                )
+
+    def _new(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the new weights as copies, contiguous."""
+        copies = {n: _plain(tensor).clone(memory_format=torch.contiguous_format) for n, tensor in weights.items()}
+        deque(_in_threads(self._write_piece, _pieces(copies)), 0)
+        return copies
 
     def _check_entry(self, name: str, tensor: torch.Tensor) -> None:
         entry = self.entries[name]
@@ -196,8 +219,7 @@ class Delta:
     def _write_piece(self, name: str, number: int, weight: torch.Tensor) -> None:
         before = _bytes(weight)
         after = np.bitwise_xor(before, self._xor(name, number, len(before)))
-        with torch.inference_mode():
-            weight.copy_(torch.from_numpy(after).view(weight.dtype))
+        _write(weight, torch.from_numpy(after).view(weight.dtype))
 
     def _xor(self, name: str, number: int, size: int) -> np.ndarray:
         """Decompress a piece, whose size is known, to bytes [size]."""
@@ -296,6 +318,16 @@ def _bytes(piece: torch.Tensor) -> np.ndarray:
     return piece.contiguous().cpu().view(torch.uint8).numpy()
 
 
+def _flat_bytes(tensor: torch.Tensor) -> np.ndarray:
+    return _bytes(_plain(tensor).reshape(-1))
+
+
+def _write(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy bits of the same dtype; also into tensors of inference mode."""
+    with torch.inference_mode():
+        target.copy_(value)
+
+
 def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for work on the tensors: the threads here have streams of their own."""
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
@@ -315,8 +347,8 @@ def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> 
             yield running.popleft().result()
 
 
-def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Divide tensors into those to write piece by piece, and groups that share memory or are not contiguous."""
+def _by_memory(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Group tensors that may share memory; those without elements are left out."""
     spans = []
     for name, tensor in weights.items():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -329,10 +361,4 @@ def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
             groups.append({})
         groups[-1][name] = weights[name]
         end = max(end, (device, stop))
-    alone, rest = dict[str, torch.Tensor](), list[dict[str, torch.Tensor]]()
-    for group in groups:
-        if len(group) == 1 and all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in group.values()):
-            alone |= group
-        else:
-            rest.append(group)
-    return alone, rest
+    return groups

@@ -110,6 +110,22 @@ def test_weights_that_share_memory():
     assert model.weight.requires_grad
 
 
+@pytest.mark.parametrize("names", ["whole tied", "whole rows", "even whole odd"])
+def test_weights_that_are_tied_on_one_side_alone(names):
+    """The sender's have become different: there is no right answer, and nothing changes, not even other ties."""
+    old, new = torch.randn(2, 6, 40)
+
+    def named(x):
+        return {"whole": x, "tied": x, "rows": x[2:4], "even": x[:, ::2], "odd": x[:, 1::2]}
+
+    chosen, pair = names.split(), torch.randn(2, 3)
+    before = {name: named(old)[name].clone() for name in chosen} | {"a": pair[0].clone(), "b": pair[0].clone()}
+    after = {name: named(new)[name].clone() for name in chosen} | {"a": pair[1], "b": pair[1]}
+    after[chosen[-1]] += 1
+    weights = {name: named(old)[name] for name in chosen} | dict.fromkeys("ab", pair[0].clone())
+    refuses(weights, encode(after, before), f"to which the delta gives two values: {', '.join(sorted(chosen))}")
+
+
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_any_model(data):
@@ -159,6 +175,11 @@ def test_few_pieces_are_in_memory():
     assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert len(taken) <= 2 * torch.get_num_threads() + 6
     assert list(results) == list(range(5, 1000))
+
+
+def test_contiguous_weights_are_not_copied(monkeypatch):
+    monkeypatch.setattr(delta.Delta, "_new", None)
+    check({"a": torch.ones(9), "b": torch.ones(2, 3)}, {"a": torch.zeros(9), "b": torch.zeros(2, 3)})
 
 
 @pytest.fixture
