@@ -21,12 +21,12 @@ import rlkernels
 from bench import Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
 from bench._runner import quantile
-from rlkernels import backend
+from rlkernels import _check, backend
 
 OPS = ("token_logprobs", "linear_token_logprobs", "write_kv", "paged_attention", "shared_prefix_attention",
-       "merge_attention", "grouped_attention", "keyed_uniform", "sample_tokens", "verify_drafts", "dtw", "dtw_topk",
-       "delta_matvec", "add_rank1_", "add_rms_norm", "rope", "silu_mul")  # fmt: skip
-CALLS = 20  # of each in a turn
+       "merge_attention", "grouped_attention", "tree_attention", "keyed_uniform", "sample_tokens", "verify_drafts",
+       "dtw", "dtw_topk", "delta_matvec", "add_rank1_", "add_rms_norm", "rope", "silu_mul")  # fmt: skip
+CALLS = 100  # of each in a turn
 
 
 class Nothing:
@@ -48,6 +48,8 @@ def no_launches() -> Iterator[None]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stack.enter_context(patch.object(module, name, Nothing()))
         stack.enter_context(patch.object(backend, "unavailable", lambda *_: None))
+        stack.enter_context(patch.object(backend, "_choices", {}))
+        stack.enter_context(patch.object(_check, "on_host", lambda _: False))
         yield
 
 
@@ -99,7 +101,7 @@ def cases(quick: bool) -> Iterator[list[Row]]:
     try:
         for op, given in inputs().items():
             if op in OPS:
-                turns = 20 if quick else 500
+                turns = 10 if quick else 100
                 yield rows(op, given, "no gradient", turns)
                 if op in GRADIENTS:
                     yield rows(op, with_gradient(op, given), "with a gradient", turns)

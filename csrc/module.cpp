@@ -6,4 +6,5 @@ PYBIND11_MODULE(_C, m) {
   rlk::bind_block_pool(m);
   rlk::bind_rollout_history(m);
   rlk::bind_signals();
+  rlk::bind_signature(m);
 }

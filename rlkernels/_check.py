@@ -49,6 +49,8 @@ def seed(value: Any) -> int:
 
 def positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raises unless ``value`` is a number above 0, or at 0 where ``zero`` is allowed."""
+    if type(value) is float and value > 0:
+        return
     number(name, value)
     if not (value > 0 or (zero and value == 0)):  # also refuses NaN
         raise ValueError(f"{name} must be {'>= 0' if zero else '> 0'}, got {value!r}")
@@ -87,9 +89,15 @@ def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = Non
     return value
 
 
+def on_host(value: torch.Tensor) -> bool:
+    """Return True where values can be looked at: a GPU would have to be waited for."""
+    return value.device.type == "cpu"
+
+
 def indices(name: str, value: torch.Tensor, size: int) -> None:
-    """Raises ValueError for an entry outside ``[0, size)``; does not look on a GPU, which it would have to wait for."""
-    if value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+    """Raises ValueError for an entry outside ``[0, size)``, if it can look (:func:`on_host`)."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if on_host(value) and value.numel() and not traced:
         low, high = int(value.min()), int(value.max())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low if low < 0 else high}")
@@ -97,6 +105,8 @@ def indices(name: str, value: torch.Tensor, size: int) -> None:
 
 def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
     """Raises unless ``value`` has this shape; None allows any size."""
+    if value.shape == expected:
+        return
     if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):
         wanted = ", ".join("any" if e is None else str(e) for e in expected)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(value.shape)}")

@@ -20,16 +20,22 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
 BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
+
+
+_environ: Any = os.environ._data  # type: ignore[attr-defined] # os.environ.get takes 1 µs where there is no variable
+_VARIABLE, _INTERPRET = map(os.environ.encodekey, ("RLKERNELS_BACKEND", "TRITON_INTERPRET"))
+_ONE = os.environ.encodevalue("1")
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,17 @@ def built_with_cuda() -> bool:
 
 def triton_interpreted() -> bool:
     """Return True if Triton kernels run on CPU tensors through Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _environ.get(_INTERPRET) == _ONE
+
+
+def power_of_2(number: int) -> int:
+    """Return the least power of two that a number >= 1 does not exceed; Triton's own function takes 10 µs."""
+    return 1 << (number - 1).bit_length()
 
 
 def runs_on(device: torch.device) -> str:
-    """Return the type of a device."""
-    return device.type
+    """Return the type of a device; "cpu" for "meta", where our ops tell shapes."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 def mark_written(*tensors: torch.Tensor) -> None:
@@ -140,15 +151,74 @@ def mark_written(*tensors: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
+def may_share(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in the memory of another; True where that cannot be told, as in a compiled graph."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(torch._C._is_alias_of(first, other) for other in others)  # type: ignore[attr-defined]
+
+
+def current_device() -> int:
+    """Return the index of the current GPU; -1 where none has been used."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
 def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
     """Run ``function`` with the GPU of its first argument as the current one, where Triton launches kernels."""
 
     @functools.wraps(function)
     def run(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device(first.get_device()):  # -1, which changes nothing, on a CPU
+        index = first.get_device()  # -1 on a CPU
+        if index == current_device():
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(index):
             return function(first, *args, **kwargs)
 
     return run
+
+
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether all are numbers in memory and nothing else, and no mode of torch looks at what is done to them."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(_is_plain(tensor) for tensor in tensors)
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_nested or t.layout is not torch.strided or t.is_meta:
+        return False
+    partitioned = type(t) is torch.nn.Parameter and t.numel() == 0  # as it may be by DeepSpeed
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # left over from a transform
+    if partitioned or wrapped or t.is_neg() or torch.is_autocast_enabled(t.device.type):
+        return False
+    return forward_ad.unpack_dual(t).tangent is None
+
+
+@functools.cache
+def signature() -> Callable[..., Any]:
+    """Return the function that makes a key of all that :func:`are_plain` and checks of types depend on."""
+    if extension_error() is not None:
+        return _signature
+    from rlkernels import _C
+
+    return getattr(_C, "signature", _signature)
+
+
+def _signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Do in Python what ``rlkernels._C.signature`` does; calls that are not plain equal no other."""
+    values = (*args, *kwargs.values())
+    if not are_plain(value for value in values if isinstance(value, torch.Tensor)):
+        return object()
+    grad = torch.is_grad_enabled()
+    facts = [
+        (type(v), v.dtype, v.device, v.dim(), grad and v.requires_grad) if isinstance(v, torch.Tensor) else v is None
+        for v in values
+    ]
+    return (*facts, *kwargs)
+
+
+_plain: set[Any] = set()  # signatures of plain calls of launchers
+_NO_NAMES: dict[str, Any] = {}
 
 
 def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Any]:
@@ -165,12 +235,16 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
 
         @functools.wraps(launcher)
         def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            if torch.compiler.is_compiling():
                 return op(*args)
-            if any(type(a) is not torch.Tensor for a in args if isinstance(a, torch.Tensor)):
-                return op(*args)
-            out = launch(*args)
-            mark_written(*(args[i] for i in written))
+            key = signature()(args, _NO_NAMES)
+            if key not in _plain:
+                if not are_plain(a for a in args if isinstance(a, torch.Tensor)):
+                    return op(*args)
+                _plain.add(key)
+            out = launcher(*args) if args[0].get_device() == current_device() else launch(*args)
+            if written:
+                mark_written(*[args[i] for i in written])
             return out
 
         call.register_fake = op.register_fake  # type: ignore[attr-defined]
@@ -200,6 +274,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
 
 
 _run: dict[str, str] = {}  # the verdicts of the run, by op
+_choices: dict[tuple[Any, ...], str] = {}  # what has been chosen, by what it depends on
 
 
 def use(table: Mapping[str, str]) -> None:
@@ -212,6 +287,7 @@ def use(table: Mapping[str, str]) -> None:
 def forget() -> None:
     """Forget the verdicts; the next choice reads them anew."""
     settled.cache_clear()
+    _choices.clear()
 
 
 @functools.cache
@@ -290,6 +366,16 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     Raises:
         ValueError: ``backend`` is unknown or cannot run here; or as :func:`wanted`.
     """
+    if torch.compiler.is_compiling():
+        return _choose(op, device, backend)
+    key = op, device, backend, _environ.get(_VARIABLE)
+    chosen = _choices.get(key)
+    if chosen is None:
+        chosen = _choices[key] = _choose(op, device, backend)
+    return chosen
+
+
+def _choose(op: str, device: torch.device, backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":

@@ -71,3 +71,15 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 def backends(op: str) -> list[str]:
     return [name for name in ("cpu", "triton", "torch") if name == "torch" or getattr(OPS[op], name)]
+
+
+def check_write_from_itself(backend: str) -> None:
+    """Move entries of a cache, in reverse order; check that all are read before any is written."""
+    for rows in (lambda cache: cache.flatten(0, 1)[:8], lambda cache: cache.flatten(0, 1)[1:9]):
+        keys, values = torch.randn(2, 3, 4, 1, 8)
+        expected = keys.clone().flatten(0, 1), values.clone().flatten(0, 1)
+        slots = torch.arange(7, -1, -1)
+        expected[0][slots], expected[1][slots] = rows(values.clone()), rows(keys.clone())
+        rlkernels.write_kv(rows(values), rows(keys), keys, values, slots, backend=backend)
+        for cache, moved in zip((keys, values), expected):
+            assert torch.equal(cache.flatten(0, 1), moved)

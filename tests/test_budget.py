@@ -10,7 +10,7 @@ from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
 NODES = {"python_trainer": 121_600, "rlkernels": 130_000, "bench": 77_200, "tests": 320_000}  # of Python's syntax tree
-LINES = {"csrc": 8_400}
+LINES = {"csrc": 8_500}
 SETTINGS = 116
 WORDS = 20_000  # of README, CONTRIBUTING and docs
 GENERATED = {"architectures.md"}  # tables of docs that a command writes

@@ -185,7 +185,12 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK_VALUE(slot[t] >= 0 && slot[t] < total, "slots must be between 0 and ", total - 1, ", got ", slot[t]);
   const auto kernel = RLK_DISPATCH(copy_to_pages);
-  for (const auto& [rows, cache] : {std::pair{&key, &key_cache}, std::pair{&value, &value_cache}}) {
+  // Rows that lie in a cache are copied before anything is written
+  const auto apart = [&](const at::Tensor& t) {
+    return t.is_alias_of(key_cache) || t.is_alias_of(value_cache) ? t.clone() : t;
+  };
+  const at::Tensor keys = apart(key), values = apart(value);
+  for (const auto& [rows, cache] : {std::pair{&keys, &key_cache}, std::pair{&values, &value_cache}}) {
     TORCH_CHECK(rows->is_cpu() && rows->dim() == 3 && rows->size(0) == tokens && rows->size(1) == cache->size(2) &&
                     rows->size(2) == cache->size(3), "key and value must be [T, heads, dim]");
     const at::Tensor from = rows->stride(2) == 1 ? *rows : rows->contiguous();

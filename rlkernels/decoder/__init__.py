@@ -6,8 +6,9 @@ float32 and rounded once a tensor, where plain torch rounds after every operatio
 
 import torch
 
-from rlkernels import _check
+from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.decoder import _autograd, reference
 
 __all__ = ["add_rms_norm", "rope", "silu_mul"]
@@ -22,6 +23,14 @@ def _native(op: str, x: torch.Tensor, backend: str) -> bool:
     return chosen == "cpu" and x.dtype in TYPES
 
 
+def _check_norm(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, **_: object) -> None:
+    _check.tensor("residual", residual, floating=True)
+    if x is not None:
+        _check.tensor("x", x, device=residual.device)
+    _check.tensor("weight", weight, device=residual.device)
+
+
+@public_op("add_rms_norm", _check_norm, composite=True)
 def add_rms_norm(
     residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,13 +51,17 @@ def add_rms_norm(
     mixed = backend == "auto" and any(t is not None and t.dtype != residual.dtype for t in (x, weight))
     if mixed or not _native("add_rms_norm", residual, backend):
         return reference.add_rms_norm(residual, x, weight, eps)
-    if torch.is_grad_enabled():
-        out = _autograd.AddRmsNorm.apply(residual, x, weight, eps)
-        return (residual, out) if x is None else out
-    total, normed, _ = torch.ops.rlkernels.add_rms_norm(residual, x, weight, eps)
+    total, normed, _ = _gradients.apply(_autograd.AddRmsNorm, residual, x, weight, eps)
     return residual if x is None else total, normed
 
 
+def _check_rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: object) -> None:
+    _check.tensor("x", x, floating=True)
+    for name, t in (("positions", positions), ("cos", cos), ("sin", sin)):
+        _check.tensor(name, t, device=x.device)
+
+
+@public_op("rope", _check_rope, composite=True)
 def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int, heads: int,
          q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0, *,
          backend: str = "auto") -> torch.Tensor:  # fmt: skip
@@ -79,11 +92,10 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch
     if not _native("rope", x, backend):
         _check.indices("positions", positions, len(cos))
         return reference.rope(*arguments, eps)
-    if torch.is_grad_enabled():
-        return _autograd.Rope.apply(*arguments, eps)
-    return torch.ops.rlkernels.rope(*arguments, eps)
+    return _gradients.apply(_autograd.Rope, *arguments, eps)
 
 
+@public_op("silu_mul", lambda gate_up, **_: _check.tensor("gate_up", gate_up, floating=True), composite=True)
 def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Compute the gate of a SwiGLU layer (arXiv 2002.05202).
 
@@ -98,6 +110,4 @@ def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """
     if not _native("silu_mul", gate_up, backend):
         return reference.silu_mul(gate_up)
-    if torch.is_grad_enabled():
-        return _autograd.SiluMul.apply(gate_up)
-    return torch.ops.rlkernels.silu_mul(gate_up)
+    return _gradients.apply(_autograd.SiluMul, gate_up)

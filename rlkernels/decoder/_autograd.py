@@ -1,26 +1,33 @@
-"""Gradients of the compiled ops. Not registered with torch's library, whose wrapper would cost as much as the op."""
+"""Gradients of the compiled ops."""
 
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from rlkernels import _gradients
 
 
 class AddRmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple:
-        total, out, factor = torch.ops.rlkernels.add_rms_norm(residual, x, weight, eps)
-        ctx.added = x is not None
-        ctx.save_for_backward(total if ctx.added else residual, factor, weight)
-        ctx.set_materialize_grads(False)
-        return (total, out) if ctx.added else out
+    """residual, x or None, weight, eps -> sum ([0, D] without x), its norm, and the factor of each row."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple:
+    def forward(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Any:
+        return torch.ops.rlkernels.add_rms_norm(residual, x, weight, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        residual, x, weight, _ = inputs
+        total, _, factor = output
+        ctx.added = x is not None
+        ctx.mark_non_differentiable(factor, *(() if ctx.added else (total,)))
+        ctx.save_for_backward(total if ctx.added else residual, factor, weight)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_gradients.once("add_rms_norm", "; backend='torch' has one")
+    def backward(ctx: Any, of_total: Any, of_out: Any, _: Any) -> Any:
         total, factor, weight = ctx.saved_tensors
-        *of_total, of_out = [None if grad is None else grad.contiguous() for grad in grads]
-        other = of_total[0] if of_total else None
+        other, of_out = (None if grad is None else grad.contiguous() for grad in (of_total, of_out))
         if of_out is None:
             return other, other, None, None
         grad, of_weight = torch.ops.rlkernels.rms_norm_backward(of_out, other, total, factor, weight)
@@ -29,16 +36,20 @@ class AddRmsNorm(torch.autograd.Function):
 
 class Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int,
+    def forward(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int,
                 heads: int, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
                 eps: float) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(None if q_weight is None else x, positions, cos, sin, q_weight, k_weight)
-        ctx.settings = q_heads, heads, eps
         return torch.ops.rlkernels.rope(x, positions, cos, sin, q_heads, heads, q_weight, k_weight, eps)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, positions, cos, sin, q_heads, heads, q_weight, k_weight, eps = inputs
+        ctx.save_for_backward(None if q_weight is None else x, positions, cos, sin, q_weight, k_weight)
+        ctx.settings = q_heads, heads, eps
+
+    @staticmethod
+    @_gradients.once("rope", "; backend='torch' has one")
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         x, positions, cos, sin, *weights = ctx.saved_tensors
         q_heads, heads, eps = ctx.settings
         grad_out = grad_out.contiguous()
@@ -51,11 +62,14 @@ class Rope(torch.autograd.Function):
 
 class SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(gate_up: torch.Tensor) -> torch.Tensor:
         return torch.ops.rlkernels.silu_mul(gate_up)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> torch.Tensor:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @_gradients.once("silu_mul", "; backend='torch' has one")
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         return torch.ops.rlkernels.silu_mul_backward(grad_out.contiguous(), *ctx.saved_tensors)

@@ -4,15 +4,21 @@ from typing import Literal, overload
 
 import torch
 
-from rlkernels import _check
+from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
-from rlkernels.logprobs import _autograd, reference
+from rlkernels._contexts import public_op
+from rlkernels.logprobs import reference
+from rlkernels.logprobs._autograd import TokenLogprobs
 from rlkernels.logprobs.linear import linear_token_logprobs
 
 __all__ = ["linear_token_logprobs", "token_logprobs"]
 
-if _backend.extension_error() is None:
-    _autograd.register("rlkernels::token_logprobs")
+
+def _check_types(logits: torch.Tensor, ids: torch.Tensor, **_: object) -> None:
+    _check.tensor("logits", logits, floating=True)
+    if logits.ndim == 0:
+        raise ValueError("logits must have shape [..., V] with V >= 1, got []")
+    _check.tensor("ids", ids, dtype=torch.int64, device=logits.device)
 
 
 @overload
@@ -33,6 +39,7 @@ def token_logprobs(
     return_entropy: Literal[True],
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@public_op("token_logprobs", _check_types, composite=True)
 def token_logprobs(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -58,35 +65,33 @@ def token_logprobs(
             GPU nothing is raised for it and its log-probability is NaN).
         TypeError: a wrong dtype.
     """
-    _check.tensor("logits", logits, floating=True)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
-    _check.tensor("ids", ids, dtype=torch.int64, device=logits.device)
-    _check.shape("ids", ids, logits.shape[:-1])
-    _check.positive("temperature", temperature)
+    shape = logits.shape
+    if ids.shape != shape[:-1]:
+        _check.shape("ids", ids, shape[:-1])
+    if shape[-1] == 0:
+        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(shape)}")
+    if not (type(temperature) is float and temperature > reference.LEAST):
+        _check.positive("temperature", temperature)
+        temperature = max(float(temperature), reference.LEAST_DOUBLE)
+        if temperature < reference.LEAST and logits.dtype != torch.float64:
+            wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
+            return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()
     chosen = _backend.choose("token_logprobs", logits.device, backend)
-    temperature = max(float(temperature), reference.LEAST_DOUBLE)
-    if temperature < reference.LEAST and logits.dtype != torch.float64:
-        wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
-        return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()
-    if chosen != "torch" and logits.dtype != torch.float64:
-        logprobs, entropy = _fused(chosen, logits, ids, temperature, return_entropy)
-    else:
-        _check.indices("ids", ids, logits.shape[-1])
+    if chosen == "torch" or logits.dtype == torch.float64:
+        _check.indices("ids", ids, shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature, return_entropy)
-    return (logprobs, entropy) if return_entropy else logprobs
-
-
-def _fused(
-    chosen: str, logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, flat = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1).contiguous()
+        return (logprobs, entropy) if return_entropy else logprobs
     if chosen == "triton":
-        from rlkernels.logprobs import triton_kernels
-
-        _check.indices("ids", ids, logits.shape[-1])
-        logprobs, entropy, _ = triton_kernels.forward(rows.contiguous(), flat, temperature, with_entropy)
-    else:
-        rows = rows if rows.dtype in (torch.float32, torch.bfloat16) else rows.float()
-        logprobs, entropy, _ = torch.ops.rlkernels.token_logprobs(rows.contiguous(), flat, temperature, with_entropy)
-    return logprobs.view(ids.shape), entropy.view(ids.shape) if with_entropy else entropy
+        _check.indices("ids", ids, shape[-1])
+    elif logits.dtype == torch.float16:
+        logits = logits.float()
+    rows, flat = logits, ids
+    if len(shape) != 2:
+        rows, flat = logits.reshape(-1, shape[-1]), ids.reshape(-1)
+    logprobs, entropy, _ = _gradients.apply(
+        TokenLogprobs, rows.contiguous(), flat.contiguous(), temperature, return_entropy, chosen
+    )
+    if len(shape) != 2:
+        logprobs = logprobs.view(ids.shape)
+        entropy = entropy.view(ids.shape) if return_entropy else entropy
+    return (logprobs, entropy) if return_entropy else logprobs

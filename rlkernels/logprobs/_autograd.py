@@ -1,38 +1,45 @@
-"""Gradients of the fused ops."""
+"""The fused ops by backend, and their gradient."""
 
-import functools
 from typing import Any
 
 import torch
 
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, ids, temperature, _ = inputs
-    _, entropies, stats = output
-    ctx.save_for_backward(logits, ids, stats, entropies)
-    ctx.temperature = temperature
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
+from rlkernels import _gradients
 
 
-def _gradient(op: str, ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> tuple:
-    logits, ids, stats, entropies = ctx.saved_tensors
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(stats[:, 0])
-    if grad_entropies is None:
-        entropies = grad_entropies = grad_logprobs.new_empty(0)
-    backward = getattr(torch.ops.rlkernels, op.removeprefix("rlkernels::") + "_backward")
-    grad = backward(
-        logits, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(), ctx.temperature
-    )
-    return grad, None, None, None
+def fused(backend: str) -> tuple[Any, Any]:
+    """Return the ops that compute token_logprobs and its gradient, on "cpu" or "triton"."""
+    if backend == "triton":
+        from rlkernels.logprobs import triton_kernels
+
+        return triton_kernels.forward, triton_kernels.backward
+    return torch.ops.rlkernels.token_logprobs.default, torch.ops.rlkernels.token_logprobs_backward.default
 
 
-def _second_gradient(*_: Any) -> tuple:
-    raise RuntimeError("token_logprobs is compiled here and its gradient has no gradient; backend='torch' has one")
+class TokenLogprobs(torch.autograd.Function):
+    """logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
 
+    @staticmethod
+    def forward(logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool, backend: str) -> Any:
+        forward, _ = fused(backend)
+        return forward(logits, ids, temperature, with_entropy)
 
-def register(op: str) -> None:
-    """Gives ``op``, which must be loaded, its gradient; the op ``{op}_backward`` computes it and has none."""
-    torch.library.register_autograd(op, functools.partial(_gradient, op), setup_context=_setup_context)
-    torch.library.register_autograd(f"{op}_backward", _second_gradient)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, ids, ctx.temperature, _, ctx.backend = inputs
+        _, entropies, stats = output
+        ctx.save_for_backward(logits, ids, stats, entropies)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_gradients.once("token_logprobs", "; backend='torch' has one")
+    def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
+        logits, ids, stats, entropies = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(stats[:, 0])
+        if grad_entropies is None:
+            entropies = grad_entropies = grad_logprobs.new_empty(0)
+        _, backward = fused(ctx.backend)
+        grads = grad_logprobs.contiguous(), grad_entropies.contiguous()
+        return backward(logits, ids, stats, entropies, *grads, ctx.temperature), None, None, None, None

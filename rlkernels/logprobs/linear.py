@@ -13,9 +13,10 @@ from typing import Any, Literal, overload
 
 import torch
 
-from rlkernels import _check
+from rlkernels import _check, _contexts, _gradients
 from rlkernels import backend as _backend
 from rlkernels.logprobs import reference
+from rlkernels.logprobs._autograd import fused
 
 ROWS = 8192  # tokens whose block summaries are held at one time
 BLOCK = 1 << 22  # logits in a block on a CPU, where the vocabulary allows it: 16 MiB in float32
@@ -23,6 +24,18 @@ GPU_BLOCK = 1 << 26  # most of them on a GPU, whose matrix products need more at
 GPU_SHARE = 256  # a block in float32 is at most this part of a GPU's memory
 NARROWEST = 256  # vocabulary entries in a block; narrower ones leave matrix products too little to do
 FEWEST = 64  # tokens whose whole rows of logits exist at one time, for the gradient of hidden states in bfloat16
+
+
+def _check_types(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
+                 **_: object) -> None:  # fmt: skip
+    _check.tensor("hidden", hidden, floating=True)
+    if hidden.ndim == 0:
+        raise ValueError(f"hidden must have shape [..., H], got {list(hidden.shape)}")
+    like: dict[str, Any] = {"dtype": hidden.dtype, "device": hidden.device}
+    _check.tensor("weight", weight, ndim=2, **like)
+    if bias is not None:
+        _check.tensor("bias", bias, ndim=1, **like)
+    _check.tensor("ids", ids, dtype=torch.int64, device=hidden.device)
 
 
 @overload
@@ -49,6 +62,7 @@ def linear_token_logprobs(
     chunk: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@_contexts.public_op("linear_token_logprobs", _check_types, casts=True)
 def linear_token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -85,19 +99,13 @@ def linear_token_logprobs(
             vocabulary (on a GPU nothing is raised for it and its log-probability is NaN).
         TypeError: a wrong dtype.
     """
-    _check.tensor("hidden", hidden, floating=True)
-    if hidden.ndim == 0:
-        raise ValueError(f"hidden must have shape [..., H], got {list(hidden.shape)}")
-    like: dict[str, Any] = {"dtype": hidden.dtype, "device": hidden.device}
-    _check.tensor("weight", weight, **like)
-    _check.shape("weight", weight, [None, hidden.shape[-1]])
-    vocab = weight.shape[0]
+    vocab, width = weight.shape
+    if width != hidden.shape[-1]:
+        _check.shape("weight", weight, (None, hidden.shape[-1]))
     if vocab == 0:
         raise ValueError(f"weight must have shape [V, H] with V >= 1, got {list(weight.shape)}")
     if bias is not None:
-        _check.tensor("bias", bias, **like)
-        _check.shape("bias", bias, [vocab])
-    _check.tensor("ids", ids, dtype=torch.int64, device=hidden.device)
+        _check.shape("bias", bias, (vocab,))
     _check.shape("ids", ids, hidden.shape[:-1])
     _check.positive("temperature", temperature)
     if chunk is not None:
@@ -111,13 +119,13 @@ def linear_token_logprobs(
         logprobs, entropy = linear_token_logprobs(hidden.double(), weight.double(), ids, bias=bias, chunk=chunk,
                                                   temperature=temperature, return_entropy=True)  # fmt: skip
         return (logprobs.float(), entropy.float()) if return_entropy else logprobs.float()
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(-1, width)
     if chunk is None:
         cuda = hidden.device.type == "cuda"
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if cuda else None
         chunk = block_columns(rows.shape[0], memory)
-    logprobs, entropy, _ = forward(
-        rows, weight, bias, ids.reshape(-1), temperature, return_entropy, min(chunk, vocab), chosen
+    logprobs, entropy, _ = _gradients.apply(
+        LinearTokenLogprobs, rows, weight, bias, ids.reshape(-1), temperature, return_entropy, min(chunk, vocab), chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 
@@ -177,23 +185,15 @@ def _summary(
             entropy = log_sum - (exps * z.masked_fill(exps == 0, 0.0)).sum(1) / total
     else:
         anything = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        _, entropy, stats = _fused(backend)[0](logits, anything, temperature, with_entropy)
+        _, entropy, stats = fused(backend)[0](logits, anything, temperature, with_entropy)
         top, log_sum = stats.unbind(1)
         entropy = entropy if with_entropy else top
     nothing = top == -torch.inf  # all of them: a row with NaN has NaN there
     return top, torch.where(nothing, -torch.inf, log_sum), torch.where(nothing, 0.0, entropy)
 
 
-def _fused(backend: str) -> tuple[Any, Any]:
-    """Return the ops that compute token_logprobs and its gradient."""
-    if backend == "triton":
-        from rlkernels.logprobs import triton_kernels
-
-        return triton_kernels.forward, triton_kernels.backward
-    return torch.ops.rlkernels.token_logprobs, torch.ops.rlkernels.token_logprobs_backward
-
-
-def plain_forward(
+@_backend.kernel_op("rlkernels::linear_token_logprobs")
+def forward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -220,9 +220,6 @@ def plain_forward(
             w = log_w.exp()
             entropies[rows] = (w * (block_entropies - torch.where(w == 0, 0.0, log_w))).sum(0)
     return logprobs, entropies, stats
-
-
-forward = torch.library.custom_op("rlkernels::linear_token_logprobs", plain_forward, mutates_args=())
 
 
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -256,14 +253,15 @@ def _logit_gradient(
         grad = others(logits, (slice(None), None))
         grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
         return grad.to(logits.dtype)
-    grad = _fused(backend)[1](logits, column, stats, entropies, grad_logprobs, grad_entropies, temperature)
+    grad = fused(backend)[1](logits, column, stats, entropies, grad_logprobs, grad_entropies, temperature)
     # the kernel takes every row for one whose token is in the block
     there = (torch.arange(len(column), device=column.device), column)
     grad[there] = torch.where(inside, grad[there], others(logits[there], slice(None)).to(grad.dtype))
     return grad
 
 
-def plain_backward(
+@_backend.kernel_op("rlkernels::linear_token_logprobs_backward")
+def backward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, stats: torch.Tensor,
     entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
     chunk: int, backend: str, wanted: list[bool],
@@ -297,9 +295,6 @@ def plain_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-backward = torch.library.custom_op("rlkernels::linear_token_logprobs_backward", plain_backward, mutates_args=())
-
-
 def _empty_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -313,27 +308,37 @@ def _(hidden, weight, bias, ids, stats, entropies, grad_logprobs, grad_entropies
     return _empty_gradients(hidden, weight, wanted)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    hidden, weight, bias, ids, ctx.temperature, _, ctx.chunk, ctx.backend = inputs
-    _, entropies, stats = output
-    ctx.save_for_backward(hidden, weight, bias, ids, stats, entropies)
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
+class LinearTokenLogprobs(torch.autograd.Function):
+    """See :func:`forward`."""
 
+    @staticmethod
+    def forward(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
+        with_entropy: bool, chunk: int, backend: str,
+    ) -> Any:  # fmt: skip
+        return forward(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend)
 
-def _gradient(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> tuple:
-    hidden, weight, bias, ids, stats, entropies = ctx.saved_tensors
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(stats[:, 0])
-    if grad_entropies is None:
-        entropies = grad_entropies = grad_logprobs.new_empty(0)
-    wanted = list(ctx.needs_input_grad[:3])
-    gradients = backward(
-        hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
-        ctx.temperature, ctx.chunk, ctx.backend, wanted,
-    )  # fmt: skip
-    found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-    return (*found, None, None, None, None, None)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        hidden, weight, bias, ids, ctx.temperature, _, ctx.chunk, ctx.backend = inputs
+        _, entropies, stats = output
+        ctx.save_for_backward(hidden, weight, bias, ids, stats, entropies)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
 
-
-forward.register_autograd(_gradient, setup_context=_setup_context)
+    @staticmethod
+    @_gradients.once("linear_token_logprobs", "; token_logprobs with backend='torch' has one")
+    def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
+        hidden, weight, bias, ids, stats, entropies = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(stats[:, 0])
+        if grad_entropies is None:
+            entropies = grad_entropies = grad_logprobs.new_empty(0)
+        wanted = list(ctx.needs_input_grad[:3])
+        with _contexts.gathered(weight, bias):
+            gradients = backward(
+                hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
+                ctx.temperature, ctx.chunk, ctx.backend, wanted,
+            )  # fmt: skip
+        found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
+        return (*found, None, None, None, None, None)

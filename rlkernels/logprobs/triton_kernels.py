@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, triton_interpreted
-from rlkernels.logprobs import _autograd
+from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
 
 
 @triton.jit
@@ -71,18 +70,17 @@ def _backward_kernel(
     tl.store(grad + program * vocab + at, g.to(grad.dtype.element_ty), mask=at < vocab)
 
 
-@torch.library.custom_op("rlkernels::token_logprobs_triton", mutates_args=())
-@on_its_device
+@kernel_op("rlkernels::token_logprobs_triton")
 def forward(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     rows, vocab = logits.shape
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    entropies = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
-    stats = torch.empty(rows, 2, dtype=torch.float32, device=logits.device)
+    logprobs = logits.new_empty(rows, dtype=torch.float32)
+    entropies = logits.new_empty(rows if with_entropy else 0, dtype=torch.float32)
+    stats = logits.new_empty((rows, 2), dtype=torch.float32)
     if rows:
-        block = min(4096, triton.next_power_of_2(vocab))
+        block = min(4096, power_of_2(vocab))
         _forward_kernel[(rows,)](
             logits, ids, logprobs, entropies, stats, vocab, logits.stride(0), 1 / temperature,
             ENTROPY=with_entropy, BLOCK=block, num_warps=8 if block >= 2048 else 4,
@@ -98,8 +96,7 @@ def _(logits, ids, temperature, with_entropy):
     return torch.empty(shape, **options), entropies, torch.empty([*shape, 2], **options)
 
 
-@torch.library.custom_op("rlkernels::token_logprobs_triton_backward", mutates_args=())
-@on_its_device
+@kernel_op("rlkernels::token_logprobs_triton_backward")
 def backward(
     logits: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
@@ -108,10 +105,10 @@ def backward(
     rows, vocab = logits.shape
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     dtype = torch.float32 if triton_interpreted() else logits.dtype
-    grad = torch.empty(rows, vocab, dtype=dtype, device=logits.device)
+    grad = logits.new_empty((rows, vocab), dtype=dtype)
     if rows:
-        block = min(4096, triton.next_power_of_2(vocab))
-        _backward_kernel[(rows, triton.cdiv(vocab, block))](
+        block = min(4096, power_of_2(vocab))
+        _backward_kernel[(rows, -(-vocab // block))](
             logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, vocab, logits.stride(0),
             1 / temperature, ENTROPY=entropies.numel() > 0, BLOCK=block, num_warps=8 if block >= 2048 else 4,
         )  # fmt: skip
@@ -121,6 +118,3 @@ def backward(
 @backward.register_fake
 def _(logits, ids, stats, entropies, grad_logprobs, grad_entropies, temperature):
     return torch.empty_like(logits)
-
-
-_autograd.register("rlkernels::token_logprobs_triton")

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from rlkernels import _check
+from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
@@ -29,6 +30,22 @@ FEW_TOKENS = 2048  # that take a GPU no longer to write than a launch
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+def _check_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    **_: object,
+) -> None:
+    _check_caches(key_cache, value_cache)
+    for name, t in (("key", key), ("value", value)):
+        _check.tensor(name, t, ndim=3, floating=True, device=key_cache.device)
+    _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
+    _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+
+
+@public_op("write_kv", _check_write, writes=("key_cache", "value_cache"))
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -41,7 +58,7 @@ def write_kv(
     """Write the keys and values of new tokens into their slots of the cache; for generation, without gradients.
 
     Args:
-        key, value: [T, Hk, d], converted to the dtype of the cache.
+        key, value: [T, Hk, d], converted to the dtype of the cache; may be parts of it.
         key_cache, value_cache: [num_blocks, block_size, Hk, d], written in place.
         slots: int64 [T], block * block_size + offset, all different.
 
@@ -49,25 +66,38 @@ def write_kv(
         TypeError, ValueError: wrong shapes, dtypes or devices; a slot outside the cache (checked on a CPU); a tensor
             that requires grad while gradients are enabled.
     """
-    _check_cache(key_cache, value_cache)
-    for name, t in (("key", key), ("value", value)):
-        _check.tensor(name, t, ndim=3, floating=True, device=key_cache.device)
-        _check.shape(name, t, (key.shape[0], *key_cache.shape[2:]))
-    _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
-    _check.shape("slots", slots, (key.shape[0],))
-    _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    shape = key_cache.shape
+    _check.shape("value_cache", value_cache, shape)
+    if key.shape[1:] != shape[2:]:
+        _check.shape("key", key, (key.shape[0], *shape[2:]))
+    _check.shape("value", value, key.shape)
+    _check.shape("slots", slots, key.shape[:1])
     regime = "write_kv/many" if key.shape[0] > FEW_TOKENS else "write_kv"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, key, value)
     if chosen == "cpu":
         torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
         _backend.mark_written(key_cache, value_cache)
         return
-    total = key_cache.shape[0] * key_cache.shape[1]
-    if slots.numel() and slots.device.type == "cpu" and not (slots.min() >= 0 and slots.max() < total):
+    total = shape[0] * shape[1]
+    if slots.numel() and _check.on_host(slots) and not (slots.min() >= 0 and slots.max() < total):
         raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
     _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
 
 
+def _check_paged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    **_: object,
+) -> None:
+    _check_attention("paged_attention", query, key_cache, value_cache)
+    _check_ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+
+
+@public_op("paged_attention", _check_paged)
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -104,20 +134,38 @@ def paged_attention(
             block table covers, or a block outside the cache (checked on a CPU); a tensor that requires grad while
             gradients are enabled.
     """
-    _check_attention("paged_attention", query, key_cache, value_cache, scale)
-    sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
-    args = (query, key_cache, value_cache, *sequences.values(), float(scale))
-    regime = "paged_attention/prefill" if query.shape[0] > len(seq_lens) else "paged_attention"
+    _check_sizes(query, key_cache, value_cache, scale)
+    sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
+    regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
     if chosen == "cpu":
-        out, lse = torch.ops.rlkernels.paged_attention(*args)
+        out, lse = torch.ops.rlkernels.paged_attention(query, key_cache, value_cache, *sequences, float(scale))
     else:
-        if query.device.type == "cpu":
+        if _check.on_host(query):
             _check_lengths(query, key_cache, sequences)
-        out, lse = _attention(chosen, query, key_cache).paged_attention(*args)
+        attend = _attention(chosen, query, key_cache).paged_attention
+        out, lse = attend(query, key_cache, value_cache, *sequences, float(scale))
     return (out, lse) if return_lse else out
 
 
+def _check_shared(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    group_tables: torch.Tensor,
+    group_lens: torch.Tensor,
+    group_starts: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    **_: object,
+) -> None:
+    _check_attention("shared_prefix_attention", query, key_cache, value_cache)
+    _check_ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
+    _check_ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+
+
+@public_op("shared_prefix_attention", _check_shared)
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -152,21 +200,33 @@ def shared_prefix_attention(
     Raises:
         ValueError, TypeError: as :func:`paged_attention`.
     """
-    _check_attention("shared_prefix_attention", query, key_cache, value_cache, scale)
-    groups = _ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
-    sequences = _ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
-    args = (query, key_cache, value_cache, *groups.values(), *sequences.values(), float(scale))
+    _check_sizes(query, key_cache, value_cache, scale)
+    groups = _ragged(_GROUPS, group_tables, group_lens, group_starts)
+    sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
+    args = (query, key_cache, value_cache, *groups, *sequences, float(scale))
     chosen = _choose_for_cache("shared_prefix_attention", backend, key_cache, value_cache, query)
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
     else:
-        if query.device.type == "cpu":
+        if _check.on_host(query):
             _check_lengths(query, key_cache, sequences)
-            _check_values(groups, len(seq_lens), key_cache)
+            _check_values(_GROUPS, groups, len(seq_lens), key_cache)
         out, lse = _attention(chosen, query, key_cache).shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
 
+def _check_merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, **_: object
+) -> None:
+    _check.tensor("out_a", out_a, ndim=3, floating=True)
+    _check.tensor("out_b", out_b, ndim=3, dtype=out_a.dtype, device=out_a.device)
+    lse_dtypes = (torch.float32, torch.float64) if out_a.dtype == torch.float64 else (torch.float32,)
+    for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
+    _check_no_gradient("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+
+
+@public_op("merge_attention", _check_merge)
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,19 +243,21 @@ def merge_attention(
         TypeError, ValueError: wrong shapes, dtypes or devices; a tensor that requires grad while gradients are
             enabled.
     """
-    _check.tensor("out_a", out_a, ndim=3, floating=True)
-    _check.tensor("out_b", out_b, ndim=3, dtype=out_a.dtype, device=out_a.device)
     _check.shape("out_b", out_b, out_a.shape)
-    lse_dtypes = (torch.float32, torch.float64) if out_a.dtype == torch.float64 else (torch.float32,)
-    for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
-        _check.shape(name, t, out_a.shape[:2])
-    _check_no_gradient("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    _check.shape("lse_a", lse_a, out_a.shape[:2])
+    _check.shape("lse_b", lse_b, lse_a.shape)
     chosen = _choose("merge_attention", backend, out_a)
-    parts = tuple(t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
+    parts = out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous()
     return torch.ops.rlkernels.merge_attention(*parts) if chosen == "cpu" else _kernels(chosen).merge_attention(*parts)
 
 
+def _check_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> None:
+    _check.tensor("query", query, ndim=3, floating=True)
+    for name, t in (("key", key), ("value", value)):
+        _check.tensor(name, t, ndim=3, dtype=query.dtype, device=query.device)
+
+
+@public_op("tree_attention", _check_packed, composite=True)
 def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -232,6 +294,7 @@ def tree_attention(
     return (out, lse) if return_lse else out
 
 
+@public_op("grouped_attention", _check_packed, composite=True)
 def grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -269,9 +332,7 @@ def _attend_packed(
     backend: str,
 ) -> tuple[torch.Tensor, Any]:
     """Return out and the log-sum-exp, which may be None unless it is asked for."""
-    _check.tensor("query", query, ndim=3, floating=True)
     for name, t in (("key", key), ("value", value)):
-        _check.tensor(name, t, ndim=3, dtype=query.dtype, device=query.device)
         _check.shape(name, t, (query.shape[0], key.shape[1], query.shape[2]))
     _check_heads(query, key.shape[1])
     _check_scale(scale)
@@ -280,7 +341,8 @@ def _attend_packed(
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
     args = (query, key, value, layout, float(scale))
     if chosen != "torch":
-        return _TreeAttention.apply(*args, chosen)
+        tensors = query.contiguous(), key.contiguous(), value.contiguous()
+        return _gradients.apply(_TreeAttention, *tensors, layout, float(scale), chosen)
     if library.suits_training(query, return_lse):
         return library.tree_attention(*args)
     if return_lse or not layout.num_tokens or _backend.runs_on(query.device) == "cpu":
@@ -292,21 +354,21 @@ class _TreeAttention(torch.autograd.Function):
     """Our kernels: output and log-sum-exp, from which the backward pass computes the weights again."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout: Any, scale: float, backend: str):
-        query, key, value = (t.detach().contiguous() for t in (query, key, value))
+    def forward(query, key, value, layout: Any, scale: float, backend: str):
         if backend == "triton":
             from rlkernels.prefix_cache import triton_grouped
 
-            out, lse = triton_grouped.forward(query, key, value, layout, scale)
-        else:
-            out, lse = torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale, ctx.backend = layout, scale, backend
-        ctx.set_materialize_grads(False)
-        return out, lse
+            return triton_grouped.forward(query, key, value, layout, scale)
+        return torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx, inputs, output):
+        query, key, value, ctx.layout, ctx.scale, ctx.backend = inputs
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_gradients.once("tree_attention", "; backend='torch' has one")
     def backward(ctx, grad_out, grad_lse):
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
@@ -337,7 +399,12 @@ def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
     """Return the backend that runs ``op``; our kernels know no float64 and no head wider than 512."""
     chosen = _backend.choose(op, tensors[0].device, backend)
-    if chosen == "torch" or all(t.dtype in KERNEL_DTYPES and 0 < t.shape[-1] <= 512 for t in tensors):
+    if chosen == "torch":
+        return chosen
+    for t in tensors:
+        if t.dtype not in KERNEL_DTYPES or not 0 < t.shape[-1] <= 512:
+            break
+    else:
         return chosen
     if backend != "auto":
         found = ", ".join(f"{t.dtype} with {t.shape[-1]}" for t in tensors)
@@ -352,8 +419,10 @@ def _choose_for_cache(
 ) -> str:
     """Choose as :func:`_choose`; our CPU code needs a cache whose last dimension is contiguous."""
     chosen = _choose(op, backend, key_cache, *tensors)
+    if chosen != "cpu" or (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        return chosen
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if chosen == "cpu" and cache.stride(-1) != 1 and cache.shape[-1] > 1:
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
             if backend != "auto":
                 raise ValueError(
                     f"{name} must be contiguous in its last dimension with backend={backend!r}, got strides "
@@ -363,10 +432,9 @@ def _choose_for_cache(
     return chosen
 
 
-def _check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     _check.tensor("key_cache", key_cache, ndim=4, floating=True)
     _check.tensor("value_cache", value_cache, ndim=4, dtype=key_cache.dtype, device=key_cache.device)
-    _check.shape("value_cache", value_cache, key_cache.shape)
 
 
 def _check_heads(query: torch.Tensor, kv_heads: int) -> None:
@@ -375,20 +443,25 @@ def _check_heads(query: torch.Tensor, kv_heads: int) -> None:
 
 
 def _check_scale(scale: float) -> None:
-    _check.number("scale", scale)
+    if type(scale) is not float:
+        _check.number("scale", scale)
     if not abs(float(scale)) < float("inf"):
         raise ValueError(f"scale must be finite, got {scale!r}")
 
 
-def _check_attention(
-    op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-) -> None:
-    _check_cache(key_cache, value_cache)
+def _check_attention(op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    _check_caches(key_cache, value_cache)
     _check.tensor("query", query, ndim=3, floating=True, device=key_cache.device)
-    _check.shape("query", query, (None, None, key_cache.shape[3]))
-    _check_heads(query, key_cache.shape[2])
-    _check_scale(scale)
     _check_no_gradient(op, query=query, key_cache=key_cache, value_cache=value_cache)
+
+
+def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:
+    shape = key_cache.shape
+    _check.shape("value_cache", value_cache, shape)
+    if query.shape[2] != shape[3]:
+        _check.shape("query", query, (None, None, shape[3]))
+    _check_heads(query, shape[2])
+    _check_scale(scale)
 
 
 def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
@@ -402,19 +475,29 @@ def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
                 )
 
 
-def _ragged(device: torch.device, **named: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return tables [N, blocks], lens [N] and starts [N + 1] of sequences or groups, checked as far as shapes tell."""
+_SEQUENCES = "block_tables", "seq_lens", "query_starts"
+_GROUPS = "group_tables", "group_lens", "group_starts"
+Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tables [N, blocks], lens [N] and starts [N + 1]
+
+
+def _check_ragged(device: torch.device, **named: torch.Tensor) -> None:
     for (name, t), ndim in zip(named.items(), (2, 1, 1)):
         _check.tensor(name, t, ndim=ndim, dtype=torch.int32, device=device)
-    (tables_name, tables), (_, lens), (starts_name, starts) = named.items()
-    _check.shape(tables_name, tables, (len(lens), None))
-    _check.shape(starts_name, starts, (len(lens) + 1,))
-    return {name: t.contiguous() for name, t in named.items()}
 
 
-def _check_lengths(query: torch.Tensor, key_cache: torch.Tensor, sequences: dict[str, torch.Tensor]) -> None:
-    _check_values(sequences, query.shape[0], key_cache)
-    _, lens, starts = sequences.values()
+def _ragged(names: tuple[str, str, str], tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor) -> Ragged:
+    """Return what describes sequences or groups, contiguous, checked as far as shapes tell."""
+    count = lens.shape[0]
+    if tables.shape[0] != count:
+        _check.shape(names[0], tables, (count, None))
+    if starts.shape[0] != count + 1:
+        _check.shape(names[2], starts, (count + 1,))
+    return tables.contiguous(), lens.contiguous(), starts.contiguous()
+
+
+def _check_lengths(query: torch.Tensor, key_cache: torch.Tensor, sequences: Ragged) -> None:
+    _check_values(_SEQUENCES, sequences, query.shape[0], key_cache)
+    _, lens, starts = sequences
     short = (starts.diff() > lens).nonzero().flatten().tolist()
     if short:
         raise ValueError(
@@ -423,9 +506,10 @@ def _check_lengths(query: torch.Tensor, key_cache: torch.Tensor, sequences: dict
         )
 
 
-def _check_values(ragged: dict[str, torch.Tensor], total: int, key_cache: torch.Tensor) -> None:
+def _check_values(names: tuple[str, str, str], ragged: Ragged, total: int, key_cache: torch.Tensor) -> None:
     """Starts rise from 0 to ``total``; tables name blocks of the cache as far as lens say."""
-    (name, tables), (lens_name, lens), (starts_name, starts) = ragged.items()
+    name, lens_name, starts_name = names
+    tables, lens, starts = ragged
     if starts[0] != 0 or starts[-1] != total or (starts.diff() < 0).any():
         raise ValueError(f"{starts_name} must rise from 0 to {total}, got {starts.tolist()}")
     num_blocks, size = key_cache.shape[:2]

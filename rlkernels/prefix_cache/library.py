@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from rlkernels import _gradients
 from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache import reference
 from rlkernels.prefix_cache.layout import TreeLayout
@@ -169,18 +170,22 @@ class _Tree(torch.autograd.Function):
     """Keys are gathered again for the backward pass: between the two only query, key, value and output are held."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout: TreeLayout, scale: float):
+    def forward(query, key, value, layout: TreeLayout, scale: float):
         rows = _packed_rows(layout, query.device)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
-        out, lse, *rest = _flash(query, keys, values, rows, scale, causal=True)
-        ctx.save_for_backward(query, key, value, out, lse, *rest)
-        ctx.rows, ctx.scale = rows, scale
-        ctx.set_materialize_grads(False)
-        return out, lse.T
+        return tuple(_flash(query, keys, values, rows, scale, causal=True))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out, grad_lse):
+    def setup_context(ctx, inputs, output):
+        query, key, value, layout, ctx.scale = inputs
+        ctx.rows = _packed_rows(layout, query.device)
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_gradients.once("tree_attention")
+    def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         rows, dim = ctx.rows, query.shape[2]
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
@@ -190,7 +195,7 @@ class _Tree(torch.autograd.Function):
             # The kernels take the sum of output x gradient off the gradient of the weights. In a dimension more it
             # takes in the gradient of the log-sum-exp, too; values of 0 there change no weight.
             query, out, grad_out, *gathered = (pad(t, (0, HEAD_STEP)) for t in (query, out, grad_out, *gathered))
-            grad_out[..., dim], out[..., dim] = 1, -grad_lse.to(out.dtype)
+            grad_out[..., dim], out[..., dim] = 1, -grad_lse.T.to(out.dtype)
         found = aten._flash_attention_backward(
             grad_out, query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
         )
@@ -206,4 +211,5 @@ def tree_attention(
     """Compute ``reference.tree_attention``; differentiable once."""
     if not query.numel():
         return reference.tree_attention(query, key, value, layout, scale)
-    return _Tree.apply(*(t.contiguous() for t in (query, key, value)), layout, scale)
+    out, lse, *_ = _gradients.apply(_Tree, *(t.contiguous() for t in (query, key, value)), layout, scale)
+    return out, lse.T

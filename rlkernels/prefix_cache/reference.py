@@ -10,9 +10,17 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlkernels._precision import without_autocast
+from rlkernels.backend import may_share
 from rlkernels.prefix_cache.layout import TreeLayout
 
 PIECE = 1 << 26  # scores of all heads
+
+
+def apart(key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy rows that lie in the memory of the caches that they are written to."""
+    if may_share(key, *caches) or may_share(value, *caches):
+        return key.clone(), value.clone()
+    return key, value
 
 
 def write_kv(
@@ -23,6 +31,7 @@ def write_kv(
     On a GPU, where slots are not looked at before, only the Triton kernel leaves out those outside the cache. To do so
     here would take 16 launches instead of 4, in every layer.
     """
+    key, value = apart(key, value, key_cache, value_cache)
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[block, offset] = key.to(key_cache.dtype)
     value_cache[block, offset] = value.to(value_cache.dtype)

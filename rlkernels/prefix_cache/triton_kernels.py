@@ -6,12 +6,14 @@ length on the host: tiles find their sequence by bisection, and spare ones leave
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, triton_interpreted
+from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
+from rlkernels.prefix_cache.reference import apart
 
 LN2 = tl.constexpr(0.6931471805599453)
 MIN_SPLIT_KEYS = 256  # a split reads at least so many keys: its partial result is written and read again
@@ -183,7 +185,7 @@ def processors(device: torch.device) -> int:
 
 
 def _block_d(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_2(dim))
 
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -191,82 +193,89 @@ def _result_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if triton_interpreted() else dtype
 
 
-class _Launch:
-    """How one set of sources (sequences, or groups) is cut into tiles and splits; from shapes alone."""
+class Plan(NamedTuple):
+    """How one set of sources (sequences, or groups) is cut into tiles and splits."""
 
-    def __init__(self, query: torch.Tensor, key_cache: torch.Tensor, tables: torch.Tensor):
-        tokens, heads, dim = query.shape
-        block_size, kv_heads = key_cache.shape[1:3]
-        self.group, self.sources = heads // kv_heads, len(tables)
-        rows = tokens * self.group
-        # bfloat16 has no arithmetic in the interpreter; differing dtypes meet in float32
-        self.upcast = triton_interpreted() or query.dtype != key_cache.dtype
-        wide = self.upcast or query.dtype == torch.float32  # no tensor cores: smaller tiles, more threads
-        self.block_d = _block_d(dim)
-        tallest = max(16, min(128, (2048 if wide else 16384) // self.block_d))
-        self.block_m = min(tallest, max(16, triton.next_power_of_2(triton.cdiv(rows, self.sources))))
-        self.block_n = max(16, min(64, (4096 if wide else 8192) // self.block_d))
-        self.num_warps = 8 if wide or self.block_m * self.block_d >= 8192 else 4
-        tiles = rows // self.block_m + self.sources
-        busy = max(self.sources, rows // self.block_m) * kv_heads
-        wanted = triton.cdiv(WAVES * processors(query.device), busy)
-        self.splits = max(1, min(wanted, tables.shape[1] * block_size // MIN_SPLIT_KEYS))
-        self.grid = (tiles, kv_heads, self.splits)
-
-    def attend(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tables: torch.Tensor,
-               lens: torch.Tensor, bounds: torch.Tensor, scale: float, causal: bool, out: torch.Tensor,
-               lse: torch.Tensor) -> None:  # fmt: skip
-        """Fills out [splits, T, Hq, d] and lse [splits, T, Hq]."""
-        tokens, heads, dim = query.shape
-        _attend_kernel[self.grid](
-            query, key_cache, value_cache, tables, lens, bounds, out, lse,
-            self.sources, heads, tokens * heads, scale / LN2.value, MIN_SPLIT_KEYS, tables.shape[1],
-            *query.stride(), *key_cache.stride(), *value_cache.stride(),
-            CAUSAL=causal, GROUP=self.group, DIM=dim, BLOCK_SIZE=key_cache.shape[1],
-            BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_D=self.block_d, UPCAST=self.upcast,
-            num_warps=self.num_warps, num_stages=3 if self.block_m <= 64 else 2,
-        )  # fmt: skip
+    grid: tuple[int, int, int]
+    sources: int
+    splits: int
+    options: dict[str, Any]
 
 
-def _merge_parts(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge out [parts, T, H, d], lse [parts, T, H], base e -> [T, H, d] in ``dtype``, [T, H]."""
-    return _run_merge(out[0], lse[0], out[1:], lse[1:], torch.empty(out.shape[1:], dtype=dtype, device=out.device))
+@functools.lru_cache(maxsize=256)
+def _plan(tokens: int, heads: int, dim: int, kv_heads: int, block_size: int, sources: int, columns: int, upcast: bool,
+          wide: bool, device: torch.device) -> Plan:  # fmt: skip
+    """Plan from shapes alone. ``columns``: of the tables; ``wide``: no tensor cores, so smaller tiles, more threads."""
+    group = heads // kv_heads
+    rows = tokens * group
+    block_d = _block_d(dim)
+    tallest = max(16, min(128, (2048 if wide else 16384) // block_d))
+    block_m = min(tallest, max(16, power_of_2(-(-rows // sources))))
+    block_n = max(16, min(64, (4096 if wide else 8192) // block_d))
+    tiles = rows // block_m + sources
+    busy = max(sources, rows // block_m) * kv_heads
+    wanted = -(-WAVES * processors(device) // busy)
+    splits = max(1, min(wanted, columns * block_size // MIN_SPLIT_KEYS))
+    options = {
+        "GROUP": group, "DIM": dim, "BLOCK_SIZE": block_size, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "BLOCK_D": block_d, "UPCAST": upcast, "num_warps": 8 if wide or block_m * block_d >= 8192 else 4,
+        "num_stages": 3 if block_m <= 64 else 2,
+    }  # fmt: skip
+    return Plan((tiles, kv_heads, splits), sources, splits, options)
 
 
-def _run_merge(
-    first_out: torch.Tensor, first_lse: torch.Tensor, rest_out: torch.Tensor, rest_lse: torch.Tensor, out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = torch.empty_like(first_lse)
+def _make_plan(query: torch.Tensor, key_cache: torch.Tensor, tables: torch.Tensor) -> Plan:
+    dtype = query.dtype
+    # bfloat16 has no arithmetic in the interpreter; differing dtypes meet in float32
+    upcast = triton_interpreted() or dtype != key_cache.dtype
+    _, block_size, kv_heads, _ = key_cache.shape
+    wide = upcast or dtype == torch.float32
+    return _plan(*query.shape, kv_heads, block_size, *tables.shape, upcast, wide, query.device)
+
+
+def _attend(plan: Plan, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tables: torch.Tensor,
+            lens: torch.Tensor, bounds: torch.Tensor, scale: float, causal: bool, out: torch.Tensor,
+            lse: torch.Tensor) -> None:  # fmt: skip
+    """Fill the first ``plan.splits`` parts of out [parts, T, Hq, d] and lse [parts, T, Hq]."""
+    tokens, heads, _ = query.shape
+    _attend_kernel[plan.grid](
+        query, key_cache, value_cache, tables, lens, bounds, out, lse,
+        plan.sources, heads, tokens * heads, scale / LN2.value, MIN_SPLIT_KEYS, tables.shape[1],
+        *query.stride(), *key_cache.stride(), *value_cache.stride(), CAUSAL=causal, **plan.options,
+    )  # fmt: skip
+
+
+def _merge_parts(
+    first_out: torch.Tensor, first_lse: torch.Tensor, rest_out: torch.Tensor, rest_lse: torch.Tensor, parts: int,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Merge the first part with ``parts`` others into out [T, H, d] and lse [T, H], base e."""
     rows, dim = lse.numel(), out.shape[-1]
     if rows:
         block_d = _block_d(dim)
         block_r = max(1, 1024 // block_d)
-        _merge_kernel[(triton.cdiv(rows, block_r),)](
-            first_out, first_lse, rest_out, rest_lse, out, lse, rows, rest_lse.numel() // rows,
+        _merge_kernel[(-(-rows // block_r),)](
+            first_out, first_lse, rest_out, rest_lse, out, lse, rows, parts,
             DIM=dim, BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
     return out, lse
 
 
-def _empty_parts(query: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make contiguous out [parts, T, Hq, d] and lse; float32 if they are merged later."""
-    dtype = _result_dtype(query.dtype) if parts == 1 else torch.float32
-    out = torch.empty((parts, *query.shape), dtype=dtype, device=query.device)
-    return out, torch.empty((parts, *query.shape[:2]), dtype=torch.float32, device=query.device)
+def _empty(query: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make out [T, Hq, d] and lse [T, Hq] of ``query``; float32 with a dimension more for parts that are merged."""
+    if parts == 1:
+        shape = query.shape
+        return query.new_empty(shape, dtype=_result_dtype(query.dtype)), query.new_empty(shape[:2], dtype=torch.float32)
+    exact: dict[str, Any] = {"dtype": torch.float32}
+    return query.new_empty((parts, *query.shape), **exact), query.new_empty((parts, *query.shape[:2]), **exact)
 
 
-def _finished(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(out) == 1:
-        out, lse = out[0], lse[0]
-    else:
-        out, lse = _merge_parts(out, lse, _result_dtype(query.dtype))
-    return out.to(query.dtype), lse
+def _rounded(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (out if out.dtype == query.dtype else out.to(query.dtype)), lse
 
 
 def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), query.new_empty(
-        query.shape[:2], dtype=torch.float32
-    )
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 @kernel_op("rlkernels::paged_attention_triton")
@@ -277,10 +286,12 @@ def paged_attention(
     """Compute ``reference.paged_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
         return _nothing(query)
-    launch = _Launch(query, key_cache, block_tables)
-    out, lse = _empty_parts(query, launch.splits)
-    launch.attend(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale, True, out, lse)
-    return _finished(query, out, lse)
+    plan = _make_plan(query, key_cache, block_tables)
+    out, lse = _empty(query, plan.splits)
+    _attend(plan, query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale, True, out, lse)
+    if plan.splits > 1:
+        out, lse = _merge_parts(out, lse, out[1:], lse[1:], plan.splits - 1, *_empty(query, 1))
+    return _rounded(query, out, lse)
 
 
 @kernel_op("rlkernels::shared_prefix_attention_triton")
@@ -292,13 +303,17 @@ def shared_prefix_attention(
     """Compute ``reference.shared_prefix_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
         return _nothing(query)
-    prefixes, own = _Launch(query, key_cache, group_tables), _Launch(query, key_cache, block_tables)
-    cut = prefixes.splits
-    out, lse = _empty_parts(query, cut + own.splits)
-    caches, bounds = (key_cache, value_cache), query_starts[group_starts.long()]
-    prefixes.attend(query, *caches, group_tables, group_lens, bounds, scale, False, out[:cut], lse[:cut])
-    own.attend(query, *caches, block_tables, seq_lens, query_starts, scale, True, out[cut:], lse[cut:])
-    return _finished(query, out, lse)
+    prefixes = _make_plan(query, key_cache, group_tables)
+    suffixes = _make_plan(query, key_cache, block_tables)
+    cut, parts = prefixes.splits, prefixes.splits + suffixes.splits
+    out, lse = _empty(query, parts)
+    bounds = query_starts.index_select(0, group_starts)
+    rest = out[1:], lse[1:]
+    suffix_parts = rest if cut == 1 else (out[cut:], lse[cut:])
+    inputs = query, key_cache, value_cache
+    _attend(prefixes, *inputs, group_tables, group_lens, bounds, scale, False, out, lse)
+    _attend(suffixes, *inputs, block_tables, seq_lens, query_starts, scale, True, *suffix_parts)
+    return _rounded(query, *_merge_parts(out, lse, *rest, parts - 1, *_empty(query, 1)))
 
 
 @paged_attention.register_fake
@@ -312,9 +327,7 @@ def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``reference.merge_attention``; all contiguous."""
-    out = torch.empty(out_a.shape, dtype=_result_dtype(out_a.dtype), device=out_a.device)
-    out, lse = _run_merge(out_a, lse_a, out_b, lse_b, out)
-    return out.to(out_a.dtype), lse
+    return _rounded(out_a, *_merge_parts(out_a, lse_a, out_b, lse_b, 1, *_empty(out_a, 1)))
 
 
 @merge_attention.register_fake
@@ -330,11 +343,12 @@ def write_kv(
     tokens, heads, dim = key.shape
     if key.numel() == 0:
         return
+    key, value = apart(key, value, key_cache, value_cache)
     block_d, block_size = _block_d(dim), key_cache.shape[1]
     block_r = max(1, 2048 // block_d)
     if triton_interpreted():
         key, value = key.to(key_cache.dtype), value.to(value_cache.dtype)
-    _write_kernel[(triton.cdiv(tokens * heads, block_r),)](
+    _write_kernel[(-(-tokens * heads // block_r),)](
         key, value, key_cache, value_cache, slots, tokens * heads, heads, key_cache.shape[0] * block_size,
         *key.stride(), *value.stride(), *key_cache.stride(), *value_cache.stride(),
         DIM=dim, BLOCK_SIZE=block_size, BLOCK_R=block_r, BLOCK_D=block_d,

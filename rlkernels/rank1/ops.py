@@ -8,6 +8,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.rank1 import reference
 from rlkernels.rank1.update import STATUSES, Leading, Rank1Update, factors
 
@@ -23,24 +24,38 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 1 << 23  # entries of a weight whose update takes a GPU longer than the host
 
 
-def _check_pair(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
+def _check_pair(weight: torch.Tensor, base: torch.Tensor, *, label: str = "", **_: object) -> None:
     _check.tensor(f"weight{label}", weight, ndim=2, dtype=DTYPES)
     _check.tensor(f"base{label}", base, ndim=2, dtype=DTYPES, device=weight.device)
+
+
+def _check_product(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, **_: object) -> None:
+    _check_pair(weight, base)
+    _check_vector("v", v, weight.device)
+
+
+def _check_update(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, **_: object) -> None:
+    _check.tensor("weight", weight, ndim=2, dtype=DTYPES)
+    _check_vector("u", u, weight.device)
+    _check_vector("v", v, weight.device)
+
+
+def _check_sizes(weight: torch.Tensor, base: torch.Tensor, label: str = "") -> None:
     _check.shape(f"base{label}", base, weight.shape)
     if weight.numel() == 0:
         raise ValueError(f"weight{label} must have at least one row and one column, got shape {list(weight.shape)}")
 
 
-def _check_vector(name: str, value: torch.Tensor, length: int, device: torch.device) -> None:
+def _check_vector(name: str, value: torch.Tensor, device: torch.device) -> None:
     _check.tensor(name, value, ndim=1, dtype=(*DTYPES, torch.float64), device=device)
-    _check.shape(name, value, (length,))
 
 
 def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> torch.Tensor | None:
     """Return a checked start as float32; None if there is none or it is all zeros."""
     if start is None:
         return None
-    _check_vector(name, start, n, device)
+    _check_vector(name, start, device)
+    _check.shape(name, start, (n,))
     found = _vector(start)
     if not found.isfinite().all():
         what = "entries that float32 does not hold" if start.isfinite().all() else "NaN or infinite entries"
@@ -62,12 +77,13 @@ def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix with contiguous rows, as the native kernels need it; copy only if necessary."""
-    matrix = matrix.detach()
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    matrix = matrix.detach() if matrix.requires_grad else matrix
+    return matrix if matrix.is_contiguous() or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _vector(v: torch.Tensor) -> torch.Tensor:
-    return v.detach().float().contiguous()
+    v = v.detach() if v.requires_grad else v
+    return (v if v.dtype == torch.float32 else v.float()).contiguous()
 
 
 def _overlaps(matrix: torch.Tensor) -> bool:
@@ -117,6 +133,7 @@ def _torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[
 _SOLVERS: dict[str, Callable[..., list[Leading | ValueError]]] = {"cpu": _native, "triton": _triton, "torch": _torch}
 
 
+@public_op("top1_delta", _check_pair, needs_values=True)
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
     """Find the leading singular triplet of ``weight - base``, with a certificate, without holding the delta.
@@ -140,7 +157,7 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
         TypeError, ValueError: a wrong dtype, rank, shape, device or setting; entries that are NaN or infinite, or
             whose difference is beyond float32.
     """
-    _check_pair(weight, base)
+    _check_sizes(weight, base)
     start = _float_start("start", start, weight.shape[1], weight.device)
     settings = check_settings(tol, max_passes, seed)
     solve = _SOLVERS[_backend.choose("top1_delta", weight.device, backend)]
@@ -167,7 +184,7 @@ def top1_deltas(pairs: Pairs, *,
         TypeError, ValueError: as for :func:`top1_delta`, naming the module; a start for an unknown name.
     """
     settings = check_settings(tol, max_passes, seed)
-    found = _leading(pairs, starts, backend, rank=1, min_passes=1, **settings)
+    found = _leading(pairs, starts, backend, {**settings, "rank": 1, "min_passes": 1})
     return {name: leading.update for name, leading in found.items()}
 
 
@@ -188,11 +205,13 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
     rank, least = _check.integer("rank", rank, 1, _check.MOST), _check.integer("min_passes", min_passes, 1, _check.MOST)
     least = max(least, -(-rank // reference.BLOCK))
     settings["max_passes"] = max(settings["max_passes"], least)
-    return _leading(pairs, starts, backend, rank=rank, min_passes=least, **settings)
+    return _leading(pairs, starts, backend, {**settings, "rank": rank, "min_passes": least})
 
 
-def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str,
-             **settings: Any) -> dict[str, Leading]:  # fmt: skip
+@public_op("top1_deltas", lambda **_: None, needs_values=True)
+def _leading(
+    pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str, settings: Mapping[str, Any]
+) -> dict[str, Leading]:
     """Checks the matrices and solves; an error names its module."""
     starts = {} if starts is None else starts
     for argument, value, of in (("pairs", pairs, "(weight, base)"), ("starts", starts, "start")):
@@ -208,7 +227,8 @@ def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: s
         raise ValueError(f"pairs must be on one device, got {', '.join(sorted(map(str, devices)))}")
     guesses = []
     for name, (weight, base) in pairs.items():
-        _check_pair(weight, base, f" of {name!r}")
+        _check_pair(weight, base, label=f" of {name!r}")
+        _check_sizes(weight, base, f" of {name!r}")
         guesses.append(_float_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device))
     if not pairs:
         return {}
@@ -221,6 +241,7 @@ def _leading(pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: s
     return out
 
 
+@public_op("delta_matvec", _check_product)
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Compute ``(weight - base) @ v`` in float32; reads both matrices once and never holds the delta.
 
@@ -234,18 +255,19 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     Raises:
         TypeError, ValueError: a wrong dtype, rank, shape or device.
     """
-    _check_pair(weight, base)
-    _check_vector("v", v, weight.shape[1], weight.device)
+    _check_sizes(weight, base)
+    _check.shape("v", v, weight.shape[1:])
     chosen = _backend.choose("delta_matvec", weight.device, backend)
+    if chosen == "torch":
+        return reference.delta_matvec(weight, base, v)
     if chosen == "cpu":
         return torch.ops.rlkernels.delta_matvec(_rows(weight), _rows(base), _vector(v))
-    if chosen == "triton":
-        from rlkernels.rank1 import triton_update
+    from rlkernels.rank1 import triton_update
 
-        return triton_update.delta_matvec(_rows(weight), _rows(base), _vector(v))
-    return reference.delta_matvec(weight, base, v)
+    return triton_update.delta_matvec(_rows(weight), _rows(base), _vector(v))
 
 
+@public_op("add_rank1_", _check_update, writes=("weight",))
 def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *,
                stochastic_rounding: bool = False, seed: int = 0, backend: str = "auto") -> torch.Tensor:  # fmt: skip
     """Add ``scale * outer(u, v)`` to the weight in place, in float32 arithmetic, rounded once to its dtype.
@@ -265,31 +287,35 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         TypeError, ValueError: a wrong dtype, rank, shape or device; a scale that is not finite; a weight whose entries
             overlap or that autograd has computed.
     """
-    _check.tensor("weight", weight, ndim=2, dtype=DTYPES)
-    if not weight.is_contiguous() and _overlaps(weight):
+    contiguous = weight.is_contiguous()
+    if not contiguous and _overlaps(weight):
         raise ValueError(
             f"weight must have a place in memory for every entry, got strides {weight.stride()} for shape "
             f"{list(weight.shape)}"
         )
-    _check_vector("u", u, weight.shape[0], weight.device)
-    _check_vector("v", v, weight.shape[1], weight.device)
-    _check.number("scale", scale)
-    scale, seed = float(scale), _check.seed(seed)
+    m, n = weight.shape
+    _check.shape("u", u, (m,))
+    _check.shape("v", v, (n,))
+    if type(scale) is not float:
+        _check.number("scale", scale)
+        scale = float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
+    seed = _check.seed(seed)
     if weight.requires_grad and not weight.is_leaf:
         raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
     regime = "add_rank1_/large" if weight.numel() > LARGE else "add_rank1_"
     chosen = _backend.choose(regime, weight.device, backend)
-    with torch.no_grad():
-        if chosen in ("cpu", "triton") and weight.numel() and weight.stride(1) == 1:
-            left, right = _vector(u).clone(), _vector(v).clone()  # parts of the weight would change under way
-            if chosen == "cpu":
-                torch.ops.rlkernels.add_rank1_(weight, left * scale, right, stochastic_rounding, seed)
-            else:
-                from rlkernels.rank1 import triton_update
+    if chosen == "torch" or not weight.numel() or not (contiguous or weight.stride(1) == 1):
+        with torch.no_grad():
+            return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)
+    target = weight.detach() if weight.requires_grad else weight
+    left, right = _vector(u).clone(), _vector(v).clone()  # parts of the weight would change under way
+    if chosen == "cpu":
+        torch.ops.rlkernels.add_rank1_(target, left * scale, right, stochastic_rounding, seed)
+    else:
+        from rlkernels.rank1 import triton_update
 
-                triton_update.add_rank1_(weight, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed)
-            _backend.mark_written(weight)
-            return weight
-        return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)
+        triton_update.add_rank1_(target, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed)
+    _backend.mark_written(weight)
+    return weight

@@ -11,13 +11,25 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.sampling import reference
 
 __all__ = ["keyed_uniform", "sample_tokens", "verify_drafts"]
 
 MAX_VOCABULARY = 2**20
+LARGEST = torch.finfo(torch.float32).max
+NAMES, DTYPES = ("temperature", "top_p", "top_k"), (torch.float32, torch.float32, torch.int64)
+Settings = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+MAX_FILLED = 64
+_filled: dict[tuple[Any, ...], Settings] = {}  # by numbers, rows, device and stream
 
 
+def _check_keys(sample_ids: torch.Tensor, positions: torch.Tensor, **_: object) -> None:
+    _check.tensor("sample_ids", sample_ids, ndim=1, dtype=torch.int64)
+    _check.tensor("positions", positions, ndim=1, dtype=torch.int64, device=sample_ids.device)
+
+
+@public_op("keyed_uniform", _check_keys)
 def keyed_uniform(
     seed: int, sample_ids: torch.Tensor, positions: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
@@ -36,8 +48,6 @@ def keyed_uniform(
     Raises:
         TypeError, ValueError: a wrong dtype, rank, length or device, or a seed out of range.
     """
-    _check.tensor("sample_ids", sample_ids, ndim=1, dtype=torch.int64)
-    _check.tensor("positions", positions, ndim=1, dtype=torch.int64, device=sample_ids.device)
     _check.shape("positions", positions, sample_ids.shape)
     seed = _check.seed(seed)
     if _backend.choose("keyed_uniform", sample_ids.device, backend) == "cpu":
@@ -45,7 +55,18 @@ def keyed_uniform(
     return reference.keyed_uniform(seed, sample_ids, positions)
 
 
-@torch.no_grad()
+def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor, **settings: Any) -> None:
+    _check.tensor("logits", logits, ndim=2, floating=True)
+    _check.tensor("uniforms", uniforms, ndim=1, dtype=torch.float32, device=logits.device)
+    for name in NAMES:
+        value = settings.get(name)
+        if isinstance(value, torch.Tensor):
+            _check.tensor(name, value, ndim=(0, 1), device=logits.device)
+            if name == "top_k" and value.dtype.is_floating_point:
+                raise TypeError(f"top_k must have an integer dtype, got {value.dtype}")
+
+
+@public_op("sample_tokens", _check_logits)
 def sample_tokens(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
@@ -81,9 +102,8 @@ def sample_tokens(
             outside [0, 1).
         TypeError: a wrong dtype.
     """
-    _check_logits(logits, uniforms)
-    rows = logits.shape[0]
-    settings = _settings(temperature, top_p, top_k, rows, logits.device)
+    logits, uniforms = _checked_sizes(logits, uniforms)
+    settings = _settings(temperature, top_p, top_k, logits.shape[0], logits.device)
     chosen = _backend.choose("sample_tokens", logits.device, backend)
     if chosen == "cpu":
         ids, logprobs = torch.ops.rlkernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings)
@@ -100,7 +120,7 @@ def sample_tokens(
     return ids, logprobs
 
 
-@torch.no_grad()
+@public_op("verify_drafts", _check_logits)
 def verify_drafts(
     logits: torch.Tensor,
     drafts: Sequence[Sequence[int]] | torch.Tensor,
@@ -136,7 +156,7 @@ def verify_drafts(
     Raises:
         ValueError, TypeError: as :func:`sample_tokens`; starts that do not fit the drafts.
     """
-    _check_logits(logits, uniforms)
+    logits, uniforms = _checked_sizes(logits, uniforms)
     flat, starts = _drafts(drafts, starts, logits)
     settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
     chosen = _backend.choose("verify_drafts", logits.device, backend)
@@ -147,8 +167,9 @@ def verify_drafts(
         from rlkernels.sampling import triton_kernels
 
         owner = torch.repeat_interleave(starts.diff(), output_size=logits.shape[0])  # [R], the sequence of each row
-        given = _rows(logits), uniforms.contiguous(), *(s[owner] for s in settings), _filters(top_p, top_k)
-        ids, logprobs = triton_kernels.sample_tokens(*given)
+        row_settings = (s[owner] for s in settings)
+        filtered = _filters(top_p, top_k)
+        ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *row_settings, filtered)
         accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
     else:
         known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
@@ -158,11 +179,15 @@ def verify_drafts(
     return accepted, ids, logprobs
 
 
-def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
-    _check.tensor("logits", logits, ndim=2, floating=True)
-    _check.in_range("the vocabulary, logits.shape[1],", logits.shape[1], 1, MAX_VOCABULARY)
-    _check.tensor("uniforms", uniforms, ndim=1, dtype=torch.float32, device=logits.device)
-    _check.shape("uniforms", uniforms, logits.shape[:1])
+def _checked_sizes(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both without history: what is drawn has no gradient."""
+    rows, vocab = logits.shape
+    if not 1 <= vocab <= MAX_VOCABULARY:
+        _check.in_range("the vocabulary, logits.shape[1],", vocab, 1, MAX_VOCABULARY)
+    _check.shape("uniforms", uniforms, (rows,))
+    if logits.requires_grad or uniforms.requires_grad:
+        logits, uniforms = logits.detach(), uniforms.detach()
+    return logits, uniforms
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
@@ -186,40 +211,71 @@ def _settings(
     top_k: int | torch.Tensor,
     rows: int,
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three settings as tensors [rows]: float32, float32, int64."""
+) -> Settings:
+    """Return the three settings as tensors [rows]: float32, float32, int64. Nothing may write to them.
 
-    def expand(name: str, value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            return torch.full((rows,), value, dtype=dtype, device=device)
-        _check.tensor(name, value, ndim=(0, 1), device=device)
-        if dtype == torch.int64 and value.dtype.is_floating_point:
-            raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
-        if value.ndim:
-            _check.shape(name, value, [rows])
-        return value.to(dtype).expand(rows).contiguous()
+    Those of numbers are kept for the next call: to fill them takes three launches.
+    """
+    values: tuple[Any, Any, Any] = temperature, top_p, top_k
+    numbers = type(temperature) is type(top_p) is float and type(top_k) is int
+    if not (numbers and 0 <= temperature <= LARGEST and 0 < top_p <= 1 and top_k >= 0):  # type: ignore[operator]
+        values = _checked(*values)
+        numbers = not any(isinstance(value, torch.Tensor) for value in values)
+    if not numbers or _is_recorded(device):
+        return _expanded(values, rows, device)
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
+    key = values, rows, device, stream
+    settings = _filled.get(key)
+    if settings is None:
+        if len(_filled) >= MAX_FILLED:
+            _filled.clear()
+        settings = _filled[key] = _expanded(values, rows, device)
+    return settings
 
+
+def _is_recorded(device: torch.device) -> bool:
+    """Tell whether the call is recorded to be run again: tensors that it makes belong to the recording."""
+    if torch.compiler.is_compiling() or not _backend.are_plain(()):
+        return True
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing()  # not: fake tensors
+
+
+def _checked(temperature: Any, top_p: Any, top_k: Any) -> tuple[Any, Any, Any]:
+    """Return the settings; raise for one out of range. Tensors on a GPU are not read back: that would wait for it."""
     if not isinstance(top_k, torch.Tensor):
-        top_k = min(_check.integer("top_k", top_k, 0), MAX_VOCABULARY)
-    for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k)):
-        # Tensors on a GPU are not read back: that would wait for it
-        if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.numel() == 0):
-            continue
-        if not isinstance(value, torch.Tensor):
+        top_k = _check.integer("top_k", top_k, 0)
+    for name, value in zip(NAMES, (temperature, top_p, top_k)):
+        if isinstance(value, torch.Tensor):
+            if not (_check.on_host(value) and value.numel()):
+                continue
+            low, high = float(value.min()), float(value.max())
+        else:
             _check.number(name, value)
-        low, high = (float(value.min()), float(value.max())) if isinstance(value, torch.Tensor) else (value, value)
+            low = high = value
         if name == "top_p":
             if not (low > 0 and high <= 1):
                 raise ValueError(f"top_p must be > 0 and <= 1, got {low if not low > 0 else high!r}")
         else:
             _check.positive(name, low, zero=True)
-            if high > torch.finfo(torch.float32).max:
+            if name == "temperature" and high > LARGEST:
                 raise ValueError(f"{name} must be finite in float32, got {high}")
-    return (
-        expand("temperature", temperature, torch.float32),
-        expand("top_p", top_p, torch.float32),
-        expand("top_k", top_k, torch.int64),
-    )
+    temperature, top_p = (v if isinstance(v, torch.Tensor) else float(v) for v in (temperature, top_p))
+    return temperature, top_p, top_k
+
+
+def _expanded(values: tuple[Any, Any, Any], rows: int, device: torch.device) -> Settings:
+    a, b, c = (_expand(name, value, dtype, rows, device) for name, value, dtype in zip(NAMES, values, DTYPES))
+    return a, b, c
+
+
+def _expand(name: str, value: Any, dtype: torch.dtype, rows: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return torch.full((rows,), min(value, MAX_VOCABULARY) if name == "top_k" else value, dtype=dtype, device=device)
+    if value.ndim:
+        _check.shape(name, value, (rows,))
+    return value.detach().to(dtype).expand(rows).contiguous()
 
 
 def _drafts(
@@ -260,14 +316,16 @@ def _drafts(
 
 
 def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
+    # log-probabilities are at most 0: no sum of others is NaN
+    if logits.is_meta or not math.isnan(logprobs.sum().item()):
+        return
     bad = logprobs.isnan()
-    if bad.any():
-        row = int(bad.nonzero()[0, 0])
-        where = f"in row {row} ({int(bad.sum())} bad rows)"
-        uniform, largest = float(uniforms[row]), float(logits[row].float().max())
-        if not 0 <= uniform < 1:
-            raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {where}")
-        if not math.isfinite(largest):
-            found = "nothing but -inf" if largest == -math.inf else largest
-            raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {found} {where}")
-        raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {where}")
+    row = int(bad.nonzero()[0, 0])
+    where = f"in row {row} ({int(bad.sum())} bad rows)"
+    uniform, largest = float(uniforms[row]), float(logits[row].float().max())
+    if not 0 <= uniform < 1:
+        raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {where}")
+    if not math.isfinite(largest):
+        found = "nothing but -inf" if largest == -math.inf else largest
+        raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {found} {where}")
+    raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {where}")

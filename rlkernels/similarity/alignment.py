@@ -4,6 +4,7 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.similarity import arguments, gpu, reference
 
 MODES = ("full", "subsequence")
@@ -15,17 +16,22 @@ def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
     Returns:
         The backend, and x, y (contiguous float32 [N, L, D] for kernels), lengths and band as it takes them.
     """
-    arguments.series(x, y)
-    arguments.without_gradient(x=x, y=y)
+    arguments.same_features(x, y)
     wide = x.ndim == 3 and x.shape[2] > 1
     chosen = _backend.choose("dtw/wide" if wide else op, x.device, backend)  # both run these kernels
     x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
     y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen != "torch":
-        x, y = (reference.as_series(t, torch.float32).contiguous() for t in (x, y))
+        x, y = reference.as_series(x, torch.float32).contiguous(), reference.as_series(y, torch.float32).contiguous()
     return chosen, x, y, x_lengths, y_lengths, arguments.band(band)
 
 
+def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
+    arguments.series(x, y)
+    arguments.without_gradient(x=x, y=y)
+
+
+@public_op("dtw", _check_types)
 def dtw(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -60,7 +66,8 @@ def dtw(
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
-    _check.one_of("mode", mode, MODES)
+    if mode not in MODES:
+        _check.one_of("mode", mode, MODES)
     if mode == "subsequence" and band is not None:
         raise ValueError(f"band must be None with mode='subsequence', got {band}")
     chosen, x, y, x_lengths, y_lengths, band = _prepare("dtw", x, y, x_lengths, y_lengths, band, backend)
@@ -74,6 +81,7 @@ def dtw(
     return result.float() if mode == "full" else (result[0].float(), *result[1:])
 
 
+@public_op("dtw_topk", _check_types)
 def dtw_topk(
     x: torch.Tensor,
     y: torch.Tensor,

@@ -8,13 +8,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def series(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Raises unless x and y are both [N, L] or both [N, L, D], of a floating dtype, on one device."""
+    """Raises unless x and y are both of two or both of three dimensions, of a floating dtype, on one device."""
     _check.tensor("x", x, ndim=(2, 3), dtype=FLOATS)
     _check.tensor("y", y, ndim=(2, 3), dtype=FLOATS, device=x.device)
     if x.ndim != y.ndim:
         raise ValueError(f"y must have as many dimensions as x, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+
+
+def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Raises unless series x and y have equally many features, one at least."""
     if x.ndim == 3:
-        _check.shape("y", y, (None, None, x.shape[2]))
+        if y.shape[2] != x.shape[2]:
+            _check.shape("y", y, (None, None, x.shape[2]))
         if x.shape[2] == 0:
             raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
 
@@ -31,7 +36,7 @@ def without_gradient(**tensors: torch.Tensor) -> None:
 
 def histograms(name: str, value: torch.Tensor) -> None:
     """Raises ValueError for a negative entry."""
-    if bool((value < 0).any()):
+    if not value.is_meta and bool((value < 0).any()):
         raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
 
 
@@ -44,7 +49,8 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
         return None
     _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=x.device)
     _check.shape(name, value, (x.shape[0],))
-    if not in_kernel and not torch.compiler.is_compiling() and value.numel():
+    known = not (in_kernel or value.is_meta or torch.compiler.is_compiling())
+    if known and value.numel():
         low, high = (int(v) for v in torch.aminmax(value))
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"{name} must lie between 0 and {x.shape[1]}, got values from {low} to {high}")
@@ -53,4 +59,6 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
 
 def band(value: int | None) -> int | None:
     """Check a Sakoe-Chiba radius: an integer >= 0 or None. Radii beyond every trajectory become 2**31."""
+    if type(value) is int and 0 <= value <= 2**31:
+        return value
     return None if value is None else min(_check.integer("band", value, 0), 2**31)

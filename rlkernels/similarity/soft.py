@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from rlkernels import _check
+from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.similarity import arguments, reference
 
 
@@ -26,7 +26,7 @@ class _SoftDtw(torch.autograd.Function):
     last cell and divides each cell's share of the gradient among its three predecessors by a softmax."""
 
     @staticmethod
-    def forward(ctx: Any, x, y, x_lengths, y_lengths, band, gamma):
+    def forward(x, y, x_lengths, y_lengths, band, gamma):
         batch, rows = x.shape[:2]
         # cell (i, j) lies at [i + j + 2, :, i + 1]; the rest is the border
         table = x.new_full((rows + y.shape[1] + 1, batch, rows + 1), torch.inf)
@@ -37,13 +37,18 @@ class _SoftDtw(torch.autograd.Function):
             offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
             value = cost + (least - gamma * total.log())  # minus log 0: infinity
             table[d + 2, :, lo + 1 : hi + 1] = value.masked_fill(offset > radius[:, None], torch.inf)
-        ctx.save_for_backward(x, y, x_lengths, y_lengths, table)
-        ctx.gamma = gamma
-        return table[x_lengths + y_lengths, torch.arange(batch, device=x.device), x_lengths]
+        return table[x_lengths + y_lengths, torch.arange(batch, device=x.device), x_lengths], table
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad):
+    def setup_context(ctx: Any, inputs, output):
+        x, y, x_lengths, y_lengths, _, ctx.gamma = inputs
+        _, table = output
+        ctx.mark_non_differentiable(table)
+        ctx.save_for_backward(x, y, x_lengths, y_lengths, table)
+
+    @staticmethod
+    @_gradients.once("soft_dtw")
+    def backward(ctx: Any, grad, _):
         x, y, x_lengths, y_lengths, table = ctx.saved_tensors
         grad_x, grad_y = torch.zeros_like(x), torch.zeros_like(y)
         flow, next_flow, last_flow = (torch.zeros_like(table[0]) for _ in range(3))  # of d, d - 1, d - 2
@@ -70,6 +75,11 @@ def _predecessors(table: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor
     return torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
 
 
+def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
+    arguments.series(x, y)
+
+
+@public_op("soft_dtw", _check_types)
 def soft_dtw(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -100,7 +110,7 @@ def soft_dtw(
     Raises:
         TypeError, ValueError: a wrong type, dtype, rank, shape, device or value, named in the message.
     """
-    arguments.series(x, y)
+    arguments.same_features(x, y)
     _check.shape("y", y, (x.shape[0], *[None] * (y.ndim - 1)))
     _check.positive("gamma", gamma)
     band = arguments.band(band)
@@ -113,5 +123,5 @@ def soft_dtw(
     x, y = reference.as_series(x, torch.float64), reference.as_series(y, torch.float64)
     x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
     (x, x_bad), (y, y_bad) = reference.blank_padding(x, x_lengths), reference.blank_padding(y, y_lengths)
-    value = _SoftDtw.apply(x, y, x_lengths, y_lengths, band, float(gamma))
+    value, _ = _gradients.apply(_SoftDtw, x, y, x_lengths, y_lengths, band, float(gamma))
     return reference.with_special_cases(value.to(dtype), x_lengths, y_lengths, x_bad | y_bad)

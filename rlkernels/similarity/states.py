@@ -4,11 +4,18 @@ import torch
 
 from rlkernels import _check
 from rlkernels import backend as _backend
+from rlkernels._contexts import public_op
 from rlkernels.similarity import arguments, reference
 
 METRICS = ("sliced_wasserstein", "hellinger", "cosine")
 
 
+def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
+    _check.tensor("x", x, ndim=(2, 3), dtype=arguments.FLOATS)
+    _check.tensor("y", y, ndim=x.ndim, dtype=arguments.FLOATS, device=x.device)
+
+
+@public_op("state_similarity", _check_types)
 @torch.no_grad()
 def state_similarity(
     x: torch.Tensor,
@@ -41,8 +48,7 @@ def state_similarity(
     """
     _check.one_of("metric", metric, METRICS)
     ndim = 3 if metric == "sliced_wasserstein" else 2
-    _check.tensor("x", x, ndim=ndim, dtype=arguments.FLOATS)
-    _check.tensor("y", y, ndim=ndim, dtype=arguments.FLOATS, device=x.device)
+    _check.tensor("x", x, ndim=ndim)
     _check.shape("y", y, (None, *x.shape[1:]))
     _check.positive("scale", scale)
     projections = _check.integer("projections", projections, 1, _check.MOST)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlkernels import _check
+from rlkernels import _check, _contexts
 from rlkernels import backend as _backend
 from rlkernels.similarity import arguments, reference
 from rlkernels.similarity.alignment import dtw
@@ -33,6 +33,9 @@ class Trajectories:
     lengths: torch.Tensor | None = None
 
     def __post_init__(self):
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        for name, tensor in _contexts.dense_tensors("Trajectories", tensors).items():
+            object.__setattr__(self, name, tensor)  # frozen
         _check.tensor("rewards", self.rewards, ndim=2, dtype=arguments.FLOATS)
         if self.states is not None:
             _check.tensor("states", self.states, ndim=(2, 3), dtype=arguments.FLOATS, device=self.rewards.device)

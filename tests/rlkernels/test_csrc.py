@@ -21,7 +21,7 @@ LAYERS = {
 }
 TORCH, PYBIND = ("ATen/", "torch/", "c10/"), ("pybind11/", "Python.h")
 # what only some layers may use: who may, and the beginnings of the headers
-LIBRARIES = [({"ops"}, TORCH), ({"bindings"}, PYBIND), ({"cuda", "ops"}, ("cuda",))]
+LIBRARIES = [({"ops", "bindings"}, TORCH), ({"bindings"}, PYBIND), ({"cuda", "ops"}, ("cuda",))]
 # macros that mark what a layer is for
 MARKS = {"TORCH_LIBRARY": "ops", "PYBIND11_MODULE": "module.cpp", "py::class_": "bindings"}
 

@@ -1,0 +1,22 @@
+"""The benchmark of the host's time."""
+
+import pytest
+
+from bench import host
+from bench._calls import inputs
+from rlkernels.backend import OPS
+
+WAITS = {"top1_delta", "top1_deltas"}  # the host waits for results on the way
+
+
+def test_every_op_with_a_kernel_is_timed():
+    assert {op for op in inputs() if OPS[op].cpu or OPS[op].triton} - WAITS == {*host.OPS}
+
+
+@pytest.mark.parametrize("op", ["keyed_uniform", "token_logprobs", "paged_attention"])
+def test_rows(op):
+    pytest.importorskip("triton")
+    rows = host.rows(op, inputs()[op], "no gradient", turns=2)
+    assert [row.provider for row in rows] == ["torch.add", "rlkernels, cpu", "rlkernels, triton"][: len(rows)]
+    assert all(row.op == op and row.median_s > 0 and row.extra.endswith("x torch.add") for row in rows)
+    assert len(rows) == 2 + OPS[op].triton
