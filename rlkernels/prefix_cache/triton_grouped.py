@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, triton_interpreted
+from rlkernels.backend import on_its_device, power_of_2, triton_interpreted
 from rlkernels.prefix_cache.layout import GroupedLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -270,7 +270,7 @@ def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
-    block_d, wide = max(16, triton.next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
+    block_d, wide = max(16, power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
     groups = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
     warps = 8 if wide or (block * block_d >= 8192 and not groups) else 4

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device
+from rlkernels.backend import on_its_device, power_of_2
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
     cost = x.new_empty(n, m)
     start, end = (x_lengths.new_empty(n, m) if subsequence else x_lengths.new_empty(0) for _ in range(2))
-    rows = min(128, max(32, triton.next_power_of_2(x.shape[1])))
+    rows = min(128, max(32, power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
     shape = (programs, columns) if x.shape[1] > rows else (1,)  # one strip has no border
     border = x.new_empty(shape)
