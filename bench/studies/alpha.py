@@ -8,11 +8,10 @@ checkpoints tell how much of its gain the leading ranks of its update keep, and 
 from pathlib import Path
 
 from bench.studies.harness import Arm, Study, evaluations, fewer_prompts
-from bench.studies.ranks import gain_at_ranks, straightness
+from bench.studies.ranks import HISTORY, gain_at_ranks, straightness
 
 STEPS, PREDICTED = 200, 80
 LOW, TUNED = 3e-5, 2e-4
-KEEP = ["save.save_total_limit=20"]  # of plain, for straightness
 PAPER = ["accelerators.enabled=[alpha]", "accelerators.alpha.preset=paper"]
 OURS = [
     "accelerators.enabled=[alpha]", "accelerators.alpha.every=0", f"accelerators.alpha.horizon={STEPS / PREDICTED}",
@@ -34,7 +33,7 @@ def arms(rate: float) -> list[Arm]:
     """Make the arms of one learning rate."""
     rivals = [*fewer_prompts(16), Arm("paper preset", PAPER), Arm("rank 1, gated", OURS)]
     return [
-        Arm("plain", KEEP, rate=rate),
+        Arm("plain", [HISTORY], rate=rate),
         *(Arm(arm.name, arm.settings, rate=rate) for arm in rivals),
         *(Arm(f"{factor} the rate", rate=times * rate) for factor, times in (("twice", 2), ("four times", 4))),
     ]

@@ -8,8 +8,8 @@ before the first step.
 *sums*: sums of 2 to 10 terms, after supervised steps on solved ones. Six of ten answers are right, so that plain
 training gains within half an hour on a CPU.
 
-Weights are bfloat16, beside the optimizer's float32 ones. Plain's checkpoints tell how much of its gain the leading
-ranks of its update keep, how straight it moved, and what a prediction after 40 % of the steps is worth.
+Weights are bfloat16, beside the optimizer's float32 ones. The weights after plain's steps tell how much of its gain the
+leading ranks of its update keep, how straight it moved, and what a prediction after 40 % of the steps is worth.
 """
 
 import gc
@@ -24,7 +24,7 @@ import torch
 from bench._turns import Turns
 from bench.studies import harness, rhyme
 from bench.studies.harness import ACCURACY, Arm, Study, evaluations, fewer_prompts
-from bench.studies.ranks import gain_at_ranks, gain_when_predicted, straightness
+from bench.studies.ranks import HISTORY, gain_at_ranks, gain_when_predicted, straightness
 from bench.studies.rhyme import DATABASE, RHYME
 from python_trainer import load_config
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
@@ -120,7 +120,7 @@ def measure(run: Path) -> dict[str, float]:
 
 
 ARMS = [
-    Arm("plain", ["save.save_steps=20", "save.save_total_limit=6"]),  # for straightness
+    Arm("plain", [HISTORY]),
     *fewer_prompts(16),
     Arm("twice the rate", rate=2 * RATE),
     Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
@@ -155,7 +155,7 @@ STUDIES = [
             "evaluation.samples=2", "evaluation.eval_steps=20", "save.save_steps=12", "save.save_total_limit=1",
         ],
         arms=[
-            Arm("plain", ["save.save_total_limit=5"], rate=SUMS_RATE),
+            Arm("plain", [HISTORY], rate=SUMS_RATE),
             *(replace(arm, rate=SUMS_RATE) for arm in fewer_prompts(16)),
             Arm("twice the rate", rate=2 * SUMS_RATE),
         ],

@@ -10,26 +10,25 @@ import numpy
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from bench.studies.harness import evaluations
 from python_trainer import Trainer, load_config
 from python_trainer.accelerators.alpha import TRY_ANYWAY
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, step_of
-from python_trainer.hub import policy_folder
 from python_trainer.run_directory import read_evaluations
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import Attempt, Points
 from rlkernels.rank1.projections import Projections
+from rlkernels.weights import History
 
 RANKS = (1, 4, 16)
-KNOWN = 0.4  # of the steps, from whose checkpoints the end is predicted
+KNOWN = 0.4  # of the steps, from which the end is predicted
+POINTS = 20
+HISTORY = "save.weight_history=1000000000000"  # of the runs that are looked at
 
 
 def base_weights(run: Path) -> dict[str, Tensor]:
     """The projections of attention and MLP that a run began with, float32."""
-    folder = policy_folder(load_config(run / "config.yaml").model.path)
-    return dict(Projections.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()))
+    base = History(run / "weights").base
+    return {name: weight.float() for name, weight in Projections(base, base.shapes).items()}
 
 
 def linearity(points: Points) -> float:
@@ -43,22 +42,28 @@ def linearity(points: Points) -> float:
     return float(1 - rest.square().sum() / total) if total > 0 else math.nan
 
 
-def weights_at(path: Path) -> dict[str, Tensor]:
-    """The weights of the policy in a checkpoint, float32."""
-    return {name: weight.float() for name, weight in load_checkpoint(path)["model"].items()}
+def weights_at(history: History, step: int) -> dict[str, Tensor]:
+    """The weights of the policy after a step, float32."""
+    return {name: weight.float() for name, weight in history.weights(step).items()}
 
 
-def tracked(run: Path, paths: Sequence[Path]) -> tuple[RankOneTrajectory, dict[str, Points]]:
-    """The updates of these checkpoints, and where they stand along the leading direction of the last."""
+def steps_of(history: History) -> list[int]:
+    """About POINTS steps of a run, at even distances."""
+    return list(range(every := max(history.steps // POINTS, 1), history.steps + 1, every))
+
+
+def tracked(run: Path, history: History, steps: Sequence[int]) -> tuple[RankOneTrajectory, dict[str, Points]]:
+    """The updates after these steps, and where they stand along the leading direction of the last."""
     trajectory = RankOneTrajectory(base_weights(run))
-    for path in paths:
-        trajectory.track(weights_at(path), step=step_of(path), accuracy=0.0)
-    return trajectory, trajectory.exact_points(map(weights_at, paths))
+    for step in steps:
+        trajectory.track(weights_at(history, step), step=step, accuracy=0.0)
+    return trajectory, trajectory.exact_points(weights_at(history, step) for step in steps)
 
 
 def straightness(run: Path) -> dict[str, float]:
-    """R^2 of lines in the step through the update along its last leading direction, over the kept checkpoints."""
-    _, points = tracked(run, list_checkpoints(run / "checkpoints"))
+    """R^2 of lines in the step through the update along its last leading direction."""
+    history = History(run / "weights")
+    _, points = tracked(run, history, steps_of(history))
     found = [linearity(of_module) for of_module in points.values()]
     return {"R^2 of a line": median(found), "lowest R^2": min(found)}
 
@@ -117,13 +122,13 @@ def gain_at_ranks(run: Path) -> dict[str, float]:
 def gain_when_predicted(run: Path) -> dict[str, float]:
     """Shares of a run's gain after 40 % of its steps: with the weights then, and with those of the end as predicted.
 
-    ``secant`` predicts from the checkpoints until then.
+    ``secant`` predicts from the steps until then.
     """
-    steps = evaluations(run)[-1][0]
-    paths = [path for path in list_checkpoints(run / "checkpoints") if step_of(path) <= KNOWN * steps]
-    trajectory, points = tracked(run, paths)
-    now = weights_at(paths[-1])
-    attempt = Attempt(predictor="secant", horizon=steps / step_of(paths[-1]), limits=TRY_ANYWAY)
+    history = History(run / "weights")
+    steps = [step for step in steps_of(history) if step <= KNOWN * history.steps]
+    trajectory, points = tracked(run, history, steps)
+    now = weights_at(history, steps[-1])
+    attempt = Attempt(predictor="secant", horizon=history.steps / steps[-1], limits=TRY_ANYWAY)
     predicted = now | attempt.predict(trajectory, now, points=points)
     return {
         "gain at 40 %": share_of_gain(run, lambda name, weight: now.get(name, weight)),

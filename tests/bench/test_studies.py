@@ -237,8 +237,8 @@ def test_the_oracle_keeps_the_set_after_which_most_is_right(monkeypatch):
 def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
                 "rollout.num_generations=4", "rollout.max_completion_length=24", "task.test_size=4",
-                "evaluation.eval_steps=1", "max_steps=3", "save.save_steps=1", "save.save_total_limit=3",
-                "optimizer.warmup_steps=0"]  # fmt: skip
+                "evaluation.eval_steps=1", "max_steps=3", "save.save_steps=1", "optimizer.warmup_steps=0",
+                ranks.HISTORY]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
     Harness(study, tmp_path, jobs=2, stop_after=0.5).run_all(1)
