@@ -28,14 +28,14 @@ MICRO_BATCHES = [(256, 128, 8, size) for size in (1, 2, 4)]
 STEP = (256, 128, 8)
 
 
-def make_trainer(cls: Any, model: Any, prompt: int, longest: int, answers: int) -> Any:
+def make_trainer(cls: Any, model: Any, prompt: int, longest: int, answers: int, device: str = "cpu") -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig
 
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=answers, num_generations=answers, max_steps=1,
-        gradient_accumulation_steps=1, max_completion_length=longest, bf16=False, use_cpu=True, report_to=[],
+        gradient_accumulation_steps=1, max_completion_length=longest, bf16=False, use_cpu=device == "cpu", report_to=[],
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = cls(
@@ -49,15 +49,15 @@ def make_trainer(cls: Any, model: Any, prompt: int, longest: int, answers: int) 
     return trainer
 
 
-def make_batch(prompt: int, longest: int, answers: int) -> dict[str, Any]:
+def make_batch(prompt: int, longest: int, answers: int, vocab: int = VOCAB) -> dict[str, Any]:
     """One group whose answers have from half to all of the longest length."""
     generator = torch.Generator().manual_seed(prompt)
-    ids = torch.randint(VOCAB, (1, prompt), generator=generator).repeat(answers, 1)
+    ids = torch.randint(vocab, (1, prompt), generator=generator).repeat(answers, 1)
     lengths = torch.linspace(longest / 2, longest, answers).long()[torch.randperm(answers, generator=generator)]
     mask = (torch.arange(longest) < lengths[:, None]).long()
     return {
         "prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_mask": mask,
-        "completion_ids": torch.randint(VOCAB, (answers, longest), generator=generator),
+        "completion_ids": torch.randint(vocab, (answers, longest), generator=generator),
         "advantages": torch.randn(answers, generator=generator), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
 

@@ -56,7 +56,7 @@ NOT_RUN = {  # why
     "python -m bench.soak memory": "memory grows in the first steps; test_soak runs it",
     "python -m bench.studies rpo": "takes hours; test_studies runs short ones",
     "python -m bench.gpu.records": "rewrites rlkernels/records.json; test_bench_gpu_records compares that file",
-    "python -m bench.gpu": "needs a GPU; test_bench_gpu and test_bench_gpu_train run it on a CPU",
+    "python -m bench.gpu.session": "needs a GPU; test_bench_gpu and test_bench_gpu_train run it on a CPU",
     "make setup": "not again",
     ". .venv": "",
     "mkdir": "",

@@ -60,40 +60,70 @@ def _case(op: str, label: str, make: Callable[..., Problem], *args: Any) -> Case
     return Case(op, label, partial(make, *args), timed=True)
 
 
+def ragged(prompts: int, samples: int, prefix: int, suffix: int) -> attention.Layout:
+    """Groups with prefixes of half to one and a half of a length, and suffixes of a quarter to seven quarters."""
+    prefixes = torch.linspace(prefix / 2, prefix * 3 / 2, prompts).long().tolist()
+    suffixes = torch.linspace(suffix / 4, suffix * 7 / 4, prompts * samples).long()
+    shuffled = suffixes[torch.randperm(len(suffixes), generator=torch.Generator().manual_seed(0))].tolist()
+    return prefixes, shuffled, list(range(0, prompts * samples + 1, samples))
+
+
+BOTH = "forward and backward"
 LARGE = [
+    _case("grouped_attention", f"8 prefixes of 512, 8 suffixes of 512 each, {BOTH}", attention.grouped,
+          attention.groups(8, 8, 512, 512), LLAMA, BF16),
+    _case("grouped_attention", f"8 prefixes of 256, 8 suffixes of 256 each, Qwen2.5-0.5B heads, {BOTH}",
+          attention.grouped, attention.groups(8, 8, 256, 256), SMALL, BF16),
+    _case("grouped_attention", f"ragged, 8 prefixes of 512, 8 suffixes of 512 each, {BOTH}", attention.grouped,
+          ragged(8, 8, 512, 512), LLAMA, BF16),
+    _case("grouped_attention", f"ragged, 8 prefixes of 512, 8 suffixes of 512 each, Qwen2.5-0.5B heads, {BOTH}",
+          attention.grouped, ragged(8, 8, 512, 512), SMALL, BF16),
+    _case("grouped_attention", f"1 prefix of 2048, 8 suffixes of 512, {BOTH}", attention.grouped,
+          attention.groups(1, 8, 2048, 512), LLAMA, BF16),
     _case("paged_attention", "decode: 256 sequences of 1024, Qwen2.5-0.5B heads", attention.paged, [1024] * 256,
           [1] * 256, SMALL, 16, BF16),
+    _case("shared_prefix_attention", "decode: 32 prefixes of 512 x 8 suffixes of 512, Qwen2.5-0.5B heads",
+          attention.shared, [512] * 32, 8, [512], 1, SMALL, 16, BF16),
     _case("paged_attention", "decode: 64 sequences of 4096, Llama-3-8B heads", attention.paged, [4096] * 64, [1] * 64,
-          LLAMA, 16, BF16),
-    _case("paged_attention", "suffix prefill: 8 x 512 queries on 2048 keys", attention.paged, [2048] * 8, [512] * 8,
           LLAMA, 16, BF16),
     _case("shared_prefix_attention", "decode: 16 prefixes of 2048 x 8 suffixes of 256", attention.shared, [2048] * 16,
           8, [256], 1, LLAMA, 16, BF16),
-    _case("shared_prefix_attention", "decode: 32 prefixes of 512 x 8 suffixes of 512, Qwen2.5-0.5B heads",
-          attention.shared, [512] * 32, 8, [512], 1, SMALL, 16, BF16),
-    _case("grouped_attention", "8 prefixes of 512, 8 suffixes of 512 each, forward and backward", attention.grouped,
-          attention.groups(8, 8, 512, 512), LLAMA, BF16),
-    _case("grouped_attention", "8 prefixes of 256, 8 suffixes of 256 each, Qwen2.5-0.5B heads, forward and backward",
-          attention.grouped, attention.groups(8, 8, 256, 256), SMALL, BF16),
-    _case("sample_tokens", "256 x 151936, temperature 1", logits.sample, 256, QWEN, BF16, [(1.0, 1.0, 0)]),
+    *(_case("write_kv", f"{tokens} tokens, 8 x 128", attention.write, tokens, (8, 128), 16, BF16)
+      for tokens in (65536, 4096, 256)),
+    *(_case("merge_attention", f"{tokens} x 32 x 128", attention.merge, tokens, 32, 128, BF16)
+      for tokens in (16384, 2048, 256)),
+    *(_case("sample_tokens", f"{rows} x 151936, temperature 1", logits.sample, rows, QWEN, BF16, [(1.0, 1.0, 0)])
+      for rows in (256, 64, 8)),
     _case("sample_tokens", "256 x 151936, top-p 0.95, top-k 50", logits.sample, 256, QWEN, BF16, [(1.0, 0.95, 50)]),
-    _case("sample_tokens", "256 x 151936, five kinds of rows", logits.sample, 256, QWEN, BF16, logits.MIXED),
-    _case("token_logprobs", "8192 x 151936, forward", logits.logprobs, 8192, QWEN, BF16, False),
-    _case("token_logprobs", "4096 x 151936, both ways", logits.logprobs, 4096, QWEN, BF16, True),
+    *(_case("verify_drafts", f"{drafts} drafts of 7, 151936", logits.verify, [7] * drafts, QWEN, BF16, logits.MIXED)
+      for drafts in (64, 16, 4)),
     _case("linear_token_logprobs", "4096 x 896 x 151936", logits.linear_logprobs, 4096, QWEN, 896, BF16),
     _case("linear_token_logprobs", "cross entropy, 4096 x 896 x 151936", cross_entropy, 4096, QWEN, 896, BF16),
-    _case("verify_drafts", "64 drafts of 7, 151936", logits.verify, [7] * 64, QWEN, BF16, logits.MIXED),
-    _case("write_kv", "65536 tokens, 8 x 128", attention.write, 65536, (8, 128), 16, BF16),
-    _case("merge_attention", "16384 x 32 x 128", attention.merge, 16384, 32, 128, BF16),
-    _case("dtw", "512 x 512, length 512", similarity.warp, 512, 512, 512, 1, "full", None, False),
-    _case("dtw", "64 x 64, length 512 x 16 dimensions", similarity.warp, 64, 64, 512, 16, "full", None, False),
-    _case("dtw_topk", "64 x 4096, length 256, k 16", similarity.topk, 64, 4096, 256, 16),
-    _case("top1_delta", "14336 x 4096", rank1.top1, 14336, 4096, BF16),
+    _case("token_logprobs", "4096 x 151936, both ways", logits.logprobs, 4096, QWEN, BF16, True),
+    _case("token_logprobs", "8192 x 151936, forward", logits.logprobs, 8192, QWEN, BF16, False),
+    _case("paged_attention", "decode: 8 sequences of 1024, Qwen2.5-0.5B heads", attention.paged, [1024] * 8, [1] * 8,
+          SMALL, 16, BF16),
+    _case("shared_prefix_attention", "decode: 4 prefixes of 512 x 8 suffixes of 256, Qwen2.5-0.5B heads",
+          attention.shared, [512] * 4, 8, [256], 1, SMALL, 16, BF16),
+    _case("paged_attention", "suffix prefill: 8 x 512 queries on 2048 keys", attention.paged, [2048] * 8, [512] * 8,
+          LLAMA, 16, BF16),
+    *(_case("linear_token_logprobs", f"{rows} x {width} x 151936", logits.linear_logprobs, rows, QWEN, width, BF16)
+      for rows, width in ((1024, 896), (4096, 3584))),
+    *(_case("token_logprobs", f"{rows} x 151936, both ways", logits.logprobs, rows, QWEN, BF16, True)
+      for rows in (1024, 64)),
+    _case("sample_tokens", "256 x 151936, five kinds of rows", logits.sample, 256, QWEN, BF16, logits.MIXED),
+    *(_case(op, f"{m} x {n}", make, m, n, BF16, *rest)
+      for op, make, *rest in (("top1_delta", rank1.top1), ("delta_matvec", rank1.matvec),
+                              ("add_rank1_", rank1.add, False))
+      for m, n in ((14336, 4096), (4864, 896), (896, 896))),
     _case("top1_delta", "4096 x 14336", rank1.top1, 4096, 14336, BF16),
     _case("top1_deltas", "the 7 modules of a Llama-3-8B layer", rank1.top1_many, LAYER, BF16),
     _case("top1_deltas", "the 196 modules of Qwen2.5-7B", rank1.top1_many, MODEL, BF16),
-    _case("delta_matvec", "14336 x 4096", rank1.matvec, 14336, 4096, BF16),
-    _case("add_rank1_", "14336 x 4096", rank1.add, 14336, 4096, BF16, False),
+    *(_case("dtw", f"{n} x {n}, length 512", similarity.warp, n, n, 512, 1, "full", None, False)
+      for n in (128, 32, 512)),
+    *(_case("dtw", f"{n} x {n}, length 512 x 16 dimensions", similarity.warp, n, n, 512, 16, "full", None, False)
+      for n in (16, 64)),
+    _case("dtw_topk", "64 x 4096, length 256, k 16", similarity.topk, 64, 4096, 256, 16),
 ]  # fmt: skip
 CASES = [*LARGE, *CHECKED]
 

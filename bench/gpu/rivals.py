@@ -1,13 +1,14 @@
 """Others that compute the same: fast paths of torch, FlashInfer, flash-attn and Liger, where installed.
 
-Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it; that is not timed here.
+Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it, packed tokens too where
+a prefix is repeated; the copies are timed on their own.
 """
 
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ class Rival:
         make: prepares the inputs, untimed, and returns the call.
         outputs: from what the call returns to what is compared with the op's own outputs: the first of them, or all.
         judge: what the call returned -> verdict, where the op's own rule does not fit.
+        copy: makes the contiguous copies that the call reads, which the op does not need.
     """
 
     make: Callable[[], Call]
     outputs: Callable[[Any], Any] | None = None
     judge: Callable[[Any], Verdict] | None = None
+    copy: Call | None = None
 
     def verdict(self, gate: Tolerance, returned: Any) -> Verdict:
         """The verdict on what the call returned, which may be in a wider dtype."""
@@ -57,7 +60,16 @@ def paged(given: Mapping[str, Any]) -> Rivals:
         return {}
     rows, scale = query.unflatten(0, (len(tables), -1)), query.shape[-1] ** -0.5
     key, value = (torch.stack([dense(cache, table, lens[0]) for table in tables]) for cache in caches)
-    return {**attention(rows, key, value, scale), **pages(rows, caches, tables, lens, scale)}
+    dense_rivals = attention(rows, key, value, scale)
+    for name, rival in dense_rivals.items():
+        dense_rivals[name] = replace(rival, copy=functools.partial(gather, caches, tables, lens[0]))
+    return {**dense_rivals, **pages(rows, caches, tables, lens, scale)}
+
+
+def gather(caches: Sequence[torch.Tensor], tables: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """[B, Hk, length, d] of each cache: what lies in pages, copied for attention that reads it contiguous."""
+    blocks = tables[:, : -(-length // caches[0].shape[1])].long()
+    return [cache[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for cache in caches]
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
@@ -98,13 +110,25 @@ def packed(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any = None, **options: Any
+           ) -> torch.Tensor:  # fmt: skip
+    mask = None
+    if block_mask is not None:
+        rows, columns = (torch.arange(t.shape[-2], device=t.device) for t in (query, key))
+        mask = block_mask.mask_mod(None, None, rows[:, None], columns)
+    return functional.scaled_dot_product_attention(query, key, value, mask, **options)
+
+
 @functools.cache
-def compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+def flex_on(device: torch.device) -> Any:
+    """Return FlexAttention, compiled; on a CPU, where it has no backward pass, one that holds the mask."""
+    if device.type != "cuda":
+        return masked
+    torch._dynamo.config.recompile_limit = 64  # beyond it, all scores would be held
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, compiled: bool = True
-              ) -> Rivals:  # fmt: skip
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Rivals:
     """query [B, q, Hq, d] over key, value [B, n, Hk, d]; the last query sits on the last key -> [B * q, Hq, d]."""
     queries, keys = query.shape[1], key.shape[1]
 
@@ -126,7 +150,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
                 return j <= i + (keys - queries)
 
             mask = create_block_mask(causal, None, None, queries, keys, device=q.device)
-        run = compiled_flex() if compiled else flex_attention
+        run = flex_on(q.device)
         return lambda: packed(run(q, k, v, block_mask=mask, scale=scale, enable_gqa=True))
 
     makers: dict[str, Callable[[], Call]] = {
@@ -213,7 +237,13 @@ def sees(layout: GroupedLayout, device: torch.device) -> Callable[..., torch.Ten
 
 
 class Repeated:
-    """Every suffix with a copy of its prefix, as trainers do that know no groups. Equal lengths."""
+    """Every suffix with a copy of its prefix, as trainers do that know no groups; rows are padded at their end.
+
+    Attributes:
+        at: int64 [S, L], which token lies there.
+        real: bool [S, L], False where a row is padded.
+        counts: bool [S, L], False there and for a prefix that an earlier row has.
+    """
 
     def __init__(self, layout: GroupedLayout, device: torch.device):
         rows, first = [], []
@@ -221,8 +251,10 @@ class Repeated:
             for i, s in enumerate(suffixes):
                 rows.append(torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(s.start, s.stop)]))
                 first.append(torch.arange(len(rows[-1])) >= (0 if i == 0 else prefix.stop - prefix.start))
-        self.at = torch.stack(rows).to(device)  # [S, prefix + suffix]: which token
-        self.counts = torch.stack(first).to(device)  # False for a prefix that an earlier row has
+        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        self.at, self.counts = pad(rows).to(device), pad(first).to(device)
+        self.real = pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
+        self.lens = [len(row) for row in rows]
         self.tokens = layout.num_tokens
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -235,24 +267,26 @@ class Repeated:
         whole = out.new_empty(self.tokens, *out.shape[2:])
         whole[self.at[self.counts]] = out[self.counts]
         sums = [g.new_zeros(self.tokens, *g.shape[2:], dtype=torch.float32) for g in grads]
-        return [whole, *(s.index_add_(0, self.at.flatten(), g.flatten(0, 1).float()) for s, g in zip(sums, grads))]
+        return [whole, *(s.index_add_(0, self.at[self.real], g[self.real].float()) for s, g in zip(sums, grads))]
 
 
 def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: GroupedLayout
             ) -> Rivals:  # fmt: skip
     """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
     scale = query.shape[-1] ** -0.5
-    if len(set(layout.prefix_lens.tolist())) > 1 or len(set(layout.suffix_lens.tolist())) > 1:
-        return {}
+    copies = Repeated(layout, query.device)
+    outer = copies.rows(grad) * copies.counts[..., None, None]  # a prefix counts once
 
-    def rows() -> tuple[Repeated, list[torch.Tensor], torch.Tensor]:
-        copies = Repeated(layout, query.device)
-        outer = copies.rows(grad) * copies.counts[..., None, None]  # a prefix counts once
-        return copies, [copies.rows(t) for t in (query, *repeated(query.shape[1], key, value))], outer
+    def padded() -> list[torch.Tensor]:
+        rows = (copies.rows(t) for t in (query, *repeated(query.shape[1], key, value)))
+        return [t.transpose(1, 2).contiguous() for t in rows]
+
+    def flat() -> list[torch.Tensor]:
+        places = copies.at[copies.real]
+        return [t[places] for t in (query, *repeated(query.shape[1], key, value))]
 
     def sdpa() -> Call:
-        _, tensors, outer = rows()
-        q, k, v = leaves = [t.transpose(1, 2).contiguous().requires_grad_() for t in tensors]
+        q, k, v = leaves = [t.requires_grad_() for t in padded()]
 
         def run() -> list[torch.Tensor]:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -265,15 +299,13 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
         from torch.nn.attention.varlen import varlen_attn
 
         attend: Any = varlen_attn
-        _, tensors, outer = rows()
-        q, k, v = leaves = [t.flatten(0, 1).contiguous().requires_grad_() for t in tensors]
-        batch, length = outer.shape[:2]
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
+        q, k, v = leaves = [t.requires_grad_() for t in flat()]
+        weight, longest = outer[copies.real], max(copies.lens)
+        starts = torch.tensor([0, *copies.lens], device=q.device).cumsum(0, dtype=torch.int32)
 
         def run() -> list[torch.Tensor]:
-            out = attend(q, k, v, starts, starts, length, length, scale=scale, window_size=(-1, 0))
-            found = [out, *torch.autograd.grad(out, leaves, outer.flatten(0, 1))]
-            return [t.detach().unflatten(0, (batch, length)) for t in found]
+            out = attend(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
+            return [t.detach() for t in (out, *torch.autograd.grad(out, leaves, weight))]
 
         return run
 
@@ -281,7 +313,7 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
         leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
         tokens = layout.num_tokens
         mask = create_block_mask(sees(layout, query.device), None, None, tokens, tokens, device=query.device)
-        attend = compiled_flex()
+        attend = flex_on(query.device)
 
         def run() -> list[torch.Tensor]:
             q, k, v = (t.transpose(0, 1)[None] for t in leaves)
@@ -292,9 +324,16 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
     def gathered(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The key heads were repeated: their gradients belong to one head."""
-        out, q, k, v = Repeated(layout, query.device).outputs(found)
+        out, q, k, v = copies.outputs(found)
         return [out, q, *(t.unflatten(1, (key.shape[1], -1)).sum(2) for t in (k, v))]
 
-    return {"torch SDPA, every prefix repeated": Rival(sdpa, gathered),
-            "torch varlen, every prefix repeated": Rival(flash, gathered),
+    def in_rows(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows end to end -> padded, then as above."""
+        wide = [t.new_zeros(*copies.at.shape, *t.shape[1:]) for t in found]
+        for target, t in zip(wide, found):
+            target[copies.real] = t
+        return gathered(wide)
+
+    return {"torch SDPA, every prefix repeated": Rival(sdpa, gathered, copy=padded),
+            "torch varlen, every prefix repeated": Rival(flash, in_rows, copy=flat),
             "torch FlexAttention": Rival(flex)}  # fmt: skip

@@ -1,11 +1,14 @@
-"""Times large cases and a model, in a process of its own: a kernel that goes astray takes its process with it.
+"""Times large cases, models and updates, in a process of its own: a kernel that goes astray takes its process with it.
 
 Its argument is ``module:function`` that gives the cases; :class:`rlkernels.proof.process.Worker` speaks to it.
 """
 
 import dataclasses
+import importlib
 import pkgutil
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +21,15 @@ from bench.gpu.cases import rivals_of
 from bench.gpu.rivals import Rival
 from rlkernels import backend as backends
 from rlkernels.proof.problem import Case, Problem, Tolerance
-from rlkernels.proof.worker import Message, Say, finding, serve, synchronize
+from rlkernels.proof.worker import Message, Say, finding, replay, seconds_of, serve, synchronize
 
+# the ops of decoding, which engines run inside CUDA graphs: there the host's time is none
+REPLAYED = ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "sample_tokens",
+            "verify_drafts")  # fmt: skip
+ON_A_CPU = ("grouped_attention", "paged_attention", "shared_prefix_attention")  # whose rivals run there too
+CALLS = 10  # of an op in a graph: the start of a graph takes as long as a small kernel
+LEAST_REPLAYS, MOST_REPLAYS = 5, 100
+SLOW_S = 3.0  # a reference that takes longer is not timed
 INPUTS = "the inputs and the reference"
 
 
@@ -77,8 +87,35 @@ def judged(gate: Tolerance, make: Callable[[], Any], rival: Rival | None, device
     return call, {"ok": found.pop("right"), **found}
 
 
-def run_contest(case: Case, device: torch.device, seconds: float, without: list[str], say: Say) -> Message:
+def run_replay(gate: Tolerance, call: Callable[[], Any], rival: Rival | None, device: torch.device, seconds: float
+               ) -> Message:  # fmt: skip
+    """Judge and time a call inside a CUDA graph, seconds for each; on a CPU, plain calls."""
+    returned, on_gpu = list[Any](), device.type == "cuda"
+    count, least = (CALLS, LEAST_REPLAYS) if on_gpu else (1, 1)
+
+    def calls() -> None:
+        for _ in range(count):
+            returned[:] = [call()]
+
+    run = replay(calls) if on_gpu else calls
+    if run is calls and on_gpu:
+        return {"unfit": "it waits for the GPU, which no graph can record"}
+    if gate.problem.reset:
+        gate.problem.reset()
+    run()
+    synchronize(device)
+    found = finding(rival.verdict(gate, returned[0]) if rival else gate.judge(returned[0]))
+    samples, end = list[float](), time.monotonic() + seconds
+    while len(samples) < least or (time.monotonic() < end and len(samples) < MOST_REPLAYS):
+        samples.append(seconds_of(run, 1, device) / count)
+    return {"ok": found.pop("right"), **found, "replay_s": statistics.median(samples)}
+
+
+def run_contest(case: Case, device: torch.device, seconds: float, without: list[list[str]], say: Say) -> Message:
     """A row for every provider that is not in ``without``: the verdict, and the time if it is right.
+
+    Rows of decode ops are followed by what a replay took. Rivals that read contiguous copies of what the op is given
+    have the time of these copies in ``copy_s``. A rival that fails is no failure of ours: ``ok`` is None.
 
     Raises:
         RuntimeError: the device is broken; nothing runs on it in this process any more.
@@ -86,20 +123,26 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
     torch.manual_seed(0)
     say({"begin": INPUTS})
     problem = case.make(device)
+    start = time.monotonic()
     gate = Tolerance(problem)
     synchronize(device)
+    slow = time.monotonic() - start > SLOW_S
     names = ("cuda", "triton") if device.type == "cuda" else ("cpu", "triton")
     own = [b for b in (*names, "torch") if backends.unavailable(case.op, b, device) is None]
     providers: dict[str, tuple[Callable[[], Any], Rival | None]] = {
         b: (partial(partial, problem.call, b), None) for b in own
     }
-    for name, rival in (rivals_of(case, problem) if device.type == "cuda" else {}).items():
+    others = rivals_of(case, problem) if device.type == "cuda" or case.op in ON_A_CPU else {}
+    for name, rival in others.items():
         providers[name] = rival.make, rival
     for name, (make, other) in providers.items():
-        if name in without:
+        if [case.label, name] in without:
             continue
         say({"begin": name})
         row: Message = {"op": case.op, "provider": name, "shape": case.label}
+        if name == "torch" and slow:
+            say({"row": row | {"ok": True, "missing": f"takes more than {SLOW_S} s with its reference: not timed"}})
+            continue
         try:
             call, found = judged(gate, make, other, device)
             row |= found
@@ -109,24 +152,37 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
                     dtype=str(problem.dtype).removeprefix("torch."), limit=limit(problem, device),
                 )  # fmt: skip
                 row |= dataclasses.asdict(next(iter(_runner.run_case(timed, seconds))))
+                if other and other.copy:
+                    row["copy_s"] = statistics.median(seconds_of(other.copy, 3, device) for _ in range(LEAST_REPLAYS))
         except Exception as error:
-            if other and isinstance(error, ModuleNotFoundError):
-                say({"row": row | {"ok": None, "missing": error.name}})
-                continue
-            row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}
+            why = f"{type(error).__name__}: {error}"[:300]
+            if isinstance(error, ModuleNotFoundError):
+                why = f"{error.name} is not installed"
+            row |= {"ok": None if other else False, "missing": why}
             synchronize(device)
         say({"row": row})
+        if row["ok"] and case.op in REPLAYED:
+            say({"begin": f"{name}, replayed"})
+            found = {"op": case.op, "provider": name, "shape": case.label}
+            try:
+                found |= run_replay(gate, call, other, device, seconds)
+            except Exception as error:
+                found["unfit"] = f"{type(error).__name__}: {error}"[:300]
+                synchronize(device)
+            say({"replay": found})
     return {"ok": True}
+
+
+MODULES = {"model": "model", "update": "updates", "preset": "presets", "sharded": "presets"}
 
 
 def do(job: Message, cases: list[Case], say: Say) -> Message:
     device = torch.device(job["device"])
     if job["kind"] == "device":
         return facts(device)
-    if job["kind"] == "model":
-        from bench.gpu import model  # needs Transformers and the trainer
-
-        return model.run(job["op"], job["case"], device, job["without"], say)
+    if job["kind"] in MODULES:  # these need Transformers, TRL or the trainer
+        module = importlib.import_module(f"bench.gpu.{MODULES[job['kind']]}")
+        return module.run(job["op"], job["case"], device, job["without"], say)
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
     return run_contest(case, device, job["seconds"], job["without"], say)
 

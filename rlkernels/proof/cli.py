@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     for reason in dict.fromkeys(left_out.values()):
         print(f"{reason}: {', '.join(op for op in left_out if left_out[op] == reason)}")
     if args.record:
+        write_record(args.record, result, {})  # compiling takes a while
         write_record(args.record, result, compile_candidates(result, args.device))
         print(f"record: {args.record}")
     return 1 if left_out else 0

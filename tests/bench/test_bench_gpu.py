@@ -18,27 +18,33 @@ import torch
 from support import run_python
 
 from bench import Row
-from bench.gpu import __main__ as command
+from bench.gpu import counters
+from bench.gpu import session as command
 from bench.gpu.build import Build, run
 from bench.gpu.cases import CASES, LARGE, SANITIZED
 from bench.gpu.journal import ROOT, read
+from bench.gpu.summary import summary
+from bench.gpu.worker import run_contest
 from rlkernels.backend import OPS, base
 from rlkernels.proof import PROVABLE, process
-from rlkernels.proof.cases import SMALL
+from rlkernels.proof.cases import SMALL, attention
+from rlkernels.proof.problem import Case
 
 
 def test_every_op_with_a_gpu_kernel_is_timed_and_sanitized():
-    assert {case.op for case in LARGE} == {*PROVABLE} and all(case.timed for case in LARGE)
+    assert {case.op for case in LARGE} == {*map(base, PROVABLE)} and all(case.timed for case in LARGE)
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
-    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted(PROVABLE)
+    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({*map(base, PROVABLE)})
 
 
 def test_the_proof_comes_first_of_all_that_needs_the_extension():
     jobs = command.plan(CASES, "cuda", 0.5, sanitizer=True)
     kinds = [job["kind"] for job in jobs]
-    assert list(dict.fromkeys(kinds)) == ["time", "prove", "model", "tests", "sanitize"]
-    before = jobs[: kinds.index("prove")]
-    assert before[0]["op"] == "paged_attention" and not any(OPS[job["op"]].cuda for job in before)
+    before = [job for job in jobs[: kinds.index("prove")] if job["kind"] == "time"]
+    assert before[0]["op"] == "grouped_attention" and not any(OPS[job["op"]].cuda for job in before)
+    assert [job["stage"] for job in jobs] == sorted((job["stage"] for job in jobs), key=STAGES.index)
+    assert {job["stage"] for job in jobs} == {*STAGES}
+    assert {job["kind"] for job in jobs} == command.LIMITS_S.keys() | {"prove"}
     assert len({command.name_of(job) for job in jobs}) == len(jobs)
     assert sorted((j["op"], j["case"]) for j in jobs if j["kind"] == "time") == sorted((c.op, c.label) for c in LARGE)
     dry = command.plan(CASES, "cpu", 0.5, sanitizer=False)
@@ -46,7 +52,8 @@ def test_the_proof_comes_first_of_all_that_needs_the_extension():
     assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
 
 
-OPTIONS = ["--device", "cpu", "--seconds", "0.001", "--commit", "abc"]
+STAGES = [stage.name for stage in command.STAGES]
+OPTIONS = ["--rehearse", "--seconds", "0.001", "--commit", "abc"]
 QUICK = ("--no-build", "--no-tests")
 
 
@@ -64,8 +71,9 @@ def of(entries, kind):
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Has jobs answered by kind, with rows or a message, and gives those asked for; the proof counts as done."""
-    monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
+    """Has jobs answered by kind, with rows or a message, and gives those asked for; proof and counters are done."""
+    for part in ("prove", "count"):
+        monkeypatch.setattr(command.Session, part, lambda self, job: self.finish(job))
 
     def make(**found):
         asked = []
@@ -104,8 +112,10 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
     assert first[-1]["finished"] and [job["op"] for job in asked[1:]] == ["delta_matvec"]
     _, second = dry_run(path)
     assert second[-1]["finished"] and second[-1]["left_out"] == [] and second[: len(first)] == first
-    done = sorted(command.name_of(job) for job in asked if job["kind"] != "device")
-    assert done == sorted(command.name_of(job) for job in jobs if job["kind"] in ("time", "model"))
+    done = sorted(command.name_of(job) for job in asked)
+    ours = [job for job in jobs if job["kind"] not in ("prove", "tests", "counters")]
+    few = ("delta_matvec", *command.REHEARSED)
+    assert done == sorted(command.name_of(job) for job in ours if job["kind"] != "time" or job["op"] in few)
     count = len(asked)
     dry_run(path)
     assert len(asked) == count
@@ -127,12 +137,12 @@ def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):
 
 
 def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, answering, capsys):
-    absent = ROW | {"provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer"}
+    absent = ROW | {"provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer is not installed"}
     answering(time=[ROW, absent])
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     printed = " ".join(capsys.readouterr().out.split())
-    assert code == 0 and entries[-1]["failed"] == [] and of(entries, "row")[1]["missing"] == "flashinfer"
-    assert "FlashInfer: flashinfer is not installed" in printed and "FAILED" not in printed
+    assert code == 0 and entries[-1]["failed"] == [] and not of(entries, "row")[1]["ok"]
+    assert "FlashInfer flashinfer is not installed" in printed and "FAILED" not in printed
 
 
 def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, answering):
@@ -140,6 +150,9 @@ def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, answering):
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "delta_matvec")
     assert code == 0 and not of(entries, "row")
     assert "time delta_matvec: 257 x 1023" in entries[-1]["left_out"]
+
+
+JOB = {"stage": "tests", "kind": "tests", "op": "all", "case": "files", "device": "cpu"}
 
 
 @pytest.mark.slow
@@ -150,8 +163,10 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     Path(files["wrong"]).write_text("def test_what_fails(): assert False")
     Path(files["endless"]).write_text("import time\ndef test(): time.sleep(600)")
     monkeypatch.setattr(command, "test_files", lambda: list(files.values()))
-    monkeypatch.setattr(command, "plan", lambda *_: [{"kind": "tests", "op": "all", "case": "files", "device": "cpu"}])
+    monkeypatch.setattr(command, "plan", lambda *_: [JOB])
     monkeypatch.setattr(command, "LEAST_TESTS_S", 0.0)
+    monkeypatch.setattr(command, "FEW_TESTS", "test")
+    monkeypatch.setattr(command, "FEW_FILES", 3)
     monkeypatch.setitem(command.LIMITS_S, "tests", 100.0)
     monkeypatch.setattr(command, "run", lambda c, env, s: run(c, env, 2 if files["endless"] in c else s))
     answering()
@@ -245,6 +260,7 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
     build.done.return_value, start = done, Mock(return_value=build)
     asked, proved = answering(time=[ROW], model=[ROW]), []
     monkeypatch.setattr(command, "Build", start)
+    monkeypatch.setattr(command, "extension_error", lambda: "it is missing")
     monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
     code, entries = dry_run(tmp_path / "record.jsonl", "--budget-seconds", "100", without=("--no-tests",))
     assert code == 0
@@ -254,7 +270,7 @@ def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypat
     assert len(of(entries, "build")) == done == len(proved)
     # what needs no extension did not wait, and what needs it is left for the next call where it is not there
     timed = [job["op"] for job in asked if job["kind"] == "time"]
-    assert timed[0] == "paged_attention" and {*timed} == {*map(base, PROVABLE)}
+    assert timed[0] == "grouped_attention" and {*timed} == {*command.REHEARSED}
     left = entries[-1]["left_out"]
     assert any(line.startswith("prove") for line in left) and not any(line.startswith("model") for line in left)
 
@@ -328,7 +344,7 @@ SLOW = ("token_logprobs", "sample_tokens", "verify_drafts", "top1_delta")
 @pytest.mark.slow
 def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path, planted):
     path = tmp_path / "record.jsonl"
-    script = "import sys; from bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:], 'planted:TIMED'))"
+    script = "import sys; from bench.gpu.session import main; sys.exit(main(sys.argv[1:], 'planted:TIMED'))"
     options = [*OPTIONS, *QUICK, "--output", str(path), "--ops", *SLOW]
     killed = subprocess.Popen([sys.executable, "-c", script, *options], cwd=ROOT)
     while not (path.exists() and sum('"row"' in text for text in path.read_text().splitlines()) >= 4):
@@ -370,3 +386,60 @@ def test_process_that_outlives_sigkill_ends_the_call(tmp_path, monkeypatch, plan
     code, entries = planted(tmp_path / "record.jsonl", "--ops", "write_kv", "delta_matvec")
     assert code == 1 and "still there" in entries[-1]["lost"] and len(ended) == 1
     assert ("wrong", "cpu") not in rows(entries) and "time delta_matvec: wrong" in entries[-1]["left_out"]
+
+
+def test_decode_is_timed_by_replay_too_and_rivals_with_their_copies():
+    case = Case("paged_attention", "4 of 40", partial(attention.paged, [40] * 4, [1] * 4, (4, 2, 16), 8, torch.float32))
+    said = []
+    assert run_contest(case, torch.device("cpu"), 0.01, [["4 of 40", "triton"]], said.append) == {"ok": True}
+    rows, replays = ({m[kind]["provider"]: m[kind] for m in said if kind in m} for kind in ("row", "replay"))
+    assert rows["torch SDPA"]["copy_s"] > 0 and "copy_s" not in rows["torch"] and "triton" not in rows
+    assert replays["torch SDPA"]["replay_s"] > 0 and replays["cpu"]["ok"]
+    # a rival that is not installed, or has no code for the device, is no failure, and its row says why
+    assert rows["FlashInfer"]["ok"] is None and rows["FlashInfer"]["missing"] == "flashinfer is not installed"
+    assert rows["torch varlen"]["ok"] is None and "torch varlen" not in replays
+    (line,) = summary([{"kind": kind, **m[kind]} for m in said for kind in m if kind in ("row", "replay")])
+    assert line.startswith("paged_attention, 4 of 40: ") and "torch SDPA " in line and ", replayed " in line
+
+
+def test_counters_are_read_from_the_report():
+    """As Nsight Compute writes it, after what it says itself."""
+    text = """==PROF== Connected to process 7
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","7","python3","127.0.0.1","_decode_kernel","1","7","(128, 1, 1)","(256, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","134,217,728"
+"0","7","python3","127.0.0.1","_decode_kernel","1","7","(128, 1, 1)","(256, 1, 1)","0","9.0","Command line profiler metrics","gpu__time_duration.sum","ns","42,016"
+"1","7","python3","127.0.0.1","_merge_kernel","1","7","(128, 1, 1)","(256, 1, 1)","0","9.0","Command line profiler metrics","gpu__time_duration.sum","ns","n/a"
+"""  # noqa: E501
+    assert counters.read(text) == [
+        {"kernel": "_decode_kernel", "dram__bytes_read.sum": 134217728.0, "gpu__time_duration.sum": 42016.0},
+        {"kernel": "_merge_kernel", "gpu__time_duration.sum": None},
+    ]
+    assert counters.read("==ERROR== no permission\n") == []
+
+
+def test_a_mistake_of_a_stage_leaves_the_others(tmp_path, monkeypatch, answering):
+    answering(time=[ROW])
+    monkeypatch.setattr(command.Session, "count", lambda self, job: {}["no such metric"])
+    code, entries = dry_run(tmp_path / "record.jsonl", "--stages", "ops", "counters", "sharded")
+    (mistake,) = of(entries, "mistake")
+    assert code == 1 and "no such metric" in mistake["message"] and mistake["job"].startswith("counters")
+    begun = [e["stage"] for e in of(entries, "stage") if "decision" in e]
+    assert begun == ["ops", "sharded", "counters"] and all(e["decision"] for e in of(entries, "stage")[::2])
+
+
+@pytest.mark.slow
+def test_rehearsal_of_all_stages(tmp_path):
+    """Each stage leaves its rows, but for what needs CUDA's kernels or compute-sanitizer."""
+    path = tmp_path / "record.jsonl"
+    subprocess.run([sys.executable, "-m", "bench.gpu.session", *OPTIONS, "--output", str(path)], cwd=ROOT, check=True)
+    entries = read(path)
+    assert entries[-1]["failed"] == [] and not of(entries, "mistake")
+    # a slow machine may cut a stage, which leaves out its last jobs alone
+    assert [e["stage"] for e in of(entries, "stage") if "took_s" in e] == STAGES[:-1]
+    rows = {(e["of"], e["op"], e["provider"]) for e in of(entries, "row") if e["ok"]}
+    assert {op for kind, op, _ in rows if kind == "time"} == {*command.REHEARSED}
+    assert ("update", "trl_update", "TRL") in rows and ("update", "trl_update", "rlkernels") in rows
+    assert ("preset", "preset", "python_trainer") in rows and ("sharded", "fsdp2", "python_trainer") in rows
+    assert {op for kind, op, _ in rows if kind == "model"} and of(entries, "replay")
+    assert of(entries, "prove")[0]["ok"] and of(entries, "counted")[0]["ok"]
+    assert all(e["ok"] for e in of(entries, "tests")) and of(entries, "tests")

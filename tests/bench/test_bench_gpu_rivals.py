@@ -41,7 +41,7 @@ def test_rivals_compute_the_same_attention(monkeypatch, queries, has_gqa):
     query = torch.randn(3, queries, 4, 16)
     key, value = torch.randn(2, 3, 24, 2, 16)
     wanted = torch.cat([reference.attend(q, k, v, 0.3, True)[0] for q, k, v in zip(query, key, value)])
-    found = rivals.attention(query, key, value, 0.3, compiled=False)
+    found = rivals.attention(query, key, value, 0.3)
     for name in ON_A_CPU:
         torch.testing.assert_close(found[name].make()(), wanted)
 
@@ -75,8 +75,14 @@ def test_flashinfer_gets_the_pages(monkeypatch, queries):
         found.make()
 
 
-def test_rivals_of_training(monkeypatch):
-    layout = GroupedLayout([6, 6], [3, 3, 3, 3], [0, 2, 4])
+LAYOUTS = {  # with the tokens of the longest sequence
+    "even": (GroupedLayout([6, 6], [3, 3, 3, 3], [0, 2, 4]), 9),
+    "ragged": (GroupedLayout([2, 0, 6], [3, 1, 5, 4, 0, 2], [0, 3, 4, 6]), 8),
+}
+
+
+@pytest.mark.parametrize(("layout", "longest"), LAYOUTS.values(), ids=LAYOUTS)
+def test_rivals_of_training(monkeypatch, layout, longest):
     scale, (query, grad) = 0.25, torch.randn(2, layout.num_tokens, 4, 16)
     key, value = torch.randn(2, layout.num_tokens, 2, 16)
     at = torch.arange(layout.num_tokens)
@@ -93,6 +99,19 @@ def test_rivals_of_training(monkeypatch):
     found = rivals.grouped(query, key, value, grad, layout)
     for rival in (found[f"torch {name}, every prefix repeated"] for name in ("SDPA", "varlen")):
         torch.testing.assert_close(rival.outputs(rival.make()()), exact)
+    torch.testing.assert_close([t.detach() for t in found["torch FlexAttention"].make()()], exact)
+    copies = found["torch SDPA, every prefix repeated"].copy()
+    assert [tuple(t.shape) for t in copies] == [(len(layout.suffix_lens), 4, longest, 16)] * 3
+
+
+def test_copies_that_contiguous_attention_reads():
+    """Keys [B, Hk, n, d] of a cache whose pages are shuffled."""
+    problem = attention.paged([20] * 3, [1] * 3, (4, 2, 16), 8, torch.float32, CPU)
+    key, value = rivals.gather(problem.inputs["caches"], problem.inputs["tables"], 20)
+    query = problem.inputs["query"].unflatten(0, (3, 1)).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(rivals.packed(out), problem.call("torch")[0])
+    assert {name for name, rival in rivals.paged(problem.inputs).items() if rival.copy} == {*ON_A_CPU}
 
 
 def test_timed_cases_have_rivals():
@@ -113,8 +132,6 @@ def test_timed_cases_have_rivals():
         assert any("torch" in name for name in rivals_of(replace(case, op=op), problem)), op
     untimed = logits.linear_logprobs(2, 9, 4, torch.float32, CPU)
     assert rivals_of(replace(case, op="linear_token_logprobs"), untimed) == {}
-    uneven = attention.grouped(([3, 4], [2, 2], [0, 1, 2]), (4, 2, 16), torch.float32, CPU)
-    assert rivals_of(replace(case, op="grouped_attention"), uneven) == {}
 
 
 def test_a_rival_is_judged_by_its_own_rule():

@@ -104,8 +104,9 @@ def test_limits_are_plausible():
     assert 1e8 < _limits.fma_rate() < 1e14
 
 
-PACKAGES = ("bench", "bench.faults", "bench.gpu", "bench.soak", "bench.studies")
-COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), "bench.gpu.records", "bench.studies.lossless"]
+PACKAGES = ("bench", "bench.faults", "bench.soak", "bench.studies")
+MODULES = ("bench.gpu.records", "bench.gpu.session", "bench.studies.lossless")
+COMMANDS = [*(f"{package}.__main__" for package in PACKAGES), *MODULES]
 
 
 @pytest.mark.parametrize("module", COMMANDS)

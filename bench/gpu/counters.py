@@ -1,0 +1,72 @@
+"""What the hardware counts in a few ops: ``python -m bench.gpu.counters``, under Nsight Compute.
+
+Each op is called twice before, so that compiling and first launches are not counted.
+"""
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OPS = ("paged_attention", "shared_prefix_attention", "sample_tokens", "grouped_attention", "linear_token_logprobs")
+METRICS = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum",
+           "dram__throughput.avg.pct_of_peak_sustained_elapsed", "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+           "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread")  # fmt: skip
+MOST_KERNELS = 60
+
+
+def command(log: Path, rehearse: bool) -> list[str]:
+    """Return the command line whose report goes to ``log``; in a rehearsal the ops alone are called."""
+    counter = [
+        "ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv",
+        "--print-units", "base", "--launch-count", str(MOST_KERNELS), "--metrics", ",".join(METRICS), "--log-file",
+        str(log),
+    ]  # fmt: skip
+    called = [sys.executable, "-m", "bench.gpu.counters"]
+    return [*called, "delta_matvec"] if rehearse else [*counter, *called]
+
+
+def read(text: str) -> list[dict[str, Any]]:
+    """Read the report: for each kernel its name and metrics, in nanoseconds, bytes and percent."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(lines):
+        name, value = row.get("Metric Name"), (row.get("Metric Value") or "").replace(",", "")
+        if name in METRICS and value:
+            kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"][:80]})
+            try:
+                kernel[name] = float(value)
+            except ValueError:  # "n/a"
+                kernel[name] = None
+    return list(kernels.values())
+
+
+def main(ops: Sequence[str]) -> int:
+    """Call each op on its first large case, on a CPU its first small one."""
+    from bench.gpu.cases import CASES
+
+    on_gpu = torch.cuda.is_available()
+    device, backend = torch.device("cuda" if on_gpu else "cpu"), "triton"
+    for op in ops:
+        case = next(case for case in CASES if case.op == op and case.timed == on_gpu)
+        torch.manual_seed(0)
+        problem = case.make(device)
+        for _ in range(2):
+            problem.call(backend)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        problem.call(backend)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        print(f"{op}: {case.label}", flush=True)
+        del problem
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:] or OPS))

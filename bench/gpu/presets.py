@@ -1,0 +1,179 @@
+"""Steps of the trainer as its presets for 24 GB have it, under that limit, and by FSDP2 over NCCL in one process.
+
+The models have the shapes that the presets are for, weights at random, and a tokenizer of as many words. Answers are
+half as long as in the presets, all of them, and the plan is made for these.
+"""
+
+import json
+import random
+import statistics
+import string
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Message = dict[str, Any]
+NAMES = ("gpu_0.5b_24gb", "gpu_1.5b_lora_24gb")
+GPU, PROMPT, STEPS = "24", 256, 3
+LETTERS = string.ascii_lowercase
+HALF = ("rollout.max_completion_length=256",)
+# in a rehearsal
+FEW = ("rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_completion_length=4",
+       "rollout.memory_bytes=1048576", "optimizer.micro_batch_tokens=64")  # fmt: skip
+SHARDED = ("model.path=small", "model.dtype=float32", "task.name=sums", "task.variant=short", "save.save_steps=0",
+           "rollout.engine=paged", "rollout.prompts_per_step=8", "rollout.num_generations=4",
+           "rollout.max_completion_length=16", "task.train_size=16", "task.test_size=1")  # fmt: skip
+
+
+def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Of random answers: whether the first token is even."""
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def write_policy(folder: Path, size: Any, device: torch.device) -> None:
+    """Write a model of this size and a tokenizer: each letter is a token, all other tokens are words without use."""
+    from transformers import Qwen2Tokenizer
+
+    from bench.gpu.model import make_model
+
+    last = size.config["vocab_size"] - 1
+    words = {letter: i for i, letter in enumerate(LETTERS)} | {f"word{i}": i for i in range(len(LETTERS), last)}
+    special: dict[str, Any] = {"pad_token": "<eos>", "eos_token": "<eos>", "unk_token": None}
+    Qwen2Tokenizer(vocab=words | {"<eos>": last}, merges=[], **special).save_pretrained(folder)
+    make_model(size, device).save_pretrained(folder)
+
+
+def write_prompts(path: Path, count: int, length: int) -> None:
+    generator = random.Random(0)
+    rows = ["".join(generator.choices(LETTERS, k=length)) for _ in range(count)]
+    path.write_text("".join(json.dumps({"question": row}) + "\n" for row in rows))
+
+
+class Peaks:
+    """A callback's part: the most memory of generation and of the update, and the steps' metrics.
+
+    ``on_rollouts`` comes between the two.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.phases, self.steps = device, dict[str, int](), list[Mapping[str, float]]()
+
+    def note(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            self.phases[phase] = max(self.phases.get(phase, 0), torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def steps(config: Any, folder: Path, device: torch.device, ranks: Any = None) -> Peaks:
+    """Take ``STEPS`` steps, without the evaluations around them."""
+    from rich.console import Console
+
+    from python_trainer import Callback, Trainer
+
+    peaks = Peaks(device)
+
+    class Watch(Callback):
+        def on_rollouts(self, *_: Any) -> None:
+            peaks.note("generation")
+
+        def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+            peaks.note("the update")
+            peaks.steps.append(dict(metrics))
+
+    trainer = Trainer(config, folder, callbacks=[Watch()], console=Console(quiet=True), ranks=ranks)
+    with trainer.checkpointer.owning_folder():
+        trainer.state.start_clock()
+        with closing(trainer.engine), trainer.logger.recording(None):
+            for number in range(1, STEPS + 1):
+                trainer.step(number)
+    return peaks
+
+
+def preset(name: str, device: torch.device) -> Message:
+    """Return a step's time, the peaks of its phases, and what ``train --dry-run --gpus 24`` plans for them."""
+    from bench.gpu.journal import ROOT
+    from bench.gpu.model import QWEN, TINY
+    from bench.gpu.updates import SIZES
+    from python_trainer import load_config
+    from python_trainer.memory import parse_gpus, plan_memory
+
+    real = device.type == "cuda"
+    shape = SIZES["Qwen2.5-1.5B" if "1.5b" in name else "Qwen2.5-0.5B"]
+    size = replace(QWEN, config={**QWEN.config, **shape}) if real else TINY
+    limit = parse_gpus(GPU)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_policy(folder / "model", size, device)
+        length = PROMPT if real else 5
+        for part in ("train", "test"):
+            write_prompts(folder / f"{part}.jsonl", 64, length)
+        settings = [
+            f"model.path={folder / 'model'}", f"model.device={device.type}", "task.chat=false",
+            f"task.train_path={folder / 'train.jsonl'}", f"task.test_path={folder / 'test.jsonl'}",
+            "task.reward=bench.gpu.presets:reward", "rollout.engine=paged", f"max_steps={STEPS + 1}",
+            "evaluation.eval_steps=0", "save.save_steps=0", *(HALF if real else FEW),
+        ]  # fmt: skip
+        config = load_config(ROOT / f"configs/{name}.yaml", settings)
+        planned = plan_memory(config, limit, prompt=length)
+        if real:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(limit.memory / total, device)
+        found = steps(config, folder / "run", device)
+    peak = max(found.phases.values(), default=None)
+    return {
+        "ok": len(found.steps) == STEPS, "peak_bytes": peak, "peaks": found.phases, "planned": planned.phases,
+        "of_plan": None if peak is None else peak / max(planned.phases.values()), **times(found.steps),
+    }  # fmt: skip
+
+
+def times(rows: Sequence[Mapping[str, float]]) -> Message:
+    """Return the medians of the later steps: the first compiles and records."""
+    middle = {
+        part: statistics.median(row.get(f"time/{part}_s", 0.0) for row in rows[1:]) for part in ("rollout", "train")
+    }
+    return {"median_s": sum(middle.values()), "rollout_s": middle["rollout"], "update_s": middle["train"]}
+
+
+def sharded(device: torch.device) -> Message:
+    """Return what steps by fsdp2 in one process take, and how far they are from steps without."""
+    from python_trainer import load_config
+    from python_trainer.distributed import start
+
+    found = {}
+    with tempfile.TemporaryDirectory() as made:
+        for parallel in ("none", "fsdp2"):
+            settings = [
+                *SHARDED, f"model.device={device.type}", f"parallel={parallel}", f"max_steps={STEPS + 1}",
+            ]  # fmt: skip
+            config = load_config({}, settings)
+            with start(config.parallel, device.type) as ranks:
+                found[parallel] = steps(config, Path(made) / parallel, device, ranks)
+    names = ("loss", "reward/mean", "grad_norm", "tokens/generated")
+    apart = {
+        name: [(one[name], other[name]) for one, other in zip(found["none"].steps, found["fsdp2"].steps)]
+        for name in names if all(name in row for row in found["none"].steps)
+    }  # fmt: skip
+    pairs = [pair for of_name in apart.values() for pair in of_name]
+    error = max((abs(a - b) / max(abs(a), 1e-3) for a, b in pairs), default=float("inf"))
+    return {"ok": error <= 1e-2, "error": error, "allowed": 1e-2, "figures": apart, **times(found["fsdp2"].steps)}
+
+
+def run(op: str, name: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
+        ) -> Message:  # fmt: skip
+    """A job of the worker: one row."""
+    if without:
+        return {"ok": True}
+    say({"begin": "python_trainer"})
+    row: Message = {"op": op, "provider": "python_trainer", "shape": name, "device": str(device)}
+    try:
+        row |= preset(name, device) if op == "preset" else sharded(device)
+    except Exception as error:
+        row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:600]}
+    say({"row": row})
+    return {"ok": True}

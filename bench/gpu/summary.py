@@ -1,0 +1,34 @@
+"""A record in a few lines for the end of the screen: what each provider took, beside what the device could do."""
+
+from collections.abc import Iterator, Sequence
+
+from bench.gpu.journal import Entry
+
+FIGURES = (("median_s", "", 1e6), ("replay_s", "replayed ", 1e6), ("copy_s", "copies ", 1e6))  # in microseconds
+
+
+def summary(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield a line for each op and shape: all providers, the fastest first, those that did not run last."""
+    groups: dict[tuple[str, str], dict[str, Entry]] = {}
+    for entry in entries:
+        if entry["kind"] in ("row", "replay"):
+            rows = groups.setdefault((entry["op"], entry["shape"]), {})
+            rows[entry["provider"]] = rows.get(entry["provider"], {}) | entry
+    for (op, shape), rows in groups.items():
+        ordered = sorted(rows.values(), key=lambda row: row.get("median_s") or float("inf"))
+        yield f"{op}, {shape}: {'; '.join(map(told, ordered))}"
+    for entry in entries:
+        if entry["kind"] == "stage" and "took_s" in entry:
+            yield f"stage {entry['stage']}: {entry['took_s']} s"
+
+
+def told(row: Entry) -> str:
+    """Return what is known of a provider, in microseconds and gigabytes."""
+    parts = [f"{name}{row[key] * scale:,.0f}" for key, name, scale in FIGURES if row.get(key) is not None]
+    if row.get("peak_bytes"):
+        parts.append(f"{row['peak_bytes'] / 1e9:.2f} GB")
+    if row.get("error") is not None and row.get("allowed"):
+        parts.append(f"error {row['error'] / row['allowed']:.2f} of allowed")
+    if not parts or not row.get("ok"):
+        parts.append(str(row.get("missing") or "WRONG")[:60])
+    return f"{row['provider']} {', '.join(parts)}"
