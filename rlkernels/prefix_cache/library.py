@@ -1,8 +1,10 @@
 """Attention by the FlashAttention kernels of torch: what a GPU takes until a verdict says that ours are faster there.
 
 The kernels read rows of queries and rows of keys, end to end, so keys are gathered from where they lie. Query heads
-share them, and no score is held. The ATen names are used because ``varlen_attn`` of torch 2.11 wants a key head for
-every query head. Where the kernels do not run (float32, an old GPU), sequences are decoded as padded rows.
+share them, and no score is held. They add up the gradient of a query in any order, and its last bits differ each time,
+unless ``torch.use_deterministic_algorithms`` is on: an H200 then takes 1.7 times as long. The ATen names are used
+because ``varlen_attn`` of torch 2.11 wants a key head for every query head. Where the kernels do not run (float32, an
+old GPU), sequences are decoded as padded rows.
 """
 
 import weakref
@@ -14,12 +16,13 @@ from torch.nn.functional import pad
 from rlkernels import _gradients
 from rlkernels._precision import without_autocast
 from rlkernels.prefix_cache import reference
-from rlkernels.prefix_cache.layout import TreeLayout
+from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
 
 HALVES = (torch.bfloat16, torch.float16)  # the kernels compute in these
 LARGEST_HEAD, HEAD_STEP = 256, 8
 OLDEST = (8, 0)  # compute capability
 PIECE = 1 << 26  # numbers of padded keys at one time
+GROUPS = 1 << 27  # numbers in the queries of the groups that are attended to at one time
 aten: Any = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,6 +63,26 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Ro
     """Return out [T, Hq, d], lse [Hq, T] and two tensors for the backward pass, of gathered keys, values [M, Hk, d]."""
     starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
     return aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
+
+
+def _flash_gradients(
+    key: torch.Tensor, value: torch.Tensor, rows: Rows, causal: bool, grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor,
+    unused: torch.Tensor, scale: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the gradients of query, gathered key and value; lse and grad_lse [Hq, T]."""
+    dim = query.shape[2]
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    if grad_lse is not None:
+        # The kernels take the sum of output x gradient off the gradient of the weights. In a dimension more it takes
+        # in the gradient of the log-sum-exp, too; values of 0 there change no weight.
+        query, out, grad_out, key, value = (pad(t, (0, HEAD_STEP)) for t in (query, out, grad_out, key, value))
+        grad_out[..., dim], out[..., dim] = 1, -grad_lse.T.to(out.dtype)
+    starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
+    found = aten._flash_attention_backward(
+        grad_out, query, key, value, out, lse, *starts, 0.0, causal, seed, unused, scale=scale
+    )
+    return [g[..., :dim] for g in found]
 
 
 def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool) -> Pair:
@@ -187,22 +210,119 @@ class _Tree(torch.autograd.Function):
     @_gradients.once("tree_attention")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
-        rows, dim = ctx.rows, query.shape[2]
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
-        starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
+        rows = ctx.rows
         gathered = [t.index_select(0, rows.places) for t in (key, value)]
-        if grad_lse is not None:
-            # The kernels take the sum of output x gradient off the gradient of the weights. In a dimension more it
-            # takes in the gradient of the log-sum-exp, too; values of 0 there change no weight.
-            query, out, grad_out, *gathered = (pad(t, (0, HEAD_STEP)) for t in (query, out, grad_out, *gathered))
-            grad_out[..., dim], out[..., dim] = 1, -grad_lse.T.to(out.dtype)
-        found = aten._flash_attention_backward(
-            grad_out, query, *gathered, out, lse, *starts, 0.0, True, seed, unused, scale=ctx.scale
-        )
-        grad_query, *grads = (g[..., :dim] for g in found)
+        given = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale)
+        grad_query, *grads = _flash_gradients(*gathered, rows, True, *given)
         # sums over the copies of a key in float32, and always in the same order
         sums = (aten.embedding_dense_backward(g.flatten(1), rows.places, len(key), -1, False) for g in grads)
         return grad_query, *(s.view_as(key) for s in sums), None, None
+
+
+class Groups(NamedTuple):
+    """Some groups of a layout of two levels, T tokens, of which every query attends to its part and to a prefix."""
+
+    tokens: slice  # where they lie in the batch
+    parts: Rows  # each prefix and each suffix, on itself; no places
+    prefixes: Rows | None  # the suffixes of a group on its prefix, and the other queries on nothing
+    alone: torch.Tensor  # bool [T], tokens that have no prefix before them
+
+
+def _packed_groups(layout: GroupedLayout, numbers: int, device: torch.device) -> list[Groups]:
+    """Return the groups of a layout whose tokens have so many ``numbers`` in their queries; made once."""
+    if (place := ("groups", numbers, device)) not in layout.tiles:
+        pieces: list[list[tuple[slice, list[slice]]]] = []
+        size = 0
+        for prefix, suffixes in layout.spans():
+            tokens = (suffixes or [prefix])[-1].stop - prefix.start
+            if not pieces or size + tokens * numbers > GROUPS:
+                pieces.append([])
+                size = 0
+            pieces[-1].append((prefix, suffixes))
+            size += tokens * numbers
+        layout.tiles[place] = [made for piece in pieces if (made := _groups(piece, device))]
+    return layout.tiles[place]
+
+
+def _groups(spans: list[tuple[slice, list[slice]]], device: torch.device) -> Groups | None:
+    """Return None if the groups hold no token."""
+    begin, lens, queries, keys, places, alone = spans[0][0].start, [], [], [], [], []
+    for prefix, suffixes in spans:
+        before = prefix.stop - prefix.start
+        behind = (suffixes[-1].stop if suffixes else prefix.stop) - prefix.stop
+        lens += [part.stop - part.start for part in [prefix, *suffixes] if part.stop > part.start]
+        shared = before if behind else 0
+        queries += [before, behind]
+        keys += [0, shared]
+        places.append(torch.arange(prefix.start - begin, prefix.start - begin + shared, device="cpu"))
+        alone += [True] * before + [not shared] * behind
+    if not lens:
+        return None
+    starts_q, starts_k, starts = (
+        pad(torch.tensor(n, device="cpu").cumsum(0), (1, 0)).int().to(device) for n in (queries, keys, lens)
+    )
+    return Groups(
+        slice(begin, begin + sum(lens)),
+        Rows(places[0][:0].to(device), starts, starts, max(lens), max(lens)),
+        Rows(torch.cat(places).to(device), starts_q, starts_k, max(queries), max(keys)) if any(keys) else None,
+        torch.tensor(alone, device="cpu").to(device),
+    )
+
+
+class _Grouped(torch.autograd.Function):
+    """Two softmaxes for a query, merged: over its part, and over the prefix before it without a mask.
+
+    The backward pass of each takes the merged output and log-sum-exp, which say what the weights of both sum up to. A
+    few groups are computed at one time: the kernels need 32-bit copies of the gradients.
+    """
+
+    @staticmethod
+    def forward(query, key, value, layout: GroupedLayout, scale: float):
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=torch.float32)
+        numbers = query.shape[1] * query.shape[2]
+        for tokens, parts, prefixes, alone in _packed_groups(layout, numbers, query.device):
+            q, k, v = (t[tokens] for t in (query, key, value))
+            own, own_lse, *rest = _flash(q, k, v, parts, scale, causal=True)
+            if prefixes is None:
+                out[tokens], lse[:, tokens] = own, own_lse
+                continue
+            shared_keys = [t.index_select(0, prefixes.places) for t in (k, v)]
+            shared, shared_lse, *_ = _flash(q, *shared_keys, prefixes, scale, causal=False)
+            shared_lse = shared_lse.masked_fill(alone, -torch.inf)  # the kernels say inf, as they do for NaN
+            torch.logaddexp(own_lse, shared_lse, out=lse[:, tokens])
+            share = (shared_lse - own_lse).sigmoid().T[..., None]
+            torch.lerp(own, shared, share.to(own.dtype), out=out[tokens])
+        lse.masked_fill_(lse == torch.inf, torch.nan)  # for which the backward pass would find weights of 0
+        return out, lse, *rest
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        query, key, value, ctx.layout, ctx.scale = inputs
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_gradients.once("tree_attention")
+    def backward(ctx, grad_out, grad_lse, *_):
+        query, key, value, out, lse, seed, unused = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (query, key, value)]
+        for tokens, parts, prefixes, _ in _packed_groups(ctx.layout, query.shape[1] * query.shape[2], query.device):
+            q, k, v, part_out, grad = (None if t is None else t[tokens] for t in (query, key, value, out, grad_out))
+            of_lse, part_lse = (None if t is None else t[:, tokens].contiguous() for t in (grad_lse, lse))
+            given = (grad, of_lse, q, part_out, part_lse, seed, unused, ctx.scale)
+            found = _flash_gradients(k, v, parts, True, *given)
+            if prefixes is None:
+                for whole, piece in zip(grads, found):
+                    whole[tokens] = piece
+                continue
+            shared_keys = [t.index_select(0, prefixes.places) for t in (k, v)]
+            shared = _flash_gradients(*shared_keys, prefixes, False, *given)
+            torch.add(found[0], shared[0], out=grads[0][tokens])
+            for whole, piece, more in zip(grads[1:], found[1:], shared[1:]):
+                whole[tokens] = piece
+                whole[tokens].index_add_(0, prefixes.places, more)
+        return *grads, None, None
 
 
 def tree_attention(
@@ -211,5 +331,6 @@ def tree_attention(
     """Compute ``reference.tree_attention``; differentiable once."""
     if not query.numel():
         return reference.tree_attention(query, key, value, layout, scale)
-    out, lse, *_ = _gradients.apply(_Tree, *(t.contiguous() for t in (query, key, value)), layout, scale)
+    function = _Grouped if isinstance(layout, GroupedLayout) else _Tree
+    out, lse, *_ = _gradients.apply(function, *(t.contiguous() for t in (query, key, value)), layout, scale)
     return out, lse.T

@@ -94,12 +94,45 @@ def test_lengths_that_change_in_place_are_noticed(inference):
             torch.testing.assert_close(ours, reference.paged_attention(*args, 0.25)[0])
 
 
-@pytest.mark.parametrize("layout", [([5, 33], [1, 18, 64, 0, 5], [0, 2, 5]), ([0, 3], [2, 4], [0, 1, 2]),
-                                    ([4], [], [0, 0])])  # fmt: skip
-def test_grouped_attention_and_its_gradients(layout, launches):
+GROUPS = [
+    ([5, 33], [1, 18, 64, 0, 5], [0, 2, 5]), ([0, 3], [2, 4], [0, 1, 2]), ([4], [], [0, 0]),
+    ([3, 0, 2, 7], [0, 0, 4, 6], [0, 2, 3, 3, 4]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", [1, 20 * 64, 1 << 25])
+@pytest.mark.parametrize("layout", GROUPS)
+def test_grouped_attention_and_its_gradients(layout, numbers, launches, monkeypatch):
+    """Of all groups, of some at a time, or of each by itself; a prefix is gathered once for its group."""
+    monkeypatch.setattr(library, "GROUPS", numbers)
     problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
     torch.testing.assert_close(problem.call("torch"), problem.exact(), rtol=1e-4, atol=1e-5, check_dtype=False)
-    assert len(launches) == 1, "one launch for all groups"
+    on_prefixes = [args for args, _ in launches if not args[8]]
+    assert len(on_prefixes) <= len(launches) / 2 and (numbers < 1 << 25 or len(launches) <= 2)
+    groups = zip(layout[0], layout[2], layout[2][1:])
+    assert sum(len(args[1]) for args in on_prefixes) == sum(n for n, a, b in groups if any(layout[1][a:b]))
+
+
+@pytest.mark.parametrize("layout", GROUPS)
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_a_tree_of_two_levels_and_the_gradient_of_its_log_sum_exp(layout, dtype):
+    check_tree(
+        partial(rlkernels.tree_attention, return_lse=True, backend="torch"), GroupedLayout(*layout), 4, 2, 16, dtype
+    )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_token_of_nan_stays_in_its_group(tensor):
+    """A key or value of a prefix: all behind it is NaN, also where the kernels say inf, and nothing else."""
+    layout = GroupedLayout([5, 4, 3], [3, 2, 6, 2], [0, 1, 3, 4])
+    given = [torch.randn(layout.num_tokens, h, 16) for h in (4, 2, 2)]
+    given[tensor][8] = torch.nan  # the first of the second group
+    outputs = []
+    for attend in (reference.tree_attention, library.tree_attention):
+        leaves = [t.clone().requires_grad_() for t in given]
+        out, _ = attend(*leaves, layout, 0.25)
+        outputs.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    torch.testing.assert_close(outputs[1], outputs[0], equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
