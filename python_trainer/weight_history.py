@@ -12,7 +12,7 @@ from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import checkpoint_weights
 from rlkernels._files import replace_file
-from rlkernels.weights.checkpoints import History, step_file
+from rlkernels.weights.checkpoints import History, step_file, step_files
 from rlkernels.weights.delta import Delta, encode, has_zstandard
 
 
@@ -73,21 +73,21 @@ class WeightHistory:
 
     def _begin(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         try:
-            for file in self.folder.glob("step-*.delta"):
-                if file > step_file(self.folder, step):
+            for number, file in step_files(self.folder).items():
+                if number > step:
                     file.unlink()
             for draft in self.folder.glob(".*.tmp"):  # a kill may have left it
                 shutil.rmtree(draft)
             history = History(self.folder)
             if history.steps < step:
                 raise ValueError(f"it ends at step {history.steps}")
-            files = [step_file(self.folder, number) for number in range(1, step + 1)]
-            if files and not Delta(encode(weights, weights)).follows(Delta(files[-1].read_bytes())):
+            files = step_files(self.folder)
+            if files and not Delta(encode(weights, weights)).follows(Delta(files[step].read_bytes())):
                 raise ValueError(f"it has other weights after step {step}")
         except (OSError, ValueError) as error:
             self.note(f"save.weight_history: {self.folder} cannot go on after step {step}: {error}")
             return
-        self._last, self._bytes = weights, sum(file.stat().st_size for file in files)
+        self._last, self._bytes = weights, sum(file.stat().st_size for file in files.values())
 
     def _add(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         assert self._last is not None

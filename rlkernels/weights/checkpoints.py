@@ -142,11 +142,10 @@ class History:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.base = Folder(self.path / BASE)
-        numbers = sorted(int(found[1]) for file in self.path.iterdir() if (found := STEP_FILE.fullmatch(file.name)))
-        self.steps = len(numbers)
-        if numbers != list(range(1, self.steps + 1)):
-            missing = min({*range(1, numbers[-1])} - {*numbers})
-            raise ValueError(f"{step_file(self.path, missing)} is missing: later steps cannot be restored")
+        files = step_files(self.path)
+        self.steps = len(files)
+        if missing := {*range(1, self.steps + 1)} - {*files}:
+            raise ValueError(f"{step_file(self.path, min(missing))} is missing: later steps cannot be restored")
         self._step = 0
         self._weights: dict[str, torch.Tensor] | None = None
 
@@ -201,6 +200,12 @@ class Step(Checkpoint):
 def step_file(folder: Path, step: int) -> Path:
     """Return where a history keeps the delta of a step."""
     return folder / f"step-{step:06d}.delta"
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Return the deltas in a history by their steps."""
+    found = ((STEP_FILE.fullmatch(file.name), file) for file in folder.glob("step-*.delta"))
+    return {int(name[1]): file for name, file in found if name}
 
 
 def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = None) -> Checkpoint:
