@@ -9,7 +9,7 @@ import torch
 from rlkernels.rank1.ops import top1_delta
 from rlkernels.rank1.projections import is_projection, matrix_names, view_of
 from rlkernels.rank1.update import Rank1Update
-from rlkernels.weights.checkpoints import Checkpoint, open_checkpoint
+from rlkernels.weights.checkpoints import Folder, open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModuleUpdate:
     update: Rank1Update
 
 
-def _matrices(base: Checkpoint, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
+def _matrices(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
     """Return name -> names of its matrices, for each tensor of the two folders that has some."""
     matrices = {}
     for name in sorted(set(base) | set(checkpoint)):

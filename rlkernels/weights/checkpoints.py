@@ -24,33 +24,17 @@ BASE = "base"
 STEP_FILE = re.compile(r"step-(\d{6,})\.delta")
 
 
-class Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a model on disk, by name.
-
-    Attributes:
-        path: as it was given.
-        folder: has the other files of the model.
-        files: name -> the file that holds the tensor, or would.
-        shapes: name -> shape.
-    """
-
-    path: Path
-    folder: Path
-    files: dict[str, Path]
-    shapes: dict[str, list[int]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-class Folder(Checkpoint):
+class Folder(Mapping[str, torch.Tensor]):
     """The tensors of a folder, from the files that ``from_pretrained`` of Transformers would read.
 
     That is the file or index that ``transformers_weights`` in config.json names, else model.safetensors, else the
     shards of model.safetensors.index.json. No other file matters. Reads headers only, until asked for a tensor.
+
+    Attributes:
+        path: of the checkpoint.
+        folder: has the other files of the model.
+        files: name -> the file that holds the tensor.
+        shapes: name -> shape.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,6 +61,12 @@ class Folder(Checkpoint):
             return safe_open(str(file), framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, truncated or not a safetensors file: {error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the tensor; its memory maps the file until the last reference goes."""
@@ -172,8 +162,8 @@ class History:
         return self._weights
 
 
-class Step(Checkpoint):
-    """A step of a history.
+class Step(Folder):
+    """A step of a history, as a folder of its weights would be; ``files`` are those of the first model.
 
     Args:
         path: the file of the step.
@@ -208,7 +198,7 @@ def step_files(folder: Path) -> dict[int, Path]:
     return {int(name[1]): file for name, file in found if name}
 
 
-def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = None) -> Folder:
     """Return the weights of a folder of safetensors, or of a step of a history.
 
     Args:
@@ -234,7 +224,7 @@ def check_new_folder(output_dir: Path) -> None:
 
 
 def write_checkpoint(
-    source: Checkpoint, output_dir: Path, change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
+    source: Folder, output_dir: Path, change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
 ) -> None:
     """Write a model as a folder, as a whole or not at all, one weight file at a time in memory.
 

@@ -70,15 +70,12 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
     zstd = _zstandard()
     _check_weights("new", new)
     _check_weights("old", old)
-    if new.keys() != old.keys():
-        name = min(new.keys() ^ old.keys())
-        raise ValueError(
-            f"new and old must have the same names, but only {'new' if name in new else 'old'} has {name!r}"
-        )
-    for name, tensor in new.items():
-        if _described(tensor) != _described(old[name]):
+    kinds, old_kinds = ({name: _described(tensor) for name, tensor in weights.items()} for weights in (new, old))
+    for name in sorted(kinds.keys() | old_kinds.keys()):
+        one, other = kinds.get(name), old_kinds.get(name)
+        if one != other:
             raise ValueError(
-                f"new and old must agree in dtype and shape, got {_text(tensor)} and {_text(old[name])} for {name!r}"
+                f"new and old must have the same names, dtypes and shapes, got {one} and {other} for {name!r}"
             )
     _synchronize([*new.values(), *old.values()])
 
@@ -95,7 +92,7 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
     for name, frame, before, after in _in_threads(compress, jobs):
         frames.append(frame)
         pieces[name].append((len(frame), before, after))
-    header = [(name, *_described(tensor), pieces[name]) for name, tensor in new.items()]
+    header = [(name, *kind, pieces[name]) for name, kind in kinds.items()]
     text = json.dumps(header, separators=(",", ":")).encode()
     checksum = 0
     for part in (text, *frames):
@@ -150,11 +147,8 @@ class Delta:
 
     def follows(self, other: "Delta") -> bool:
         """Tell whether the old weights of this delta are the new ones of another, by their checksums."""
-
-        def checksums(delta: Delta, which: str) -> dict[str, list[int]]:
-            return {name: [getattr(piece, which) for piece in entry.pieces] for name, entry in delta.entries.items()}
-
-        return checksums(self, "before") == checksums(other, "after")
+        after = {name: [piece.after for piece in entry.pieces] for name, entry in other.entries.items()}
+        return after == {name: [piece.before for piece in entry.pieces] for name, entry in self.entries.items()}
 
     def apply_(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Turn tensors of the delta, all of them or some, into the new ones; as :func:`apply_` does."""
@@ -163,33 +157,24 @@ class Delta:
             self._check_entry(name, tensor)
         _synchronize(targets.values())
         deque(_in_threads(self._check_piece, _pieces(targets)), 0)
-        groups = _by_memory(targets)
-        self._write_shared([group for group in groups if len(group) > 1])
-        alone = {name: tensor for group in groups if len(group) == 1 for name, tensor in group.items()}
-        direct = {
-            name: tensor
-            for name, tensor in alone.items()
-            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        }
-        deque(_in_threads(self._write_piece, _pieces(direct)), 0)
-        for name in alone.keys() - direct.keys():
-            _write(alone[name], self._new({name: alone[name]})[name])
-        _synchronize(targets.values())
-
-    def _write_shared(self, groups: list[dict[str, torch.Tensor]]) -> None:
-        """Write groups of tensors that share memory, or none if they have no values that all of a group agree on."""
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []  # with the values before
-        for group in groups:
+        direct, groups = _by_memory(targets)
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors that share memory, with what they held
+        for group in sorted(groups, key=len, reverse=True):
             new = self._new(group)
-            written += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
+            if len(group) > 1:
+                written += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
             for name, tensor in group.items():
                 _write(tensor, new[name])
-            if not all(np.array_equal(_flat_bytes(tensor), _flat_bytes(new[name])) for name, tensor in group.items()):
+            if not all(
+                np.array_equal(*(_bytes(_flat(t)) for t in (tensor, new[name]))) for name, tensor in group.items()
+            ):
                 for tensor, before in written:
                     _write(tensor, before)
                 raise ValueError(
                     f"weights share memory to which the delta gives two values: {', '.join(sorted(group))}"
                 )
+        deque(_in_threads(self._write_piece, _pieces(direct)), 0)
+        _synchronize(targets.values())
 
     def _new(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the new weights as copies, contiguous."""
@@ -199,13 +184,11 @@ class Delta:
 
     def _check_entry(self, name: str, tensor: torch.Tensor) -> None:
         entry = self.entries[name]
-        if [entry.dtype, entry.shape] != list(_described(tensor)):
+        if [entry.dtype, entry.shape, len(entry.pieces)] != [*_described(tensor), len(_parts(tensor))]:
             raise ValueError(
-                f"weights must have the dtypes and shapes of the delta, {entry.dtype} {entry.shape} for {name!r}, "
-                f"got {_text(tensor)}"
+                f"weights must have the dtypes and shapes of the delta, {entry.dtype} {entry.shape} for {name!r}, got "
+                f"{' '.join(map(str, _described(tensor)))}"
             )
-        if len(entry.pieces) != len(_parts(tensor)):
-            raise ValueError(f"delta is damaged: {name!r} has {len(entry.pieces)} pieces")
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(f"weights must have a place for each element, but {name!r} is expanded: clone it first")
 
@@ -279,20 +262,15 @@ def _check_weights(argument: str, weights: Mapping[str, torch.Tensor]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"{argument} must have names that are text, got {name!r}")
         _check.tensor(f"{argument} of {name!r}", tensor)
-        kind = str(tensor.layout).removeprefix("torch.")
-        if kind != "strided" or tensor.is_quantized or tensor.is_meta or hasattr(tensor, "to_local"):
+        if tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "to_local"):
             raise TypeError(
                 f"{argument} of {name!r} must be a dense tensor in the memory of this process (of a DTensor its "
-                f"to_local()), got {type(tensor).__name__} ({kind}, {tensor.dtype}, {tensor.device})"
+                f"to_local()), got {type(tensor).__name__} ({tensor.layout}, {tensor.device})"
             )
 
 
 def _described(tensor: torch.Tensor) -> tuple[str, list[int]]:
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return " ".join(map(str, _described(tensor)))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,7 +287,7 @@ def _parts(tensor: torch.Tensor) -> list[slice]:
 def _pieces(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield name, number and elements of all pieces: views of contiguous tensors, copies of others."""
     for name, tensor in weights.items():
-        flat = _plain(tensor).reshape(-1)
+        flat = _flat(tensor)
         yield from ((name, number, flat[part]) for number, part in enumerate(_parts(flat)))
 
 
@@ -318,8 +296,8 @@ def _bytes(piece: torch.Tensor) -> np.ndarray:
     return piece.contiguous().cpu().view(torch.uint8).numpy()
 
 
-def _flat_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return _bytes(_plain(tensor).reshape(-1))
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return _plain(tensor).reshape(-1)
 
 
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -347,18 +325,19 @@ def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> 
             yield running.popleft().result()
 
 
-def _by_memory(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Group tensors that may share memory; those without elements are left out."""
+def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Divide tensors into those to write piece by piece, and groups that may share memory or are not contiguous."""
     spans = []
     for name, tensor in weights.items():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        start = tensor.data_ptr()
         if tensor.numel():
-            spans.append((str(tensor.device), start, start + (last + 1) * tensor.itemsize, name))
+            spans.append((str(tensor.device), tensor.data_ptr(), (last + 1) * tensor.itemsize, name))
     groups, end = list[dict[str, torch.Tensor]](), ("", 0)
-    for device, start, stop, name in sorted(spans):
+    for device, start, size, name in sorted(spans):
         if (device, start) >= end:
             groups.append({})
         groups[-1][name] = weights[name]
-        end = max(end, (device, stop))
-    return groups
+        end = max(end, (device, start + size))
+    alone = {name: tensor for group in groups if len(group) == 1 for name, tensor in group.items()}
+    direct = {n: t for n, t in alone.items() if t.is_contiguous() and not t.is_conj() and not t.is_neg()}
+    return direct, [group for group in groups if not group.keys() <= direct.keys()]
