@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import types
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = ["SharedPrefixGRPOTrainer"]
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
 TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
 LOW_PRECISION = 0.05
+TOKENS_OVER_TRL = "shared_prefix/tokens_over_trl"
 
 logger = logging.getLogger(__name__)
 
@@ -180,15 +182,18 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             micro-batches, such as ``entropy``, are then of other micro-batches.
 
     Attributes:
-        shares_prefixes: False once the whole run goes TRL's way; a batch that does so alone leaves it.
+        shares_prefixes: False once the whole run goes TRL's way; a batch that does so alone leaves it. The logs show
+            ``shared_prefix/tokens_over_trl``: tokens through the model over those that TRL would pass, so far.
     """
 
     args: Any  # TRL's
+    _metrics: Any
     _buffered_inputs: Any
 
     def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.shares_prefixes, self._compared, self._told = True, False, set[str]()
+        self._passed, self._padded = Counter[str](), Counter[str]()  # tokens through the model, and TRL's, by mode
         shuffled_for = self._needs_shuffle()
         self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
         models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
@@ -246,8 +251,18 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
                 mask = attention_mask[:, -logits_to_keep:].bool()
                 self._compare(model, ours, functools.partial(theirs, **padded, batch_size=1), mask)
         if fits and self.shares_prefixes:
-            return *ours(batch_size or len(input_ids), compute_entropy), None
+            logps, entropies, passed = ours(batch_size or len(input_ids), compute_entropy)
+            self._log_tokens(passed, input_ids.numel())
+            return logps, entropies, None
+        self._log_tokens(input_ids.numel(), input_ids.numel())
         return theirs(**tokens, batch_size=batch_size, compute_entropy=compute_entropy)
+
+    def _log_tokens(self, passed: int, padded: int) -> None:
+        """Log the tokens that this process passed through the model, over those that TRL would have, padding too."""
+        mode = "train" if self.model.training else "eval"
+        self._passed[mode] += passed
+        self._padded[mode] += padded
+        self._metrics[mode][TOKENS_OVER_TRL] = [self._passed[mode] / self._padded[mode]]
 
     def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, others: dict[str, Any]) -> bool:
         given = [name for name, value in others.items() if value is not None]
@@ -265,19 +280,24 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         return False
 
     def _score(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
-               size: int, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """Return log-probabilities, and entropies if wanted, [B, logits_to_keep]; zeros where there is no token."""
+               size: int, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
+        """Return log-probabilities, and entropies if wanted, [B, logits_to_keep], and the number of packed tokens.
+
+        Places without a token hold zeros.
+        """
+        tokens = 0
         logps: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
             packed = pack(ids, mask, logits_to_keep)
+            tokens += len(packed.ids)
             with self.accelerator.autocast():
                 found = model(shared_prefix=packed, with_entropy=with_entropy)
             for parts, values in zip((logps, entropies), found, strict=True):
                 if values is not None:
                     empty = values.new_zeros(len(ids), logits_to_keep)
                     parts.append(empty.index_put((packed.row, packed.column), values))
-        return torch.cat(logps), torch.cat(entropies) if with_entropy else None
+        return torch.cat(logps), torch.cat(entropies) if with_entropy else None, tokens
 
     @torch.no_grad()
     def _compare(self, model: Any, ours: Any, theirs: Any, mask: torch.Tensor) -> None:

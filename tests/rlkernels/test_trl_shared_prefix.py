@@ -158,6 +158,31 @@ def test_update_equals_that_of_trl(train, name):
     assert_same(mixed, train(kind, shared=False, **CASES[name]))
 
 
+class Recorder:
+    """Counts the tokens of a step's batch as TRL passes them, padded, and as packed prompts and answers."""
+
+    def __init__(self):
+        self.answers, self.padded, self.packed = Answers(), 0, 0
+
+    def __call__(self, prompts, trainer):
+        made = self.answers(prompts, trainer)
+        longest = [max(map(len, made[name])) for name in ("prompt_ids", "completion_ids")]
+        self.padded += len(prompts) * sum(longest)
+        self.packed += sum(len(ids) - 1 for ids in {tuple(ids) for ids in made["prompt_ids"]})
+        self.packed += sum(map(len, made["completion_ids"]))
+        return made
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
+def test_the_logs_show_tokens_over_those_of_trl(train, kind):
+    """1 for a model whose prompts are not shared."""
+    counts = Recorder()
+    trainer, _ = train(kind, rollout=counts, logging_steps=1)
+    ratios = [log["shared_prefix/tokens_over_trl"] for log in trainer.state.log_history[:2]]
+    assert ratios[1] == pytest.approx(counts.packed / counts.padded if trainer.shares_prefixes else 1)
+    assert trainer.shares_prefixes == (kind == "qwen2") == (ratios[0] < 1)
+
+
 def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train, caplog):
     """Elsewhere one line says why not."""
     caplog.set_level(logging.WARNING, "rlkernels")
