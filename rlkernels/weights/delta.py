@@ -79,17 +79,13 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
             )
     _synchronize([*new.values(), *old.values()])
 
-    def compress(name: str, weight: torch.Tensor, base: torch.Tensor) -> tuple[str, bytes, int, int]:
+    def compress(name: str, _: int, weight: torch.Tensor, base: torch.Tensor) -> tuple[str, bytes, int, int]:
         after, before = _bytes(weight), _bytes(base)
         frame = zstd.ZstdCompressor(level=LEVEL).compress(np.bitwise_xor(after, before))
         return name, frame, zlib.crc32(before.data), zlib.crc32(after.data)
 
-    jobs = (
-        (name, weight, base)
-        for (name, _, weight), (_, _, base) in zip(_pieces(new), _pieces({name: old[name] for name in new}))
-    )
     frames, pieces = list[bytes](), {name: list[tuple[int, int, int]]() for name in new}
-    for name, frame, before, after in _in_threads(compress, jobs):
+    for name, frame, before, after in _in_threads(compress, _pieces(new, old)):
         frames.append(frame)
         pieces[name].append((len(frame), before, after))
     header = [(name, *kind, pieces[name]) for name, kind in kinds.items()]
@@ -133,22 +129,15 @@ class Delta:
         entries: name -> what the header says of the tensor.
 
     Raises:
-        TypeError, ValueError: this is no delta, or a damaged one.
+        ValueError: this is no delta, or a damaged one.
     """
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise TypeError(f"delta must be bytes, got {type(data).__name__}")
-        self.data = memoryview(data).cast("B")
         try:
+            self.data = memoryview(data).cast("B")
             self.entries = _read_header(self.data)
         except (ValueError, TypeError, RecursionError, struct.error) as error:
             raise ValueError(f"delta is damaged, or none of rlkernels.weights.encode: {error}") from None
-
-    def follows(self, other: "Delta") -> bool:
-        """Tell whether the old weights of this delta are the new ones of another, by their checksums."""
-        after = {name: [piece.after for piece in entry.pieces] for name, entry in other.entries.items()}
-        return after == {name: [piece.before for piece in entry.pieces] for name, entry in self.entries.items()}
 
     def apply_(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Turn tensors of the delta, all of them or some, into the new ones; as :func:`apply_` does."""
@@ -284,11 +273,12 @@ def _parts(tensor: torch.Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tensor.numel(), step)]
 
 
-def _pieces(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _pieces(*weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
     """Yield name, number and elements of all pieces: views of contiguous tensors, copies of others."""
-    for name, tensor in weights.items():
-        flat = _flat(tensor)
-        yield from ((name, number, flat[part]) for number, part in enumerate(_parts(flat)))
+    for name in weights[0]:
+        flat = [_flat(each[name]) for each in weights]
+        for number, part in enumerate(_parts(flat[0])):
+            yield name, number, *(tensor[part] for tensor in flat)
 
 
 def _bytes(piece: torch.Tensor) -> np.ndarray:
