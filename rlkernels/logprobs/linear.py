@@ -202,6 +202,10 @@ def forward(
     logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
     for start in range(0, hidden.shape[0], ROWS):
         rows = slice(start, start + ROWS)
+        if backend == "triton":
+            _score(hidden[rows], weight, bias, ids[rows], temperature, chunk,
+                   (logprobs[rows], entropies[rows], stats[rows]))  # fmt: skip
+            continue
         chosen = torch.full_like(logprobs[rows], torch.nan)
         summaries = []
         for part, logits in _blocks(hidden[rows], weight, bias, chunk):
@@ -222,6 +226,19 @@ def forward(
     return logprobs, entropies, stats
 
 
+def _score(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
+    chunk: int, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:  # fmt: skip
+    """Fill the outputs of :func:`forward` with two launches a block."""
+    from rlkernels.logprobs import triton_kernels
+
+    state = hidden.new_empty((hidden.shape[0], 4), dtype=torch.float32)
+    for part, logits in _blocks(hidden, weight, bias, chunk):
+        last = part.stop == weight.shape[0]
+        triton_kernels.score_block(logits, ids, part.start, last, state, *outputs, temperature)
+
+
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, dtype = hidden.shape[0], _work_dtype(hidden)
     shapes = ([rows], [rows if with_entropy else 0], [rows, 2])
@@ -238,7 +255,13 @@ def _logit_gradient(
     logits: torch.Tensor, ids: torch.Tensor, part: slice, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of a block of logits [N, C], in their dtype; entropies [0]: no gradient reaches them."""
+    """Return the gradient of a block of logits [N, C], in their dtype and perhaps their place; entropies [0]: no
+    gradient reaches them."""
+    if backend == "triton":
+        from rlkernels.logprobs import triton_kernels
+
+        given = stats, entropies, grad_logprobs, grad_entropies, temperature
+        return triton_kernels.differentiate_block(logits, ids, part.start, *given)
     inside, column = _within(ids, part)
 
     def others(x: torch.Tensor, rows: Any) -> torch.Tensor:
@@ -283,7 +306,7 @@ def backward(
     for part, logits in _blocks(hidden, weight, bias, chunk):
         grad = _logit_gradient(logits, ids, part, stats, entropies, grad_logprobs, grad_entropies, temperature, backend)
         if total.numel() and rounded:
-            total += torch.mm(grad, weight[part], out_dtype=torch.float32)
+            torch.ops.aten.addmm.dtype_out(total, grad, weight[part], torch.float32, out=total)
         elif total.numel():
             total.addmm_(grad, weight[part])
         if wanted[1]:

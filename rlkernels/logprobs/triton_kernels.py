@@ -1,4 +1,8 @@
-"""token_logprobs as Triton kernels: one program per row, one read forward, one read and one write backward."""
+"""token_logprobs as Triton kernels: one program per row, one read forward, one read and one write backward.
+
+linear_token_logprobs launches them on a block of the vocabulary after the other: what the forward kernel knows of a row
+goes from block to block in a state, and the gradient of the logits replaces them.
+"""
 
 import torch
 import triton
@@ -7,10 +11,13 @@ import triton.language as tl
 from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "last"])
 def _forward_kernel(
-    logits, ids, logprobs, entropies, stats, vocab, row_stride, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, ids, logprobs, entropies, stats, vocab, row_stride, inverse, state, start, last, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Score a row; or a block of its logits from ``start`` on, after those in ``state`` [N, 4], and if it is the last
+    the row."""
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * row_stride
     # Per lane: largest logit so far, sum of exp(z) and of exp(z) z, with z = (x - largest) / T
@@ -18,8 +25,17 @@ def _forward_kernel(
     exps = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     nan_seen = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    before = float("nan")  # the logit of the token, if it was in an earlier block
+    if state is not None:
+        known, lane = state + 4 * program, tl.arange(0, BLOCK) == 0
+        top = tl.load(known, mask=start > 0, other=-float("inf"))
+        largest = tl.zeros([BLOCK], tl.float32) + top
+        nan_seen = (largest != largest).to(tl.int32)
+        exps = tl.where(lane, tl.load(known + 1, mask=start > 0, other=0.0), 0.0)
+        weighted = tl.where(lane, tl.load(known + 2, mask=start > 0, other=0.0), 0.0)
+        before = tl.load(known + 3, mask=start > 0, other=float("nan"))
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         nan_seen |= (x != x).to(tl.int32)
         new = tl.where(x > largest, x, largest)
@@ -35,30 +51,44 @@ def _forward_kernel(
     shift = tl.where(largest == -float("inf"), 200.0, (top - largest) * inverse)
     scale = tl.exp(-shift)
     total = tl.sum(exps * scale)
+    moved = 0.0
+    if ENTROPY:
+        moved = tl.sum(tl.where(scale > 0, scale * (weighted - shift * exps), 0.0))
+    index = tl.load(ids + program)
+    if state is not None:
+        index -= start
+    inside = (index >= 0) & (index < vocab)
+    chosen = tl.load(row + tl.where(inside, index, 0)).to(tl.float32)
+    chosen = tl.where(inside, chosen, before)
+    if state is not None:
+        tl.store(known, top)
+        tl.store(known + 1, total)
+        tl.store(known + 2, moved)
+        tl.store(known + 3, chosen)
+        if last == 0:
+            return
     valid = (top > -float("inf")) & (top < float("inf"))
     log_sum = tl.where(valid, tl.log(total), float("nan"))
     tl.store(stats + 2 * program, top)
     tl.store(stats + 2 * program + 1, log_sum)
-    index = tl.load(ids + program)
-    inside = (index >= 0) & (index < vocab)
-    chosen = tl.load(row + tl.where(inside, index, 0)).to(tl.float32)
-    logprob = (chosen - top) * inverse - log_sum
-    tl.store(logprobs + program, tl.where(inside, logprob, float("nan")))
+    tl.store(logprobs + program, (chosen - top) * inverse - log_sum)
     if ENTROPY:
-        moved = tl.sum(tl.where(scale > 0, scale * (weighted - shift * exps), 0.0))
         tl.store(entropies + program, log_sum - moved / total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _backward_kernel(
-    logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, vocab, row_stride, inverse,
+    logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, vocab, row_stride, inverse, start,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of part of a row of logits, or of a block of them from ``start`` on."""
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * row_stride
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     top, log_sum = tl.load(stats + 2 * program), tl.load(stats + 2 * program + 1)
     index, outer = tl.load(ids + program), tl.load(grad_logprobs + program)
+    if start is not None:
+        index -= start
     x = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
     log_p = (x - top) * inverse - log_sum
     factor = outer
@@ -68,6 +98,41 @@ def _backward_kernel(
     g = (tl.where(at == index, outer, 0.0) - tl.exp(log_p) * factor) * inverse
     g = tl.where(log_sum == log_sum, g, float("nan"))
     tl.store(grad + program * vocab + at, g.to(grad.dtype.element_ty), mask=at < vocab)
+
+
+def _block_size(columns: int) -> dict[str, int]:
+    block = min(4096, power_of_2(columns))
+    return {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
+
+
+def score_block(
+    logits: torch.Tensor, ids: torch.Tensor, start: int, last: bool, state: torch.Tensor, logprobs: torch.Tensor,
+    entropies: torch.Tensor, stats: torch.Tensor, temperature: float,
+) -> None:  # fmt: skip
+    """Take the logits [N, C] of the tokens from ``start`` on into state [N, 4]; with the last ones write the rest."""
+    rows, columns = logits.shape
+    if rows:
+        _forward_kernel[(rows,)](
+            logits, ids, logprobs, entropies, stats, columns, columns, 1 / temperature, state, start, int(last),
+            ENTROPY=entropies.numel() > 0, **_block_size(columns),
+        )  # fmt: skip
+
+
+def differentiate_block(
+    logits: torch.Tensor, ids: torch.Tensor, start: int, stats: torch.Tensor, entropies: torch.Tensor,
+    grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of the logits [N, C] of the tokens from ``start`` on, in their place."""
+    rows, columns = logits.shape
+    # Triton's interpreter cuts bfloat16 off instead of rounding it
+    grad = torch.empty_like(logits, dtype=torch.float32) if triton_interpreted() else logits
+    if rows:
+        size = _block_size(columns)
+        _backward_kernel[(rows, -(-columns // size["BLOCK"]))](
+            logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, columns, columns, 1 / temperature,
+            start, ENTROPY=entropies.numel() > 0, **size,
+        )  # fmt: skip
+    return logits.copy_(grad) if triton_interpreted() else grad
 
 
 @kernel_op("rlkernels::token_logprobs_triton")
@@ -82,7 +147,7 @@ def forward(
     if rows:
         block = min(4096, power_of_2(vocab))
         _forward_kernel[(rows,)](
-            logits, ids, logprobs, entropies, stats, vocab, logits.stride(0), 1 / temperature,
+            logits, ids, logprobs, entropies, stats, vocab, logits.stride(0), 1 / temperature, None, None, None,
             ENTROPY=with_entropy, BLOCK=block, num_warps=8 if block >= 2048 else 4,
         )  # fmt: skip
     return logprobs, entropies, stats
@@ -110,7 +175,7 @@ def backward(
         block = min(4096, power_of_2(vocab))
         _backward_kernel[(rows, -(-vocab // block))](
             logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, vocab, logits.stride(0),
-            1 / temperature, ENTROPY=entropies.numel() > 0, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+            1 / temperature, None, ENTROPY=entropies.numel() > 0, BLOCK=block, num_warps=8 if block >= 2048 else 4,
         )  # fmt: skip
     return grad.to(logits.dtype) if triton_interpreted() else grad
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_plain, check_logprobs
+from accuracy import assert_as_plain, check_linear_logprobs, check_logprobs
 from paged_problems import check_attention, check_grouped, paged, shared_prefix
 from rank1_cases import angle, exact, planted
 from support import lacks, run_python
@@ -102,6 +102,13 @@ def score(vocab=4112):
     logits, ids = (torch.randn(3, vocab) * 3).to(BF16), torch.tensor([0, vocab - 1, 77 % vocab])
     logits[1, 1::2], logits[1, -1] = -torch.inf, 0.5
     check_logprobs("triton", logits, ids, 1.3, floor=1e-5)
+
+
+def score_hidden():
+    """Log-probabilities and gradients from hidden states by blocks of the vocabulary, the first two ruled out."""
+    tensors = [torch.randn(shape) for shape in ((5, 16), (1000, 16), (1000,))]
+    tensors[2][:800] = -torch.inf
+    check_linear_logprobs("triton", tensors, torch.randint(800, 1000, (5,)), 0.7, 400, floor=1e-5)
 
 
 def solve(gpu, shapes, dtypes=(BF16, BF16), passes=2):
@@ -200,6 +207,7 @@ CASES = {  # what runs, and which of KERNELS that is
     "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
     "sampling": (lambda _: sample(False), ["sampling, without"]),
     "log-probabilities": (lambda _: score(), [f"token log-probabilities, {part}" for part in ("backward", "forward")]),
+    "log-probabilities by blocks": (lambda _: score_hidden(), []),
     "rank-1 rows": (lambda gpu: solve(gpu, [(9, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096", "rank-1, step"]),
     "rank-1 longer rows": (lambda gpu: solve(gpu, [(17, 4112)]),
                            [*(f"rank-1, longer rows, {part}" for part in ("times", "transpose")), "rank-1, step"]),

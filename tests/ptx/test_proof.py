@@ -114,6 +114,16 @@ def test_launches_are_those_of_a_gpu():
     assert counts["waits"] == 2 and counts["launches"] > len(names)
 
 
+@pytest.mark.slow
+def test_training_launches_little():
+    """A block of the vocabulary takes two launches forward and four backward, and two more set up and round a sum."""
+    names, counts = (launch_timed(90, "linear_token_logprobs", "triton")[i] for i in range(2))
+    assert len(names) == 20 and counts["launches"] <= 10 * (2 + 4) + 2
+    kernels, counts = launch_timed(90, "grouped_attention", "triton")
+    assert [name for name, *_ in kernels][:4] == ["_forward_kernel", "_delta_kernel", "_query_kernel", "_key_kernel"]
+    assert counts["launches"] == len(kernels)
+
+
 def test_every_op_of_a_record_is_counted():
     assert COUNTED.keys() == {op for op in PROVABLE if not OPS[op].like}
 
