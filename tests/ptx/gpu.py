@@ -62,7 +62,7 @@ class Gpu:
         from triton.runtime.jit import JITFunction
 
         from rlkernels.prefix_cache import triton_grouped, triton_kernels
-        from rlkernels.rank1 import layout
+        from rlkernels.rank1 import grouped
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             return self._launch(kernel, grid, args, kwargs)
@@ -72,7 +72,7 @@ class Gpu:
             (JITFunction, "run"): run,
             (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
             (triton_kernels, "processors"): lambda _: 132,
-            (layout, "max_shared_mem"): lambda _: SHARED_KIB[self.arch] * 1024,
+            (grouped, "shared_bytes"): lambda _: SHARED_KIB[self.arch] * 1024,
             (torch.cuda, "get_device_capability"): lambda _: divmod(self.arch, 10),
             (triton_grouped, "_blocks"): lambda query: blocks(
                 SimpleNamespace(shape=query.shape, dtype=query.dtype, device=query.device, is_cuda=True)
