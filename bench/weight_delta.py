@@ -128,10 +128,11 @@ def cases(quick: bool) -> Iterator[list[Row]]:
     options, steps = [*SETTINGS] if quick else [*SETTINGS, f"model.path={model}"], 2 if quick else STEPS
     for rate in RATES[-1:] if quick else RATES:
         senders = [Sender(dtype) for dtype in (torch.bfloat16, torch.float32)]
-        train(
-            source,
-            [*options, f"optimizer.learning_rate={rate}", f"max_steps={steps}"],
-            lambda exported, senders=senders: [sender(exported) for sender in senders],
-        )
+
+        def send(exported: Weights, senders: list[Sender] = senders) -> None:
+            for sender in senders:
+                sender(exported)
+
+        train(source, [*options, f"optimizer.learning_rate={rate}", f"max_steps={steps}"], send)
         for sender in senders:
             yield sender.rows(f"{'shipped policy' if quick else 'SmolLM2-135M'}, rate {rate:g}, {steps} steps")

@@ -1,6 +1,6 @@
 """The public names of rlkernels for type checkers; ``__init__.py`` loads the same ones."""
 
-import rlkernels.weights as weights  # noqa: F401
+from rlkernels import weights as weights
 from rlkernels._info import info as info
 from rlkernels.extrapolation import Gate as Gate
 from rlkernels.extrapolation import RankOneTrajectory as RankOneTrajectory

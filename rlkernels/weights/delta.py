@@ -154,9 +154,7 @@ class Delta:
                 written += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
             for name, tensor in group.items():
                 _write(tensor, new[name])
-            if not all(
-                np.array_equal(*(_bytes(_flat(t)) for t in (tensor, new[name]))) for name, tensor in group.items()
-            ):
+            if not all(np.array_equal(_bytes(_flat(t)), _bytes(_flat(new[name]))) for name, t in group.items()):
                 for tensor, before in written:
                     _write(tensor, before)
                 raise ValueError(
