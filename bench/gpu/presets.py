@@ -4,16 +4,19 @@ The models have the shapes that the presets are for, weights at random, and a to
 half as long as in the presets, all of them, and the plan is made for these.
 """
 
+import gc
 import json
 import random
 import statistics
 import string
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -94,6 +97,22 @@ def steps(config: Any, folder: Path, device: torch.device, ranks: Any = None) ->
     return peaks
 
 
+@contextmanager
+def card(limit: int, device: torch.device) -> Iterator[None]:
+    """Make the GPU one of so many bytes, for torch's allocator and for all that ask."""
+    real = torch.cuda.get_device_properties(device)
+    known = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
+    small = SimpleNamespace(**known | {"total_memory": limit})
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / real.total_memory, device)
+    with patch.multiple(
+        torch.cuda, get_device_properties=lambda *_: small,
+        mem_get_info=lambda *_: (limit - torch.cuda.memory_reserved(device), limit),
+    ):  # fmt: skip
+        yield
+
+
 def preset(name: str, device: torch.device) -> Message:
     """Return a step's time, the peaks of its phases, and what ``train --dry-run --gpus 24`` plans for them."""
     from bench.gpu.journal import ROOT
@@ -120,11 +139,8 @@ def preset(name: str, device: torch.device) -> Message:
         ]  # fmt: skip
         config = load_config(ROOT / f"configs/{name}.yaml", settings)
         planned = plan_memory(config, limit, prompt=length)
-        if real:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(limit.memory / total, device)
-        found = steps(config, folder / "run", device)
+        with card(limit.memory, device) if real else nullcontext():
+            found = steps(config, folder / "run", device)
     peak = max(found.phases.values(), default=None)
     return {
         "ok": len(found.steps) == STEPS, "peak_bytes": peak, "peaks": found.phases, "planned": planned.phases,

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from bench.gpu.build import Build, run
 from bench.gpu.cases import SANITIZED
 from bench.gpu.journal import ROOT, Entry, Journal, call_facts, record_path
 from bench.gpu.summary import summary, told
-from bench.gpu.worker import INPUTS
+from bench.gpu.worker import COMPILED, INPUTS
 from rlkernels.backend import OPS, built_with_cuda, extension_error
 from rlkernels.proof import PROVABLE
 from rlkernels.proof.process import DeviceLost, Message, Worker
@@ -61,25 +61,25 @@ class Stage:
 
 STAGES = (
     Stage("facts", 60, "Limits are reckoned from these rates: bytes over copy bandwidth, operations over matrix rate."),
-    Stage("attention", 80, "grouped_attention: auto takes the fastest of triton and torch in the cases of that head "
+    Stage("attention", 90, "grouped_attention: auto takes the fastest of triton and torch in the cases of that head "
           "dimension, if it is below SDPA on repeated prefixes and FlexAttention. Where SDPA or FlexAttention is 3 % "
           "faster than both, library.py takes that one, and triton gets no verdict."),
-    Stage("updates", 130, "TRL: the README names the fastest arm of each shape. If ours is slower than TRL's own in a "
+    Stage("updates", 140, "TRL: the README names the fastest arm of each shape. If ours is slower than TRL's own in a "
           "shape, the page says below which prompt to leave SharedPrefixGRPOTrainer. If ours with Liger's layers is 3 "
           "% faster than ours, the page recommends both. A gradient error above twice TRL's in bfloat16 stops the "
           "release."),
-    Stage("ops", 110, "Decode ops are judged by replay_s, prefill and training by median_s, each size class by itself: "
+    Stage("ops", 115, "Decode ops are judged by replay_s, prefill and training by median_s, each size class by itself: "
           "auto takes triton where it is 3 % below torch; shared_prefix_attention only if it also is no slower than "
           "paged_attention on the same tokens. A rival faster than both (copy_s counted) gets an issue."),
-    Stage("prove", 70, "The verdicts become rlkernels/records.json, but for ops where `attention` or `ops` above says "
+    Stage("prove", 80, "The verdicts become rlkernels/records.json, but for ops where `attention` or `ops` above says "
           "that a rival is faster."),
     Stage("decode", 35, "A pass of 256 sequences: the engine captures graphs by default if triton's pass is below "
           "torch's. Above 4 ms a pass, host time comes first."),
-    Stage("presets", 75, "If a step's peak is above the plan of --dry-run, the constants of python_trainer/memory.py "
-          "rise to it; below 0.8 of the plan they fall. A preset that does not fit loses micro_batch_tokens."),
     Stage("sharded", 40, "If a step by fsdp2 over NCCL differs from one without by more than rounding, the page says "
           "that it is broken on GPUs, and an issue is opened; otherwise the list of what never ran loses it."),
-    Stage("counters", 35, "A kernel that moves 1.2 times its bytes, or reaches less than half of both bandwidth and "
+    Stage("presets", 75, "If a step's peak is above the plan of --dry-run, the constants of python_trainer/memory.py "
+          "rise to it; below 0.8 of the plan they fall. A preset that does not fit loses micro_batch_tokens."),
+    Stage("counters", 45, "A kernel that moves 1.2 times its bytes, or reaches less than half of both bandwidth and "
           "matrix rate, is the next to be worked on."),
     Stage("tests", 300, "A test that fails here withdraws the verdicts of its op."),
     Stage("rest", 300, "CUDA's DTW keeps its verdict if it is 3 % below Triton's. A finding of compute-sanitizer "
@@ -97,11 +97,16 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
     def stage_of(op: str) -> str:
         return "rest" if OPS[op].cuda else "attention" if op == "grouped_attention" else "ops"
 
-    timed = [{"stage": stage_of(c.op), "kind": "time", "op": c.op, "case": c.label, "seconds": seconds} for c in chosen]
+    def timed(late: bool, ops: Container[str] = OPS) -> list[Message]:
+        """What a compiler takes its time for comes after all else of a stage: by the same jobs again."""
+        return [{"stage": stage_of(c.op), "kind": "time", "op": c.op, "case": c.label, "seconds": seconds, "late": late}
+                for c in chosen if c.op in ops]  # fmt: skip
+
     jobs: list[Message] = [
         {"stage": "facts", "kind": "device", "op": "all", "case": "rates"},
         *({"stage": "updates", "kind": "update", "op": size, "case": arm} for size, arm in updates.jobs(device)),
-        *timed,
+        *timed(late=False),
+        *timed(late=True, ops=COMPILED),
         {"stage": "prove", "kind": "prove", "op": "all", "case": "for a step of Qwen2.5-0.5B"},
         *({"stage": "decode", "kind": "model", "op": part, "case": who}
           for part in MODEL for who in (("triton", "auto", "torch") if device == "cuda" else ("auto",))),
@@ -117,6 +122,11 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
 
 def name_of(job: Message) -> str:
     """Return what a job is called in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
+    return place_of(job) + (", compiled rivals" if job.get("late") else "")
+
+
+def place_of(job: Message) -> str:
+    """Return what its rows belong to."""
     return f"{job['kind']} {job['op']}: {job['case']}"
 
 
@@ -210,7 +220,7 @@ class Session:
                 if "replay" in message:
                     self.journal.add("replay", **message["replay"])
 
-            known = [[e["shape"], e["provider"]] for e in self.journal.of("row") if e["job"] == name_of(job)]
+            known = [[e["shape"], e["provider"]] for e in self.journal.of("row") if e["job"] == place_of(job)]
             answer = self.ask({**job, "without": known}, hear)
             if answer.get("cut"):
                 break
@@ -226,7 +236,7 @@ class Session:
 
     def note(self, job: Message, row: Message) -> Entry:
         self.console.print(f"{row['op']}, {row['shape']}: {told(row)}", highlight=False, markup=False)
-        return self.journal.add("row", of=job["kind"], job=name_of(job), **row)
+        return self.journal.add("row", of=job["kind"], job=place_of(job), **row)
 
     def finish(self, job: Message) -> None:
         self.journal.add("done", job=name_of(job))
@@ -346,7 +356,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only, with the proof of them")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny shapes and Triton interpreted")
     parser.add_argument("--output", type=Path, help="the record (bench/gpu/records/DEVICE-COMMIT-session.jsonl)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="time budget per timed row")
+    parser.add_argument("--seconds", type=float, default=0.1, help="time budget per timed row")
     parser.add_argument("--commit", help="what the record names where there is no git repository")
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")

@@ -26,6 +26,10 @@ from rlkernels.proof.worker import Message, Say, finding, replay, seconds_of, se
 # the ops of decoding, which engines run inside CUDA graphs: there the host's time is none
 REPLAYED = ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "sample_tokens",
             "verify_drafts")  # fmt: skip
+# rivals that take a compiler's time, and the ops that have them
+COMPILERS = ("torch FlexAttention", "torch.compile")
+COMPILED = ("linear_token_logprobs", "token_logprobs", "grouped_attention", "sample_tokens", "shared_prefix_attention",
+            "paged_attention")  # fmt: skip
 ON_A_CPU = ("grouped_attention", "paged_attention", "shared_prefix_attention")  # whose rivals run there too
 CALLS = 10  # of an op in a graph: the start of a graph takes as long as a small kernel
 LEAST_REPLAYS, MOST_REPLAYS = 5, 100
@@ -111,11 +115,14 @@ def run_replay(gate: Tolerance, call: Callable[[], Any], rival: Rival | None, de
     return {"ok": found.pop("right"), **found, "replay_s": statistics.median(samples)}
 
 
-def run_contest(case: Case, device: torch.device, seconds: float, without: list[list[str]], say: Say) -> Message:
+def run_contest(
+    case: Case, device: torch.device, seconds: float, without: list[list[str]], say: Say, late: bool = True
+) -> Message:
     """A row for every provider that is not in ``without``: the verdict, and the time if it is right.
 
     Rows of decode ops are followed by what a replay took. Rivals that read contiguous copies of what the op is given
-    have the time of these copies in ``copy_s``. A rival that fails is no failure of ours: ``ok`` is None.
+    have the time of these copies in ``copy_s``. A rival that fails is no failure of ours: ``ok`` is None. Those that
+    are compiled run if ``late``.
 
     Raises:
         RuntimeError: the device is broken; nothing runs on it in this process any more.
@@ -136,7 +143,7 @@ def run_contest(case: Case, device: torch.device, seconds: float, without: list[
     for name, rival in others.items():
         providers[name] = rival.make, rival
     for name, (make, other) in providers.items():
-        if [case.label, name] in without:
+        if [case.label, name] in without or (not late and name.startswith(COMPILERS)):
             continue
         say({"begin": name})
         row: Message = {"op": case.op, "provider": name, "shape": case.label}
@@ -184,7 +191,7 @@ def do(job: Message, cases: list[Case], say: Say) -> Message:
         module = importlib.import_module(f"bench.gpu.{MODULES[job['kind']]}")
         return module.run(job["op"], job["case"], device, job["without"], say)
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
-    return run_contest(case, device, job["seconds"], job["without"], say)
+    return run_contest(case, device, job["seconds"], job["without"], say, job["late"])
 
 
 def main() -> None:
