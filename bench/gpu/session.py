@@ -18,6 +18,7 @@ from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 import torch
@@ -32,8 +33,14 @@ from bench.gpu.summary import summary, told
 from bench.gpu.worker import COMPILED, INPUTS
 from rlkernels.backend import OPS, built_with_cuda, extension_error
 from rlkernels.proof import PROVABLE
-from rlkernels.proof.process import DeviceLost, Message, Worker
+from rlkernels.proof.process import DeviceLost, Message, Worker, kill
 
+# What later stages import is read from the disk, and compiled to bytecode, while the first stages run.
+IMPORTS = (
+    "import trl, bench.gpu.presets, python_trainer.trainer, rlkernels.integrations.trl; from trl import GRPOTrainer"
+)
+WITHOUT_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+SILENT: Any = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "process_group": 0}
 LEAST_S = 4.0  # to begin a job
 LEAST_TESTS_S = 15.0  # to begin a file of tests
 LEAST_SANITIZED_S = 60.0
@@ -46,7 +53,7 @@ SANITIZERS = ("memcheck", "racecheck")
 MODEL = ("decode", "train")
 NEEDS_BUILD = ("prove", "tests", "sanitize")  # kinds of jobs that make no sense without the extension
 # kind of a job -> seconds from one sign of life to the next, after which it hangs
-LIMITS_S = {"device": 60.0, "time": 60.0, "update": 60.0, "preset": 60.0, "sharded": 60.0, "model": 60.0,
+LIMITS_S = {"device": 60.0, "time": 60.0, "update": 90.0, "preset": 90.0, "sharded": 90.0, "model": 90.0,
             "counters": 60.0, "sanitize": 240.0, "tests": 300.0}  # fmt: skip
 
 
@@ -136,6 +143,7 @@ class Session:
     def __init__(self, args: argparse.Namespace, cases: str, console: Console):
         self.args, self.console = args, console
         self.device = "cpu" if args.rehearse else "cuda"
+        self.slower = 6 if args.rehearse else 1  # the processor of a rehearsal may have more to do
         self.last = self.end = time.monotonic() + args.budget_seconds  # of the call, and of the stage under way
         self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
         facts = call_facts(args.commit)
@@ -156,6 +164,7 @@ class Session:
         """Raises DeviceLost."""
         if not self.args.no_build and not (extension_error() is None and (self.args.rehearse or built_with_cuda())):
             self.build = Build(self.device)
+        warm = None if self.args.rehearse else Popen([sys.executable, "-c", IMPORTS], env=WITHOUT_GPU, **SILENT)
         try:
             for stage in STAGES:
                 if todo := [job for job in jobs if job["stage"] == stage.name]:
@@ -163,13 +172,15 @@ class Session:
         finally:
             self.end = self.last
             self.worker.close()
+            if warm:
+                kill(warm)
             if self.build:
                 self.build.stop()
 
     def enter(self, stage: Stage, jobs: Sequence[Message]) -> None:
         """Do the jobs of a stage within its time; a mistake in one of them ends that one. Raises DeviceLost."""
         start = time.monotonic()
-        self.end = min(self.last, start + stage.seconds)
+        self.end = min(self.last, start + stage.seconds * self.slower)
         if self.left() < LEAST_S:
             return
         self.journal.add("stage", stage=stage.name, decision=stage.decision, seconds=round(self.left(), 1))
@@ -198,7 +209,7 @@ class Session:
             self.worker.close()
 
     def ask(self, job: Message, hear: Any = lambda message: None) -> Message:
-        return self.worker.ask(job, LIMITS_S[job["kind"]], self.end, hear)
+        return self.worker.ask(job, LIMITS_S[job["kind"]] * self.slower, self.end, hear)
 
     def facts(self, job: Message) -> None:
         answer = self.ask(job)
@@ -257,7 +268,7 @@ class Session:
     def count(self, job: Message) -> None:
         """Hardware counters of a few ops, an entry a kernel."""
         log = self.journal.path.with_suffix(".ncu.csv")
-        code, said = run(counters.command(log, self.args.rehearse), self.env, min(self.left(), LIMITS_S["counters"]))
+        code, said = run(counters.command(log, self.args.rehearse), self.env, self.left())
         rows = counters.read(log.read_text(errors="replace")) if log.exists() else []
         for row in rows:
             self.journal.add("counters", **row)

@@ -153,6 +153,7 @@ def measure(updates: Updates, prompt: int, longest: int) -> Message:
 def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
         ) -> Message:  # fmt: skip
     """A job of the worker: a row for the gradients of an arm, and one for each shape; ``without``: those there are."""
+    say({"begin": arm})
     from bench.gpu.model import QWEN, synchronize
     from bench.gpu.model import TINY as TINY_SIZE
 
@@ -172,7 +173,6 @@ def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[st
         f"{name}, gradients of {JUDGED[0]} layers": partial(judge, arm, name, size, device)
     }
     parts |= {f"{name}, prompt {p}, answers to {a}": partial(timed, p, a) for p, a in shapes}
-    say({"begin": arm})
     for shape, part in parts.items():
         if [shape, arm] in without:
             continue
