@@ -104,8 +104,9 @@ def score(vocab=4112):
     check_logprobs("triton", logits, ids, 1.3, floor=1e-5)
 
 
-def score_hidden():
+def score_hidden(gpu):
     """Log-probabilities and gradients from hidden states by blocks of the vocabulary, the first two ruled out."""
+    gpu.torch_fills = True  # a product writes the logits
     tensors = [torch.randn(shape) for shape in ((5, 16), (1000, 16), (1000,))]
     tensors[2][:800] = -torch.inf
     check_linear_logprobs("triton", tensors, torch.randint(800, 1000, (5,)), 0.7, 400, floor=1e-5)
@@ -207,7 +208,7 @@ CASES = {  # what runs, and which of KERNELS that is
     "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
     "sampling": (lambda _: sample(False), ["sampling, without"]),
     "log-probabilities": (lambda _: score(), [f"token log-probabilities, {part}" for part in ("backward", "forward")]),
-    "log-probabilities by blocks": (lambda _: score_hidden(), []),
+    "log-probabilities by blocks": (score_hidden, []),
     "rank-1 rows": (lambda gpu: solve(gpu, [(9, 4096), (5, 4080)]), ["rank-1, rows of up to 4,096", "rank-1, step"]),
     "rank-1 longer rows": (lambda gpu: solve(gpu, [(17, 4112)]),
                            [*(f"rank-1, longer rows, {part}" for part in ("times", "transpose")), "rank-1, step"]),
