@@ -7,12 +7,10 @@ norm is compared. A whole step also generates, with Transformers, and takes the 
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -62,23 +60,11 @@ def make_batch(prompt: int, longest: int, answers: int, vocab: int = VOCAB) -> d
     }  # fmt: skip
 
 
-def pack_alone(pack: Any, ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> Any:
-    """Pack rows as ``pack`` does, but each with its own copy of the prompt."""
-    from rlkernels.integrations.trl_shared import Packed, PackedLayout
+def pack_alone(rows: Sequence[Any], scored: Any, *, prefix_lens: Any) -> Any:
+    """Pack each row with its own copy of the prompt."""
+    from rlkernels.prefix_cache import pack
 
-    rows = [pack(one[None], keep[None], logits_to_keep) for one, keep in zip(ids, mask)]
-    lens = [
-        [int(n) for n in (mask[i, :-logits_to_keep].sum() - 1, mask[i, -logits_to_keep:].sum())]
-        for i in range(len(rows))
-    ]
-    starts = list(accumulate((len(row.ids) for row in rows), initial=0))
-    prefixes, answers = zip(*lens)
-    layout = PackedLayout(list(prefixes), list(answers), list(range(len(rows) + 1)))
-    return Packed(
-        torch.cat([row.ids for row in rows]), layout.position_ids, layout,
-        torch.cat([row.rows + start for row, start in zip(rows, starts)]), torch.cat([row.targets for row in rows]),
-        torch.cat([row.row + i for i, row in enumerate(rows)]), torch.cat([row.column for row in rows]),
-    )  # fmt: skip
+    return pack(rows, scored, prefix_lens=[0] * len(rows))
 
 
 COMPACT = {"trl.trainer.utils._use_triton": lambda device: True}  # the output layer sees answers only
@@ -122,10 +108,8 @@ def cases(quick: bool) -> Iterator[Case]:
     from trl import GRPOTrainer
 
     from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
-    from rlkernels.integrations.trl_shared import pack
 
-    alone = {"rlkernels.integrations.trl_shared.pack": partial(pack_alone, pack)}
-
+    alone = {"rlkernels.integrations.trl_shared.pack": pack_alone}
     width, layers = (90, 2) if quick else (288, 12)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,

@@ -111,7 +111,7 @@ class Batch:
 
     def pack(self, samples: Sequence[int]) -> Packed:
         """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
-        return pack(self.rollouts, samples, score_prefix=self.prefix_in_loss)
+        return pack(self.rollouts, samples, score_prefix=self.prefix_in_loss, device=self.device)
 
     def set_advantages(self) -> dict[str, float]:
         """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.

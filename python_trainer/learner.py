@@ -16,7 +16,7 @@ from python_trainer.errors import NotFinite
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
-from python_trainer.model.packing import Packed, micro_batches, split_evenly
+from python_trainer.model.packing import Packed, micro_batches, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import load_weights
 
@@ -113,7 +113,7 @@ class Learner:
             total += loss.detach()
             if minibatch.trained:  # what has no gradient says nothing of the update
                 counted.append(metrics)
-            tokens += packed.input_ids.numel()
+            tokens += packed.ids.numel()
         if not math.isfinite(whole := float(self.ranks.sum(total))):
             raise NotFinite(f"the loss is {whole}")
         self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
@@ -127,15 +127,16 @@ class Learner:
     def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
         """Yields this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
         ranks, rollouts, device = self.ranks, batch.rollouts, self.policy.device
-        stretches = split_evenly(rollouts, samples, ranks.size)
-        parts = [list(micro_batches(rollouts, part, self.settings.micro_batch_tokens)) for part in stretches]
+        most, in_order = self.settings.micro_batch_tokens, sorted_by_tokens(rollouts, samples)
+        stretches = split_evenly(rollouts, in_order, ranks.size, device)
+        parts = [list(micro_batches(rollouts, part, most, device)) for part in stretches]
         for part in parts[ranks.rank]:
-            yield batch.pack(part).to(device)
+            yield batch.pack(part)
         missing = max(map(len, parts)) - len(parts[ranks.rank])
         if ranks.sharded and missing:
             shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
             packed = batch.pack([shortest])
-            yield from [replace(packed, mask=torch.zeros_like(packed.mask)).to(device)] * missing
+            yield from [replace(packed, mask=torch.zeros_like(packed.mask))] * missing
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:

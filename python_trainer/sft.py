@@ -166,8 +166,8 @@ class Sft:
         policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
         total, count = 0.0, sum(len(row.response_ids) for row in rows)
         with self.state.measure("eval"), policy.packed_attention():
-            for part in micro_batches(rows, range(len(rows)), most):
-                total -= float(policy.score(pack(rows, part).to(policy.device), 1.0)[0].sum())
+            for part in micro_batches(rows, range(len(rows)), most, policy.device):
+                total -= float(policy.score(pack(rows, part, device=policy.device), 1.0)[0].sum())
         return {"held_out_loss": total / count} if count else {}
 
 

@@ -1,8 +1,11 @@
 """The tasks and environments in examples/: their rewards, and a short run of each."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
+import torch
 from calculator import Calculator, calculate, right_number
 from countdown import CountdownSettings, reward
 from rich.console import Console
@@ -10,6 +13,7 @@ from sentences import SentencesSettings, count, keys, near
 
 from python_trainer.config import load_config
 from python_trainer.trainer import Trainer
+from rlkernels import linear_token_logprobs
 
 QUICK = ["max_steps=1", "model.path=small", "rollout.prompts_per_step=2", "rollout.num_generations=2",
          "rollout.max_completion_length=16"]  # fmt: skip
@@ -99,3 +103,20 @@ def test_sentences_to_test_are_not_trained_on(constraint):
     trained = {str(sorted(map(str, example.columns.values()))) for example in task.train}
     assert len(task.test) == 256 and not trained & {str(sorted(map(str, e.columns.values()))) for e in task.test}
     assert all(word in e.prompt[0]["content"] for e in task.test for word in map(str, e.columns.get("words", [])))
+
+
+def test_a_loop_of_your_own_packs_what_answers_begin_with(capsys):
+    made = runpy.run_path(str(Path(__file__).parents[1] / "examples/packed_loop.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all("9 tokens instead of 29" in line for line in lines)
+    packed, model, head = made["packed"], made["model"], made["model"].get_output_embeddings().weight
+    with torch.no_grad():
+        hidden = model.base_model(packed.ids[None], **made["inputs"]).last_hidden_state[0]
+        found = linear_token_logprobs(hidden[packed.rows], head, packed.targets)[packed.pairs]
+        model.set_attn_implementation("eager")
+        expected = []
+        for answer in made["answers"]:
+            ids = torch.tensor([made["prompt"] + answer])
+            table = model(ids).logits[0, len(made["prompt"]) - 1 : -1].log_softmax(-1)
+            expected.append(table.gather(1, torch.tensor(answer)[:, None])[:, 0])
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)

@@ -222,7 +222,7 @@ def train(size: Size, device: torch.device) -> Message:
 
     def learn(given: Sequence[Rollout]) -> torch.Tensor:
         """-> log-probabilities [B, L]; the gradients of their mean are in the model."""
-        packed = pack(given, range(len(given))).to(device)
+        packed = pack(given, range(len(given)), device=device)
         with policy.packed_attention():
             logprobs, *_ = policy.score(packed, 1.0)
             logprobs.sum().div(packed.mask.sum()).backward()

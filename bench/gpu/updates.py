@@ -42,7 +42,7 @@ def jobs(device: str) -> Iterator[tuple[str, str]]:
 
 def attend_by_flex(self: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                    window: int | None) -> torch.Tensor:  # fmt: skip
-    """Stand in for ``PackedLayout.attend``: FlexAttention with the mask of the tree, made once for all layers."""
+    """Stand in for ``TreeLayout.attend``: FlexAttention with the mask of the tree, made once for all layers."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     from bench.gpu.rivals import flex_on
@@ -82,7 +82,7 @@ class Updates:
 
             _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
         if arm == "FlexAttention tree":
-            self.patches["rlkernels.integrations.transformers_attention.PackedLayout.attend"] = attend_by_flex
+            self.patches["rlkernels.prefix_cache.TreeLayout.attend"] = attend_by_flex
         cls = GRPOTrainer if arm.startswith("TRL") else SharedPrefixGRPOTrainer
         self.trainer = make_trainer(cls, model, 8, max(longest for _, longest in SHAPES), ANSWERS, device.type)
 

@@ -41,7 +41,6 @@ class Critic(torch.nn.Module):
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
         """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
         if self.body is not None:
-            positions = packed.layout.position_ids.to(packed.input_ids.device)
-            inputs = flat_inputs(packed.input_ids, positions, packed.layout)
+            inputs = flat_inputs(packed.ids, packed.position_ids, packed.layout)
             states = self.body(**inputs).last_hidden_state[0, packed.rows]
         return packed.spread(self.head(states.float())[:, 0])

@@ -1,7 +1,7 @@
 """The forward pass of a Transformers model on flattened tokens, and the logits that come of its last hidden states.
 
 All sequences are one row of tokens, told apart by attention. Transformers hands an object with ``attend`` to every
-layer (``rlkernels.integrations.transformers_attention``). In training it is the ``PackedLayout`` from there, in
+layer (``rlkernels.integrations.transformers_attention``). In training it is a ``TreeLayout``, in
 generation a :class:`PagedBatch`. Both call the ops of rlkernels.
 """
 

@@ -1,20 +1,23 @@
-"""Rollouts of a step as rows of tokens without padding, in which each prompt and shared prefix stands once.
+"""Rollouts of a step as micro-batches: rows of tokens without padding, in which what rollouts begin with stands once.
 
-A group of samples is packed as [prompt + prefix | suffix 1 | suffix 2 | ...]. Every log-probability that the loss
-needs is a *pair*: a position whose hidden state predicts, and the token it should predict. The pairs of a shared
-prefix exist once, and all samples of the group refer to them, so their gradients add up by themselves.
+:func:`rlkernels.prefix_cache.pack` packs them. Every log-probability that the loss needs is a pair of it: a token that
+predicts, and the one it should predict. All samples with a pair refer to it, so their gradients add up by themselves.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, compress
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+import rlkernels.prefix_cache
 from python_trainer.data import Rollout
-from rlkernels.integrations.transformers_attention import PackedLayout
+from rlkernels.prefix_cache import packs_tries
+from rlkernels.prefix_cache.layout import sort_by_tokens, token_ids
+
+CPU = torch.device("cpu")
 
 
 def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
@@ -25,20 +28,16 @@ def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
 
 
 @dataclass
-class Packed:
+class Packed(rlkernels.prefix_cache.Packed):
     """One micro-batch of B samples with longest response L, T tokens, R pairs."""
 
     samples: list[int]  # [B] index of each sample in the step
-    input_ids: torch.Tensor  # int64 [T]
-    layout: PackedLayout
-    rows: torch.Tensor  # int64 [R] position that predicts
-    targets: torch.Tensor  # int64 [R] token to be predicted
     place: torch.Tensor  # int64 [B, L] the pair of each response token; 0 where there is none
     mask: torch.Tensor  # bool [B, L] response tokens that are scored
 
-    def to(self, device: torch.device) -> "Packed":
-        moved = (x.to(device, non_blocking=True) for x in (self.rows, self.targets, self.place, self.mask))
-        return Packed(self.samples, self.input_ids.to(device), self.layout, *moved)
+    def to(self, device: torch.device | str) -> "Packed":
+        moved = vars(super().to(device))
+        return Packed(**moved | {name: getattr(self, name).to(device, non_blocking=True) for name in ("place", "mask")})
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
         """Spreads values of the pairs [R] to [B, L], 0 where there is no scored response token."""
@@ -47,88 +46,85 @@ class Packed:
         return torch.where(self.mask, pairs[self.place], 0.0)
 
 
-def _beginning(rollout: Rollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns prompt and given prefix, which samples share."""
-    return tuple(rollout.prompt_ids), tuple(rollout.response_ids[: rollout.prefix_len])
-
-
-def pack(rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: bool = True) -> Packed:
-    """Packs the rollouts with these indices; samples with the same prompt and given prefix need not be neighbours.
+def pack(
+    rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: bool = True, device: torch.device = CPU
+) -> Packed:
+    """Packs the rollouts with these indices, in any order, for a device.
 
     Args:
         score_prefix: the given prefix is scored too; False: it is context only.
     """
-    groups: dict[tuple, list[int]] = {}
-    for index in samples:
-        groups.setdefault(_beginning(rollouts[index]), []).append(index)
-    ids: list[int] = []
-    rows: list[int] = []
-    targets: list[int] = []
-    places: list[list[int]] = []
-    prefix_lens, suffix_lens, group_starts, order = [], [], [0], []
-    for (prompt, prefix), members in groups.items():
-        start, shared_pairs = len(ids), len(targets)
-        skipped = 0 if score_prefix else len(prefix)
-        ids += [*prompt, *prefix]
-        end = len(ids) - 1  # the last shared token predicts the first of every suffix
-        rows += range(start + len(prompt) - 1 + skipped, end)
-        targets += prefix[skipped:]
-        prefix_lens.append(len(prompt) + len(prefix))
-        for index in members:
-            suffix = rollouts[index].response_ids[len(prefix) :]
-            scored = scored_tokens(rollouts[index], score_prefix=score_prefix)
-            pairs = [shared_pairs + t - skipped if scored[t] else -1 for t in range(len(prefix))]
-            if len(suffix):
-                own = scored[len(prefix) :]
-                pairs += [pair if s else -1 for pair, s in zip(accumulate(own, initial=len(targets)), own)]
-                rows += compress([end, *range(len(ids), len(ids) + len(suffix) - 1)], own)
-                targets += compress(suffix, own)
-                ids += suffix[:-1]  # nothing is predicted from the last token
-            suffix_lens.append(max(len(suffix) - 1, 0))
-            places.append(pairs)
-        order += members
-        group_starts.append(len(order))
-    long = partial(torch.tensor, dtype=torch.int64, device="cpu")  # whatever the default device is
-    place = pad_sequence([long(pairs) for pairs in places], batch_first=True, padding_value=-1)
-    mask = place >= 0
-    layout = PackedLayout(prefix_lens, suffix_lens, group_starts)
-    return Packed(order, long(ids), layout, long(rows), long(targets), place.clamp(min=0), mask)
+    some = [rollouts[index] for index in samples]
+    flags = [scored_tokens(rollout, score_prefix=score_prefix) for rollout in some]
+    prompts = [[False] * len(rollout.prompt_ids) for rollout in some]
+    packed = rlkernels.prefix_cache.pack(
+        [_tokens(rollout) for rollout in some],
+        [prompt + own for prompt, own in zip(prompts, flags)],
+        prefix_lens=None if packs_tries(device) else [len(r.prompt_ids) + r.prefix_len for r in some],
+    )
+    mask = pad_sequence([torch.tensor(own, dtype=torch.bool, device="cpu") for own in flags], batch_first=True)
+    place = torch.zeros(mask.shape, dtype=torch.int64, device="cpu").masked_scatter(mask, packed.pairs)
+    return Packed(**vars(packed), samples=list(samples), place=place, mask=mask).to(device)
 
 
-def _added_tokens(rollout: Rollout, seen: set[tuple]) -> int:
-    """Returns how many tokens a sample adds to a pack with the beginnings ``seen``, and adds its beginning to them."""
-    beginning = prompt, prefix = _beginning(rollout)
-    shared = 0 if beginning in seen else len(prompt) + len(prefix)
-    seen.add(beginning)
-    return shared + max(len(rollout.response_ids) - len(prefix) - 1, 0)
+def sorted_by_tokens(rollouts: Sequence[Rollout], samples: Sequence[int]) -> list[int]:
+    """Orders the samples so that those that begin alike are neighbours."""
+    order, _ = sort_by_tokens([_tokens(rollouts[index]) for index in samples])
+    return [samples[i] for i in order]
 
 
-def split_evenly(rollouts: Sequence[Rollout], samples: Sequence[int], parts: int) -> list[list[int]]:
+def split_evenly(
+    rollouts: Sequence[Rollout], samples: Sequence[int], parts: int, device: torch.device = CPU
+) -> list[list[int]]:
     """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
-    seen: set[tuple] = set()
     middles, total = [], 0
-    for index in samples:
-        needed = max(_added_tokens(rollouts[index], seen), 1)
-        middles.append(2 * total + needed)  # halves of tokens before the middle of this sample
-        total += needed
+    for added in _added_tokens(rollouts, samples, device):
+        middles.append(2 * total + max(added.beside, 1))  # halves of tokens before the middle of this sample
+        total += max(added.beside, 1)
     split: list[list[int]] = [[] for _ in range(parts)]
     for index, middle in zip(samples, middles):
         split[middle * parts // (2 * total)].append(index)
     return split
 
 
-def micro_batches(rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def micro_batches(
+    rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, device: torch.device = CPU
+) -> Iterator[list[int]]:
     """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
     part: list[int] = []
-    seen: set[tuple] = set()
     tokens = 0
-    for index in samples:
-        needed = _added_tokens(rollouts[index], seen)
-        if part and tokens + needed > max_tokens:
+    for index, added in zip(samples, _added_tokens(rollouts, samples, device)):
+        if part and tokens + added.beside > max_tokens:
             yield part
-            part, seen, tokens = [], set(), 0
-            needed = _added_tokens(rollouts[index], seen)
+            part, tokens = [], 0
+        tokens += added.beside if part else added.alone
         part.append(index)
-        tokens += needed
     if part:
         yield part
+
+
+class _Added(NamedTuple):
+    """Packed tokens that a sample adds to a micro-batch: to an empty one, and beside the sample before it."""
+
+    alone: int
+    beside: int
+
+
+def _added_tokens(rollouts: Sequence[Rollout], samples: Sequence[int], device: torch.device) -> Iterator[_Added]:
+    """Yields what the samples add, at most: exactly that if samples that begin alike are neighbours."""
+    before, beginning_before = np.empty(0, dtype=np.int64), -1
+    for rollout in (rollouts[index] for index in samples):
+        tokens = _tokens(rollout)[:-1]
+        beginning = len(rollout.prompt_ids) + rollout.prefix_len
+        most = min(len(tokens), len(before))
+        differs = tokens[:most] != before[:most]
+        shared = int(differs.argmax()) if differs.any() else most
+        if not packs_tries(device):
+            whole = beginning == beginning_before and shared >= min(beginning, len(tokens))
+            shared = min(beginning, shared) if whole else 0
+        yield _Added(len(tokens), len(tokens) - shared)
+        before, beginning_before = tokens, beginning
+
+
+def _tokens(rollout: Rollout) -> np.ndarray:
+    return token_ids("a rollout", [*rollout.prompt_ids, *rollout.response_ids])

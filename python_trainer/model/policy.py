@@ -208,8 +208,7 @@ class Policy:
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes logits [R, V] of the R pairs, or of the first ``predict``, and all last hidden states [R, H]."""
-        positions = packed.layout.position_ids.to(self.device)
-        inputs = packed.input_ids, positions, packed.rows, packed.layout
+        inputs = packed.ids, packed.position_ids, packed.rows, packed.layout
         # a hook or checkpointing may have come since
         if self.fused and not recomputes(self.model) and supports(self.model):
             decoder = FusedDecoder(self.model, int(packed.layout.position_ids.max()) + 1)  # read on the host

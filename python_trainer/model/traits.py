@@ -13,8 +13,8 @@ from python_trainer.model.forward import Forward, attend_by, forward, logit_scal
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.precision import Float32, stated_precision
 from rlkernels import PagedKVCache
-from rlkernels.integrations.transformers_attention import PackedLayout, other_layers, probe_layers, rotary_limit
-from rlkernels.prefix_cache import Sequence
+from rlkernels.integrations.transformers_attention import other_layers, probe_layers, rotary_limit
+from rlkernels.prefix_cache import GroupedLayout, Sequence
 
 BLOCK = 2  # tokens: the prompt fills a block, which is shared, and half of another, which is copied
 # Largest difference of logits, relative to the largest. Rounding in float32 makes 1e-6 in SmolLM2 (30 layers), and 1e-4
@@ -60,7 +60,7 @@ class _Group:
         # from the middle of the vocabulary: special tokens, which are extreme in many models, are at its ends
         tokens = random.Random(seed).choices(range(vocabulary // 4, vocabulary - vocabulary // 4), k=7)
         self.prompt, self.answers = tokens[:3], [tokens[3:5], tokens[5:]]
-        layout = PackedLayout([3], [2, 2], [0, 2])
+        layout = GroupedLayout([3], [2, 2], [0, 2])
         rows = torch.arange(7, device=device)
         self.packed = torch.tensor(tokens, device=device), layout.position_ids.to(device), rows, layout
         self.unpacked = torch.tensor([[*self.prompt, *answer] for answer in self.answers], device=device)  # [2, 5]

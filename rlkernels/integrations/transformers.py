@@ -28,9 +28,9 @@ from rlkernels.integrations.transformers_attention import (
     probe_layers,
     rotary_limit,
 )
-from rlkernels.prefix_cache import PagedKVCache, Sequence, paged_attention, write_kv
+from rlkernels.prefix_cache import Packed, PagedKVCache, Sequence, pack, paged_attention, write_kv
 
-__all__ = ["IMPLEMENTATION", "PagedCache", "paged_kv_cache"]
+__all__ = ["IMPLEMENTATION", "Packed", "PagedCache", "pack", "paged_kv_cache"]
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 if not (5, 19) <= VERSION < (6, 0):

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from rlkernels.prefix_cache import GroupedLayout, grouped_attention
-
 __all__: list[str] = []  # for the cache beside it and for the trainer
 
 IMPLEMENTATION = "rlkernels"
@@ -29,15 +27,6 @@ class Attention(Protocol):
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None) -> torch.Tensor:  # fmt: skip
         """Attend: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: a sliding layer's tokens."""
-
-
-class PackedLayout(GroupedLayout):
-    """What the packed tokens of a training pass look at; those who pack keep groups shorter than any window."""
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """Attend to the prefix of the group and to the own sequence."""
-        return grouped_attention(query, key, value, self, scale=scale)
 
 
 ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default=None)

@@ -1,15 +1,13 @@
-"""An update of TRL's ``GRPOTrainer`` in which every prompt is computed once per micro-batch, and nothing is padded.
+"""An update of TRL's ``GRPOTrainer`` that computes what answers begin with once per micro-batch, and pads nothing.
 
-Loss and gradients stay those of TRL. The answers to one prompt are packed as [prompt but for its last token | last
-token, answer 1 | last token, answer 2 | ...], so that every packed position predicts one token.
+Loss and gradients stay those of TRL. On a CPU prompts and answers are packed as a trie: system prompts, prompts, and
+what answers to one prompt begin with. On a GPU prompts alone are shared (:func:`rlkernels.prefix_cache.packs_tries`).
 """
 
 import functools
-import itertools
 import logging
 import types
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 from rlkernels import linear_token_logprobs
-from rlkernels.integrations.transformers_attention import (
-    PackedLayout,
-    _attend,
-    other_layers,
-    rotary_limit,
-    sliding_window,
-)
+from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
+from rlkernels.prefix_cache import Packed, TreeLayout, pack, packs_tries
+from rlkernels.prefix_cache.layout import sort_by_tokens
 
 __all__ = ["SharedPrefixGRPOTrainer"]
 
@@ -38,50 +32,23 @@ TOKENS_OVER_TRL = "shared_prefix/tokens_over_trl"
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Packed:
-    """T packed tokens, R of which predict a token of an answer."""
-
-    ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    layout: PackedLayout
-    rows: torch.Tensor  # int64 [R] packed tokens that predict
-    targets: torch.Tensor  # int64 [R] what they predict
-    row: torch.Tensor  # int64 [R] answer of the target
-    column: torch.Tensor  # int64 [R] its place in the answer
-
-
-def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
-    """Pack TRL's [B, P + L], with prompts padded on the left and answers on the right, in any order."""
-    ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
-    split = ids.shape[1] - logits_to_keep
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i in range(len(ids)):
-        groups.setdefault(tuple(ids[i, :split][mask[i, :split]].tolist()), []).append(i)
-    order = torch.tensor([i for members in groups.values() for i in members])
-    answers, kept = ids[order, split:], mask[order, split:]
-    row, column = kept.nonzero(as_tuple=True)
-    starts = [0, *itertools.accumulate(map(len, groups.values()))]
-    layout = PackedLayout([len(prompt) - 1 for prompt in groups], kept.sum(1), starts)
-    targets, rows = answers[kept], []
-    left = iter(targets.split(kept.sum(1).tolist()))
-    packed = torch.empty(layout.num_tokens, dtype=torch.int64)
-    for prompt, (prefix, suffixes) in zip(groups, layout.spans()):
-        packed[prefix] = torch.tensor(prompt[:-1], dtype=torch.int64)
-        for suffix in suffixes:
-            packed[suffix] = torch.cat([torch.tensor(prompt[-1:]), next(left)])[:-1]
-            rows.append(torch.arange(suffix.start, suffix.stop))
-    tensors = packed, layout.position_ids, torch.cat(rows), targets, order[row], column
-    tokens, positions, *rest = (tensor.to(input_ids.device, non_blocking=True) for tensor in tensors)
-    return Packed(tokens, positions, layout, *rest)
+def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
+    """Pack TRL's [B, P + L], with prompts padded on the left and answers on the right; answers are scored."""
+    mask = attention_mask.cpu().bool()
+    answer = torch.arange(mask.shape[1]) >= mask.shape[1] - logits_to_keep
+    rows = [ids[kept] for ids, kept in zip(input_ids.cpu(), mask)]
+    scored = [answer[kept].tolist() for kept in mask]
+    prefix_lens = None if packs_tries(input_ids.device) else mask[:, ~answer].sum(1).tolist()
+    return pack(rows, scored, prefix_lens=prefix_lens).to(input_ids.device)
 
 
 def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same samples in batches of the same sizes, with the answers to a prompt next to each other."""
-    prompts, masks = (torch.cat([batch[name] for batch in batches]).cpu() for name in ("prompt_ids", "prompt_mask"))
-    seen: dict[tuple[Any, ...], int] = {}
-    keys = [seen.setdefault((tuple(p.tolist()), tuple(m.tolist())), len(seen)) for p, m in zip(prompts, masks)]
-    order = torch.tensor(keys).argsort(stable=True)  # groups in the shuffled order of their first answers
+    """Return the same samples in batches of the same sizes, sorted by tokens: those that begin alike are neighbours."""
+    ids, masks = (
+        torch.cat([torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], 1) for batch in batches]).cpu()
+        for kind in ("ids", "mask")
+    )
+    order = torch.tensor(sort_by_tokens([row[mask.bool()].numpy() for row, mask in zip(ids, masks)])[0])
     parts = order.split([len(batch["prompt_ids"]) for batch in batches])
 
     def pick(name: str, part: torch.Tensor, i: int) -> Any:
@@ -118,7 +85,7 @@ def _attend_beside(name: str) -> None:
         return
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-               *args: Any, attention: PackedLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
+               *args: Any, attention: TreeLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
         if attention is None:
             return plain(module, query, key, value, attention_mask, *args, **kwargs)
         kind = query.device.type
@@ -147,7 +114,7 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
         _attend_beside(self.config.get_text_config(decoder=True)._attn_implementation)
         no_mask = packed.ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
         hidden = self.base_model(
-            input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
+            input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False,
             attention=packed.layout, attention_mask=no_mask,
         ).last_hidden_state[0, packed.rows]  # fmt: skip
         head, kind = self.get_output_embeddings(), hidden.device.type
@@ -289,14 +256,14 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         logps: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
-            packed = pack(ids, mask, logits_to_keep)
+            packed, scored = pack_rows(ids, mask, logits_to_keep), mask[:, -logits_to_keep:].bool()
             tokens += len(packed.ids)
             with self.accelerator.autocast():
                 found = model(shared_prefix=packed, with_entropy=with_entropy)
             for parts, values in zip((logps, entropies), found, strict=True):
                 if values is not None:
                     empty = values.new_zeros(len(ids), logits_to_keep)
-                    parts.append(empty.index_put((packed.row, packed.column), values))
+                    parts.append(empty.masked_scatter(scored, values[packed.pairs]))
         return torch.cat(logps), torch.cat(entropies) if with_entropy else None, tokens
 
     @torch.no_grad()

@@ -10,15 +10,19 @@ from rlkernels._contexts import public_op
 from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
+from rlkernels.prefix_cache.packing import Packed, pack, packs_tries
 
 __all__ = [
     "GroupedLayout",
     "OutOfBlocks",
+    "Packed",
     "PagedKVCache",
     "Sequence",
     "TreeLayout",
     "grouped_attention",
     "merge_attention",
+    "pack",
+    "packs_tries",
     "paged_attention",
     "shared_prefix_attention",
     "tree_attention",

@@ -1,5 +1,6 @@
 """How token sequences that begin alike are packed into one row of tokens."""
 
+import itertools
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class TreeLayout:
         Raises:
             TypeError, ValueError: a sequence that is not a row of integers.
         """
-        rows = [_token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
+        rows = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
         order, shared = sort_by_tokens(rows)
         lens = np.array([len(row) for row in rows], dtype=np.int64)
         starts, total = lens.cumsum() - lens, int(lens.sum())
@@ -92,6 +93,15 @@ class TreeLayout:
             own = slice(path[-1].start if joined else start, stop)
             open_nodes.append((end, [*path[: len(path) - joined], own]))
         return found
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+               window: int | None) -> torch.Tensor:  # fmt: skip
+        """Attend as a layer of a model: ``window``, of a sliding layer, must be longer than every sequence."""
+        from rlkernels.prefix_cache import tree_attention
+
+        out = tree_attention(query, key, value, self, scale=scale)
+        assert isinstance(out, torch.Tensor)
+        return out
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nodes={len(self.nodes)}, tokens={self.num_tokens})"
@@ -139,6 +149,40 @@ class GroupedLayout(TreeLayout):
         place, depth, end = (t[order].repeat_interleave(lens[order]) for t in (place, depth, end))
         super().__init__(torch.arange(len(place), device="cpu") - place + depth, end)
 
+    @classmethod
+    def from_sequences(  # type: ignore[override]
+        cls, sequences: Iterable[TokenIds], prefix_lens: Sequence[int]
+    ) -> "GroupedLayout":
+        """Pack token sequences; those whose first ``prefix_lens[i]`` tokens are equal share these.
+
+        A sequence may be shorter than its prefix: then it has no suffix, and shares its tokens if others begin with
+        them and are as long.
+
+        Raises:
+            TypeError, ValueError: a sequence that is not a row of integers, or not one length for each.
+        """
+        rows = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
+        if len(prefix_lens) != len(rows):
+            raise ValueError(
+                f"prefix_lens must have {len(rows)} lengths, one for each sequence, got {len(prefix_lens)}"
+            )
+        groups: dict[bytes, list[int]] = {}
+        for i, (row, length) in enumerate(zip(rows, prefix_lens)):
+            groups.setdefault(row[:length].tobytes(), []).append(i)
+        order = [i for members in groups.values() for i in members]
+        shared = [min(prefix_lens[members[0]], len(rows[members[0]])) for members in groups.values()]
+        suffixes = [len(rows[i]) - min(prefix_lens[i], len(rows[i])) for i in order]
+        layout = cls(shared, suffixes, [0, *itertools.accumulate(map(len, groups.values()))])
+        layout.ids = torch.empty(layout.num_tokens, dtype=torch.int64, device="cpu")
+        places: dict[int, torch.Tensor] = {}
+        numbers = torch.arange(layout.num_tokens, device="cpu")
+        for members, (prefix, stretches) in zip(groups.values(), layout.spans()):
+            for i, stretch in zip(members, stretches):
+                places[i] = torch.cat([numbers[prefix], numbers[stretch]])
+                layout.ids[places[i]] = torch.from_numpy(rows[i])
+        layout.places = [places[i] for i in range(len(rows))]
+        return layout
+
     def spans(self) -> list[tuple[slice, list[slice]]]:
         """List for each group the tokens of its prefix and of each of its suffixes."""
         prefixes = [slice(s, s + n) for s, n in zip(self.prefix_starts.tolist(), self.prefix_lens.tolist())]
@@ -169,7 +213,8 @@ def sort_by_tokens(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     return order, shared
 
 
-def _token_ids(name: str, value: TokenIds) -> np.ndarray:
+def token_ids(name: str, value: TokenIds) -> np.ndarray:
+    """Check a token sequence, and return it as int64 [L]."""
     try:
         ids = np.asarray(value.numpy(force=True) if isinstance(value, torch.Tensor) else value)
     except ValueError:  # lists of several lengths

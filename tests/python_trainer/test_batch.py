@@ -134,7 +134,7 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
                 loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0)[:2])
                 loss.backward()
                 total += loss.item()
-                tokens[budget] += packed.input_ids.numel()
+                tokens[budget] += packed.ids.numel()
         assert total == pytest.approx(expected.item(), abs=1e-5)
         error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, wanted)]).norm()
         assert error < 1e-5 * size

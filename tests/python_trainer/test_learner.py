@@ -94,7 +94,7 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
     score, seen = ours.policy.score, []
 
     def counted(packed, temperature):
-        seen.append((torch.is_grad_enabled(), packed.input_ids.numel()))
+        seen.append((torch.is_grad_enabled(), packed.ids.numel()))
         return score(packed, temperature)
 
     monkeypatch.setattr(ours.policy, "score", counted)
@@ -116,7 +116,7 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     trainer = Trainer(make_config(), tmp_path, console=QUIET)
     trainer.learner.ranks.first = Mock(return_value=[True] * 8 + [False] * 8)
     steps = graded(MIXED)
-    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).input_ids.numel()
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).ids.numel()
 
 
 def less_sure(logprobs, ratio, advantages, settings):
@@ -129,7 +129,7 @@ def less_sure(logprobs, ratio, advantages, settings):
 def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
     steps = graded([1] * 16)
-    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(16)).input_ids.numel()
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(16)).ids.numel()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,7 +28,7 @@ def test_micro_batches_keep_to_the_budget(answers):
     for max_tokens in (1, 10, 25, 60, 1000):
         parts = list(micro_batches(answers, range(len(answers)), max_tokens))
         assert [index for part in parts for index in part] == list(range(len(answers)))
-        sizes = [pack(answers, part).input_ids.numel() for part in parts]
+        sizes = [pack(answers, part).ids.numel() for part in parts]
         assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, parts))
     assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
     assert list(micro_batches(answers, [], 10)) == []

@@ -56,7 +56,7 @@ def shard(policy, folder):
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from rlkernels.integrations.trl_shared import pack, share_prefixes
+    from rlkernels.integrations.trl_shared import pack_rows, share_prefixes
 
     whole = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).train()
     model = copy.deepcopy(whole)
@@ -69,10 +69,11 @@ def shard(policy, folder):
     ids = torch.randint(60, (SIZE, 9), generator=torch.Generator().manual_seed(rank))
     ids[:, :4] = ids[:1, :4]  # the prompt
     mask = torch.arange(9) < torch.tensor([9, 7, 6, 9])[:, None]
-    packed = pack(ids, mask, 5)
+    packed = pack_rows(ids, mask, 5)
     found, _ = model(shared_prefix=packed)
     logits = whole(ids, attention_mask=mask.long()).logits[:, 3:-1] / 0.7
-    expected = logits.log_softmax(-1).gather(2, ids[:, 4:, None])[packed.row, packed.column, 0]
+    expected = logits.log_softmax(-1).gather(2, ids[:, 4:, None])[mask[:, 4:]][:, 0]
+    found = found[packed.pairs]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for values in (found, expected):
         (values * torch.arange(len(values))).sum().backward()

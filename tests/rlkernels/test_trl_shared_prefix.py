@@ -159,7 +159,7 @@ def test_update_equals_that_of_trl(train, name):
 
 
 class Recorder:
-    """Counts the tokens of a step's batch as TRL passes them, padded, and as packed prompts and answers."""
+    """Counts the tokens of a step's batch as TRL passes them, padded, and as a trie."""
 
     def __init__(self):
         self.answers, self.padded, self.packed = Answers(), 0, 0
@@ -168,8 +168,8 @@ class Recorder:
         made = self.answers(prompts, trainer)
         longest = [max(map(len, made[name])) for name in ("prompt_ids", "completion_ids")]
         self.padded += len(prompts) * sum(longest)
-        self.packed += sum(len(ids) - 1 for ids in {tuple(ids) for ids in made["prompt_ids"]})
-        self.packed += sum(map(len, made["completion_ids"]))
+        rows = [(*prompt, *answer) for prompt, answer in zip(made["prompt_ids"], made["completion_ids"])]
+        self.packed += len({row[:end] for row in rows for end in range(1, len(row))})  # a token for each beginning
         return made
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, k
 
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
-    attention = "rlkernels.integrations.transformers_attention.grouped_attention"
+    attention = "rlkernels.prefix_cache.tree_attention"
     monkeypatch.setattr(attention, lambda query, *_, scale: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
         found = train()

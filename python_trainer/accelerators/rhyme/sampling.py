@@ -185,8 +185,9 @@ def score_candidates(run: RunContext, candidates: Sequence[Candidate]) -> None:
     policy, found = copy.copy(run.policy), [(torch.empty(0), 0.0, 1.0)] * len(answers)
     policy.fused = False  # the fused pass rounds differently, which could change the ranking and so a repeated run
     with policy.packed_attention():
-        for part in micro_batches(answers, range(len(answers)), run.config.optimizer.micro_batch_tokens):
-            packed = pack(answers, part).to(policy.device)
+        most = run.config.optimizer.micro_batch_tokens
+        for part in micro_batches(answers, range(len(answers)), most, policy.device):
+            packed = pack(answers, part, device=policy.device)
             values, entropies, _ = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
             then = [candidates[i].answer.logprobs for i in packed.samples]
             known = torch.nn.utils.rnn.pad_sequence(then, batch_first=True).to(values)
