@@ -153,7 +153,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             ``shared_prefix/tokens_over_trl``: tokens through the model over those that TRL would pass, so far.
     """
 
-    args: Any  # TRL's
+    args: Any  # TRL's, as the next two
+    model: Any
     _metrics: Any
     _buffered_inputs: Any
 

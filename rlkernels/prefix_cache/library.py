@@ -211,9 +211,9 @@ class _Tree(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         rows = ctx.rows
-        gathered = [t.index_select(0, rows.places) for t in (key, value)]
-        given = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale)
-        grad_query, *grads = _flash_gradients(*gathered, rows, True, *given)
+        keys, values = (t.index_select(0, rows.places) for t in (key, value))
+        arguments = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale)
+        grad_query, *grads = _flash_gradients(keys, values, rows, True, *arguments)
         # sums over the copies of a key in float32, and always in the same order
         sums = (aten.embedding_dense_backward(g.flatten(1), rows.places, len(key), -1, False) for g in grads)
         return grad_query, *(s.view_as(key) for s in sums), None, None
@@ -286,8 +286,8 @@ class _Grouped(torch.autograd.Function):
             if prefixes is None:
                 out[tokens], lse[:, tokens] = own, own_lse
                 continue
-            shared_keys = [t.index_select(0, prefixes.places) for t in (k, v)]
-            shared, shared_lse, *_ = _flash(q, *shared_keys, prefixes, scale, causal=False)
+            keys, values = (t.index_select(0, prefixes.places) for t in (k, v))
+            shared, shared_lse, *_ = _flash(q, keys, values, prefixes, scale, causal=False)
             shared_lse = shared_lse.masked_fill(alone, -torch.inf)  # the kernels say inf, as they do for NaN
             torch.logaddexp(own_lse, shared_lse, out=lse[:, tokens])
             share = (shared_lse - own_lse).sigmoid().T[..., None]
@@ -307,19 +307,23 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in (query, key, value)]
-        for tokens, parts, prefixes, _ in _packed_groups(ctx.layout, query.shape[1] * query.shape[2], query.device):
-            q, k, v, part_out, grad = (None if t is None else t[tokens] for t in (query, key, value, out, grad_out))
-            of_lse, part_lse = (None if t is None else t[:, tokens].contiguous() for t in (grad_lse, lse))
-            given = (grad, of_lse, q, part_out, part_lse, seed, unused, ctx.scale)
-            found = _flash_gradients(k, v, parts, True, *given)
+        for tokens, parts, prefixes, _alone in _packed_groups(
+            ctx.layout, query.shape[1] * query.shape[2], query.device
+        ):
+            q, k, v, part_out = (t[tokens] for t in (query, key, value, out))
+            grad_part = None if grad_out is None else grad_out[tokens]
+            grad_part_lse = None if grad_lse is None else grad_lse[:, tokens].contiguous()
+            part_lse = lse[:, tokens].contiguous()
+            given = (grad_part, grad_part_lse, q, part_out, part_lse, seed, unused, ctx.scale)
+            own = _flash_gradients(k, v, parts, True, *given)
             if prefixes is None:
-                for whole, piece in zip(grads, found):
+                for whole, piece in zip(grads, own):
                     whole[tokens] = piece
                 continue
-            shared_keys = [t.index_select(0, prefixes.places) for t in (k, v)]
-            shared = _flash_gradients(*shared_keys, prefixes, False, *given)
-            torch.add(found[0], shared[0], out=grads[0][tokens])
-            for whole, piece, more in zip(grads[1:], found[1:], shared[1:]):
+            keys, values = (t.index_select(0, prefixes.places) for t in (k, v))
+            shared = _flash_gradients(keys, values, prefixes, False, *given)
+            torch.add(own[0], shared[0], out=grads[0][tokens])
+            for whole, piece, more in zip(grads[1:], own[1:], shared[1:]):
                 whole[tokens] = piece
                 whole[tokens].index_add_(0, prefixes.places, more)
         return *grads, None, None
