@@ -6,7 +6,6 @@ predicts, and the one it should predict. All samples with a pair refer to it, so
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 import rlkernels.prefix_cache
 from python_trainer.data import Rollout
 from rlkernels.prefix_cache import packs_tries
-from rlkernels.prefix_cache.layout import sort_by_tokens, token_ids
+from rlkernels.prefix_cache.layout import common_tokens, sort_by_tokens, token_ids
 
 CPU = torch.device("cpu")
 
@@ -77,10 +76,11 @@ def split_evenly(
     rollouts: Sequence[Rollout], samples: Sequence[int], parts: int, device: torch.device = CPU
 ) -> list[list[int]]:
     """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
-    middles, total = [], 0
-    for added in _added_tokens(rollouts, samples, device):
-        middles.append(2 * total + max(added.beside, 1))  # halves of tokens before the middle of this sample
-        total += max(added.beside, 1)
+    middles, total, pack_size = [], 0, _PackSize(device)
+    for index in samples:
+        added = max(pack_size.add(rollouts[index]), 1)
+        middles.append(2 * total + added)  # halves of tokens before the middle of this sample
+        total += added
     split: list[list[int]] = [[] for _ in range(parts)]
     for index, middle in zip(samples, middles):
         split[middle * parts // (2 * total)].append(index)
@@ -92,38 +92,38 @@ def micro_batches(
 ) -> Iterator[list[int]]:
     """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
     part: list[int] = []
-    tokens = 0
-    for index, added in zip(samples, _added_tokens(rollouts, samples, device)):
-        if part and tokens + added.beside > max_tokens:
+    pack_size = _PackSize(device)
+    for index in samples:
+        pack_size.add(rollouts[index])
+        if part and pack_size.tokens > max_tokens:
             yield part
-            part, tokens = [], 0
-        tokens += added.beside if part else added.alone
+            part, pack_size = [], _PackSize(device)
+            pack_size.add(rollouts[index])
         part.append(index)
     if part:
         yield part
 
 
-class _Added(NamedTuple):
-    """Packed tokens that a sample adds to a micro-batch: to an empty one, and beside the sample before it."""
+class _PackSize:
+    """The tokens of a pack, at most: exactly those if samples that begin alike come one after the other."""
 
-    alone: int
-    beside: int
+    def __init__(self, device: torch.device):
+        self.tokens, self.tries = 0, packs_tries(device)
+        self._beginnings: set[tuple] = set()  # prompts and given prefixes
+        self._last = np.empty(0, dtype=np.int64)
 
-
-def _added_tokens(rollouts: Sequence[Rollout], samples: Sequence[int], device: torch.device) -> Iterator[_Added]:
-    """Yields what the samples add, at most: exactly that if samples that begin alike are neighbours."""
-    before, beginning_before = np.empty(0, dtype=np.int64), -1
-    for rollout in (rollouts[index] for index in samples):
+    def add(self, rollout: Rollout) -> int:
+        """Adds a sample -> the tokens that it takes."""
         tokens = _tokens(rollout)[:-1]
-        beginning = len(rollout.prompt_ids) + rollout.prefix_len
-        most = min(len(tokens), len(before))
-        differs = tokens[:most] != before[:most]
-        shared = int(differs.argmax()) if differs.any() else most
-        if not packs_tries(device):
-            whole = beginning == beginning_before and shared >= min(beginning, len(tokens))
-            shared = min(beginning, shared) if whole else 0
-        yield _Added(len(tokens), len(tokens) - shared)
-        before, beginning_before = tokens, beginning
+        length = len(rollout.prompt_ids) + rollout.prefix_len
+        beginning = len(rollout.prompt_ids), tokens[:length].tobytes()
+        shared = min(length, len(tokens)) if beginning in self._beginnings else 0
+        if self.tries:
+            shared = max(shared, common_tokens(tokens, self._last))
+        self._beginnings.add(beginning)
+        self._last = tokens
+        self.tokens += len(tokens) - shared
+        return len(tokens) - shared
 
 
 def _tokens(rollout: Rollout) -> np.ndarray:

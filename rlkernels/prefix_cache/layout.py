@@ -205,12 +205,16 @@ def sort_by_tokens(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     order = sorted(range(len(rows)), key=keys.__getitem__)
     shared, before = [], np.empty(0, dtype=np.int64)
     for i in order:
-        row = rows[i]
-        most = min(len(row), len(before))
-        differs = row[:most] != before[:most]
-        shared.append(int(differs.argmax()) if differs.any() else most)
-        before = row
+        shared.append(common_tokens(rows[i], before))
+        before = rows[i]
     return order, shared
+
+
+def common_tokens(row: np.ndarray, other: np.ndarray) -> int:
+    """Count the tokens that two sequences begin with."""
+    most = min(len(row), len(other))
+    differs = row[:most] != other[:most]
+    return int(differs.argmax()) if differs.any() else most
 
 
 def token_ids(name: str, value: TokenIds) -> np.ndarray:

@@ -54,6 +54,9 @@ def pack(
         prefix_lens: two levels: sequences share their first so many tokens if all of these are equal, and nothing else.
             None: a trie. See :func:`packs_tries`.
 
+    Returns:
+        The packed tokens and their predictions, on the CPU.
+
     Raises:
         TypeError, ValueError: something that is no row of integers; flags or lengths that do not fit the sequences; a
             first token that is scored, which nothing predicts.
@@ -73,7 +76,14 @@ def pack(
 
 
 def packs_tries(device: torch.device) -> bool:
-    """Tell whether tries are packed for a device: on a GPU two levels, whose kernels are proved, until tries are."""
+    """Tell how sequences are packed for a device: on a GPU two levels, whose kernels are proved, until tries are.
+
+    Args:
+        device: that the model runs on.
+
+    Returns:
+        True: a trie. False: groups of two levels, by ``prefix_lens`` of :func:`pack`.
+    """
     return device.type == "cpu"
 
 

@@ -365,9 +365,9 @@ def grades(monkeypatch):
 
     def answer(evaluator, asked, rows):
         accuracy = found[evaluator.prompts.state.step]
-        return Scores({}, [-accuracy] * 6, [accuracy] * 6)
+        return Scores({}, [-accuracy] * 6, [accuracy] * 6), []
 
-    monkeypatch.setattr(Evaluator, "answer", answer)
+    monkeypatch.setattr(Evaluator, "_answer", answer)
     return found
 
 
