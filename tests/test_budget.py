@@ -9,7 +9,7 @@ import pytest
 from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
-NODES = {"python_trainer": 121_600, "rlkernels": 133_500, "bench": 84_700, "tests": 324_000}  # of Python's syntax tree
+NODES = {"python_trainer": 121_600, "rlkernels": 134_500, "bench": 84_700, "tests": 324_000}  # of Python's syntax tree
 LINES = {"csrc": 8_500}
 SETTINGS = 116
 WORDS = 20_000  # of README, CONTRIBUTING and docs

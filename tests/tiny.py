@@ -42,14 +42,14 @@ def own_greedy(model, prompt, count, eos=None):
 
 
 def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, **parts):
-    """TRL's GRPOTrainer, or a class derived from it, on a CPU with groups of four answers."""
+    """TRL's GRPOTrainer, or another class of it or derived from it, on a CPU with groups of four answers."""
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    args = trl.GRPOConfig(
+    make = trainer_class or trl.GRPOTrainer
+    args = (trl.RLOOConfig if issubclass(make, trl.RLOOTrainer) else trl.GRPOConfig)(
         output_dir=str(folder), num_generations=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
         lr_scheduler_type="constant", **{"bf16": False, "learning_rate": 1e-2, "logging_steps": 1, **settings},
     )  # fmt: skip
     data = datasets.Dataset.from_dict({"prompt": prompts})
-    make = trainer_class or trl.GRPOTrainer
     return make(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
 
 

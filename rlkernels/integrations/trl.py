@@ -31,10 +31,16 @@ from trl.models import unwrap_model_for_generation
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
 from rlkernels.history import RolloutHistory
-from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer
+from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixRLOOTrainer
 from rlkernels.rank1.projections import Projections, view_of
 
-__all__ = ["GatedExtrapolation", "HistoryRecorder", "SharedPrefixGRPOTrainer", "SuffixRollouts"]
+__all__ = [
+    "GatedExtrapolation",
+    "HistoryRecorder",
+    "SharedPrefixGRPOTrainer",
+    "SharedPrefixRLOOTrainer",
+    "SuffixRollouts",
+]
 
 Reward = Callable[..., Sequence[float | None]]
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""An update of TRL's ``GRPOTrainer`` that computes what answers begin with once per micro-batch, and pads nothing.
+"""Updates of TRL's GRPO and RLOO trainers that compute what answers begin with once per micro-batch, and pads nothing.
 
 Loss and gradients stay those of TRL. On a CPU prompts and answers are packed as a trie: system prompts, prompts, and
 what answers to one prompt begin with. On a GPU prompts alone are shared (:func:`rlkernels.prefix_cache.packs_tries`).
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from rlkernels import linear_token_logprobs
 from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
 from rlkernels.prefix_cache import Packed, TreeLayout, pack, packs_tries
 from rlkernels.prefix_cache.layout import sort_by_tokens
 
-__all__ = ["SharedPrefixGRPOTrainer"]
+__all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixRLOOTrainer"]
 
 # of configs whose logits are not the head's product, or whose attention is not the plain one
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
@@ -131,8 +131,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
     model.forward = types.MethodType(forward, model)
 
 
-class SharedPrefixGRPOTrainer(GRPOTrainer):
-    """TRL's ``GRPOTrainer`` with every prompt computed once per micro-batch.
+class SharedPrefix:
+    """A trainer of TRL with what answers begin with computed once per micro-batch.
 
     It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
@@ -153,10 +153,24 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             ``shared_prefix/tokens_over_trl``: tokens through the model over those that TRL would pass, so far.
     """
 
-    args: Any  # TRL's, as the next two
+    args: Any  # TRL's, as the others
+    accelerator: Any
     model: Any
+    ref_model: Any
+    temperature: float
+    aux_loss_enabled: bool
     _metrics: Any
+    _step: int
     _buffered_inputs: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        served = [trainer.__name__ for trainer in (GRPOTrainer, RLOOTrainer) if issubclass(cls, trainer)]
+        if len(served) > 1:
+            raise TypeError(
+                f"{cls.__name__} must derive from one trainer of TRL, got {' and '.join(served)}: for GRPO take "
+                "SharedPrefixGRPOTrainer, for RLOO SharedPrefixRLOOTrainer"
+            )
 
     def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -173,7 +187,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         config = models[0].config.get_text_config(decoder=True)
         self._window, self._rotary_limit = sliding_window(config), rotary_limit(config)
         for model in models:
-            share_prefixes(model, self.temperature, self.args.cast_lm_head_to_fp32)
+            share_prefixes(model, self.temperature, getattr(self.args, "cast_lm_head_to_fp32", False))
         if shuffled_for and not self.keep_groups:
             self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share prompts; keep_groups=True regroups")
 
@@ -184,13 +198,11 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             return None
         if (steps := settings.gradient_accumulation_steps) % (size := settings.steps_per_generation):
             return f"gradient_accumulation_steps={steps}, no multiple of steps_per_generation={size}"
-        reasons = {
-            f"loss_type={self.loss_type!r}": self.loss_type == "bnpo",
-            f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
-            "the entropy bonus": settings.entropy_coef != 0 or settings.use_adaptive_entropy,
-            "the router's loss": self.aux_loss_enabled,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return next((reason for reason, holds in self._mixes().items() if holds), None)
+
+    def _mixes(self) -> dict[str, bool]:
+        """Return the settings under which a micro-batch is more than the sum of its answers."""
+        return {"the router's loss": self.aux_loss_enabled}
 
     def _step_back(self, reason: str) -> None:
         self.shares_prefixes = False
@@ -205,10 +217,10 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        score: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         theirs = functools.partial(
-            super()._get_per_token_logps_and_entropies, model, logits_to_keep=logits_to_keep,
-            compute_aux_loss=compute_aux_loss, **others,
-        )  # fmt: skip
+            score, model, logits_to_keep=logits_to_keep, compute_aux_loss=compute_aux_loss, **others
+        )
         fits = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others)
         ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -288,10 +300,27 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         batches = self._buffered_inputs
         fresh = batches is not before and batches is not None and len(batches) > 1
         if self.keep_groups and self.shares_prefixes and fresh and "num_images" not in batches[0]:
             self._buffered_inputs = regroup(batches)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
+
+
+class SharedPrefixGRPOTrainer(SharedPrefix, GRPOTrainer):
+    """TRL's ``GRPOTrainer`` as :class:`SharedPrefix`, which has the arguments beside TRL's."""
+
+    def _mixes(self) -> dict[str, bool]:
+        settings = self.args
+        return {
+            f"loss_type={self.loss_type!r}": self.loss_type == "bnpo",
+            f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
+            "the entropy bonus": settings.entropy_coef != 0 or settings.use_adaptive_entropy,
+            **super()._mixes(),
+        }
+
+
+class SharedPrefixRLOOTrainer(SharedPrefix, RLOOTrainer):
+    """TRL's ``RLOOTrainer`` as :class:`SharedPrefix`, which has the arguments beside TRL's."""

@@ -90,10 +90,10 @@ def train(trl_integration, policy, tmp_path):
         usual = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
         adapter = lora and peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
         parts = {"callbacks": [callback], "peft_config": adapter, **dict(options)}
-        trainer = grpo_trainer(
-            tmp_path, policy(kind), [f"p{i}" for i in range(12)], reward, usual | settings, cls,
-            rollout_func=Answers(logprobs=sampler) if rollout is None else rollout, **parts,
-        )  # fmt: skip
+        if cls is None or not issubclass(cls, importlib.import_module("trl").RLOOTrainer):  # which has none
+            parts["rollout_func"] = Answers(logprobs=sampler) if rollout is None else rollout
+        prompts = [f"p{i}" for i in range(12)]
+        trainer = grpo_trainer(tmp_path, policy(kind), prompts, reward, usual | settings, cls, **parts)
         if sampler:  # as if vLLM had drawn the answers
             trainer.use_vllm, trainer._last_loaded_step = True, -1
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
@@ -324,6 +324,21 @@ def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text
     monkeypatch.undo()
     assert_same(found, train(shared=False), 1e-6)
+
+
+@pytest.mark.parametrize("settings", [SPLIT, {"beta": 0.1, "num_iterations": 2, "max_steps": 4}])
+def test_an_update_of_rloo_equals_that_of_trl(trl_integration, train, settings):
+    ours = train(trainer_class=trl_integration.SharedPrefixRLOOTrainer, **settings)
+    assert ours[0].shares_prefixes and ours[0]._compared and ours[0].keep_groups
+    assert_same(ours, train(trainer_class=importlib.import_module("trl").RLOOTrainer, **settings))
+
+
+def test_two_trainers_of_trl_are_refused(trl_integration):
+    rloo, sharing = importlib.import_module("trl").RLOOTrainer, trl_integration.SharedPrefixGRPOTrainer
+    with pytest.raises(
+        TypeError, match="Mine must derive from one trainer of TRL, got GRPOTrainer and RLOOTrainer: for"
+    ):
+        type("Mine", (sharing, rloo), {})
 
 
 def test_it_serves_subclasses(trl_integration, train):
