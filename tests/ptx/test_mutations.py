@@ -44,7 +44,7 @@ MORE = [
     ("paged attention, prefill", "fence of the asynchronous proxy removed", 1),
     ("paged attention, prefill", "one group of products left running", 0),
     ("paged attention, prefill", "address of a load or store moved by a word", 0),
-    ("grouped attention, key", "barrier removed", 2), ("grouped attention, key", "wait for copies removed", 1),
+    ("grouped attention, key", "barrier removed", 3), ("grouped attention, key", "wait for copies removed", 2),
     ("sampling", "barrier removed", 2),
 ]  # fmt: skip
 
