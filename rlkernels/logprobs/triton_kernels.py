@@ -145,10 +145,9 @@ def forward(
     entropies = logits.new_empty(rows if with_entropy else 0, dtype=torch.float32)
     stats = logits.new_empty((rows, 2), dtype=torch.float32)
     if rows:
-        block = min(4096, power_of_2(vocab))
         _forward_kernel[(rows,)](
             logits, ids, logprobs, entropies, stats, vocab, logits.stride(0), 1 / temperature, None, None, None,
-            ENTROPY=with_entropy, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+            ENTROPY=with_entropy, **_block_size(vocab),
         )  # fmt: skip
     return logprobs, entropies, stats
 
@@ -172,10 +171,10 @@ def backward(
     dtype = torch.float32 if triton_interpreted() else logits.dtype
     grad = logits.new_empty((rows, vocab), dtype=dtype)
     if rows:
-        block = min(4096, power_of_2(vocab))
-        _backward_kernel[(rows, -(-vocab // block))](
+        size = _block_size(vocab)
+        _backward_kernel[(rows, -(-vocab // size["BLOCK"]))](
             logits, ids, stats, entropies, grad_logprobs, grad_entropies, grad, vocab, logits.stride(0),
-            1 / temperature, None, ENTROPY=entropies.numel() > 0, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+            1 / temperature, None, ENTROPY=entropies.numel() > 0, **size,
         )  # fmt: skip
     return grad.to(logits.dtype) if triton_interpreted() else grad
 
