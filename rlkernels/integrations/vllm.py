@@ -95,6 +95,16 @@ def mend_sampler() -> None:
         rejection_sampler.apply_top_k_top_p = lambda logits, k, p: mask(logits, k, p) if len(logits) else logits
 
 
+def _end_tokens(model_config: Any) -> set[int]:
+    """Return the tokens that end an answer, of config.json and of generation_config.json, as vLLM's sampler stops."""
+    ends: set[int] = set()
+    generation = model_config.try_get_generation_config()
+    for value in (getattr(model_config.hf_config, "eos_token_id", None), generation.get("eos_token_id")):
+        if value is not None:
+            ends |= set(value) if isinstance(value, list | tuple) else {value}
+    return ends
+
+
 class HistoryProposer:
     """Continues sequences as :class:`rlkernels.RolloutHistory` remembers them; vLLM verifies what it proposes.
 
@@ -153,8 +163,7 @@ class HistoryProposer:
             first = RolloutHistory.load(self._path)
         self._history = first
         self._own = first if record or (self._path is None and _shared is None) else None
-        ends = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
-        self._ends = set(ends) if isinstance(ends, list | tuple) else {ends}
+        self._ends = _end_tokens(vllm_config.model_config)
         newest = first.stats["newest_epoch"]
         self._epoch = 0 if newest is None else newest + 1
         self._answered = set[bytes]()  # prompts that have answers of this epoch

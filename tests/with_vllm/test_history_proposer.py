@@ -24,12 +24,19 @@ def nothing_shared():
     share_history(None)
 
 
-def proposer(limit: int = 8, end: int | None = None, rank: int = 0, **additional):
+def proposer(limit: int = 8, end: int | None = None, stops: list[int] | int | None = None, rank: int = 0, **additional):
+    """A proposer of a model whose config.json names ``end`` and whose generation_config.json ``stops``."""
     settings = SimpleNamespace(eos_token_id=end)
+    generation = {} if stops is None else {"eos_token_id": stops}
     config = SimpleNamespace(
         additional_config=additional,
         speculative_config=SimpleNamespace(num_speculative_tokens=limit),
-        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_vocab_size=lambda: VOCAB, hf_config=settings),
+        model_config=SimpleNamespace(
+            max_model_len=MAX_LENGTH,
+            get_vocab_size=lambda: VOCAB,
+            hf_config=settings,
+            try_get_generation_config=lambda: generation,
+        ),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
     )
     return integration.HistoryProposer(config)
@@ -191,6 +198,16 @@ def test_learns_from_answers_that_have_left():
     assert answer(drafter, PROMPTS[0], ANSWER) == ANSWER[1:9]
     assert drafter._history.stats["tokens"] == len(ANSWER) + len(ANSWER[5:])
     assert drafter._epoch == 1  # the first prompt came again
+
+
+@pytest.mark.parametrize("stops", [[7], [ANSWER[-1], 7], ANSWER[-1]])
+def test_an_answer_ends_with_any_end_token_that_vllm_stops_at(stops):
+    """Chat models name more end tokens in generation_config.json than in config.json."""
+    last = stops if isinstance(stops, int) else stops[0]
+    drafter, first, second = proposer(end=1, stops=stops), [*ANSWER[:5], last], PROMPTS[1] + ANSWER[5:6]
+    step(drafter, [(PROMPTS[0] + first, first), (second, ANSWER[5:6])])
+    step(drafter, [([*second, 70], [70])])  # no new sequence that would tell that the first has left
+    assert drafter._history.stats["tokens"] == len(first)
 
 
 def test_an_answer_without_an_end_counts_once_another_sequence_begins():
