@@ -29,7 +29,7 @@ BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default} 
 
 
 def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale):
-    """``aten._flash_attention_forward``: a query without keys gives 0, and inf as log-sum-exp, as one of NaN does."""
+    """``aten._flash_attention_forward``: without keys or weights 0, and inf as log-sum-exp, as for NaN."""
     assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
     out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
@@ -37,7 +37,8 @@ def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, 
         rows, keys = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
         if keys.start < keys.stop:
             found, found_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal)
-            out[rows], lse[:, rows] = found.to(query.dtype), found_lse.T.masked_fill(found_lse.T.isnan(), torch.inf)
+            out[rows] = found.to(query.dtype)
+            lse[:, rows] = found_lse.T.masked_fill(~found_lse.T.isfinite(), torch.inf)
     return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
 

@@ -60,9 +60,14 @@ def suits_training(query: torch.Tensor, with_lse: bool) -> bool:
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool) -> Any:
-    """Return out [T, Hq, d], lse [Hq, T] and two tensors for the backward pass, of gathered keys, values [M, Hk, d]."""
+    """Return out [T, Hq, d], lse [Hq, T] and two tensors for the backward pass, of gathered keys, values [M, Hk, d].
+
+    Where a query sees no key, or no weight but 0, the kernels give an output of 0 and a log-sum-exp of inf; they give
+    inf for NaN, too. The logarithm of the output tells these apart, as -inf and NaN.
+    """
     starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
-    return aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
+    out, lse, *rest = aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
+    return out, torch.where(lse == torch.inf, out[..., 0].T.log(), lse), *rest
 
 
 def _flash_gradients(
@@ -93,7 +98,7 @@ def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal:
     if not suits(query, key):
         return _decode(query, key, value, rows, scale)
     out, lse, *_ = _flash(query, key, value, rows, scale, causal and rows.max_q > 1)
-    return out, lse.T.masked_fill(lse.T == torch.inf, -torch.inf)  # inf where a query saw no key
+    return out, lse.T
 
 
 def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float) -> Pair:
@@ -189,8 +194,19 @@ def _packed_rows(layout: TreeLayout, device: torch.device) -> Rows:
     return layout.tiles[place]
 
 
-class _Tree(torch.autograd.Function):
-    """Keys are gathered again for the backward pass: between the two only query, key, value and output are held."""
+class _Packed(torch.autograd.Function):
+    """Keep query, key, value and output for the backward pass, which gathers keys again."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        query, key, value, ctx.layout, ctx.scale = inputs
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+
+class _Tree(_Packed):
+    """One softmax for a query, over the keys of the path to its node and of the node, which are gathered."""
 
     @staticmethod
     def forward(query, key, value, layout: TreeLayout, scale: float):
@@ -199,18 +215,10 @@ class _Tree(torch.autograd.Function):
         return tuple(_flash(query, keys, values, rows, scale, causal=True))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        query, key, value, layout, ctx.scale = inputs
-        ctx.rows = _packed_rows(layout, query.device)
-        ctx.save_for_backward(query, key, value, *output)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     @_gradients.once("tree_attention")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
-        rows = ctx.rows
+        rows = _packed_rows(ctx.layout, query.device)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
         arguments = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale)
         grad_query, *grads = _flash_gradients(keys, values, rows, True, *arguments)
@@ -225,7 +233,6 @@ class Groups(NamedTuple):
     tokens: slice  # where they lie in the batch
     parts: Rows  # each prefix and each suffix, on itself; no places
     prefixes: Rows | None  # the suffixes of a group on its prefix, and the other queries on nothing
-    alone: torch.Tensor  # bool [T], tokens that have no prefix before them
 
 
 def _packed_groups(layout: GroupedLayout, numbers: int, device: torch.device) -> list[Groups]:
@@ -246,7 +253,7 @@ def _packed_groups(layout: GroupedLayout, numbers: int, device: torch.device) ->
 
 def _groups(spans: list[tuple[slice, list[slice]]], device: torch.device) -> Groups | None:
     """Return None if the groups hold no token."""
-    begin, lens, queries, keys, places, alone = spans[0][0].start, [], [], [], [], []
+    begin, lens, queries, keys, places = spans[0][0].start, [], [], [], []
     for prefix, suffixes in spans:
         before = prefix.stop - prefix.start
         behind = (suffixes[-1].stop if suffixes else prefix.stop) - prefix.stop
@@ -255,7 +262,6 @@ def _groups(spans: list[tuple[slice, list[slice]]], device: torch.device) -> Gro
         queries += [before, behind]
         keys += [0, shared]
         places.append(torch.arange(prefix.start - begin, prefix.start - begin + shared, device="cpu"))
-        alone += [True] * before + [not shared] * behind
     if not lens:
         return None
     starts_q, starts_k, starts = (
@@ -265,11 +271,10 @@ def _groups(spans: list[tuple[slice, list[slice]]], device: torch.device) -> Gro
         slice(begin, begin + sum(lens)),
         Rows(places[0][:0].to(device), starts, starts, max(lens), max(lens)),
         Rows(torch.cat(places).to(device), starts_q, starts_k, max(queries), max(keys)) if any(keys) else None,
-        torch.tensor(alone, device="cpu").to(device),
     )
 
 
-class _Grouped(torch.autograd.Function):
+class _Grouped(_Packed):
     """Two softmaxes for a query, merged: over its part, and over the prefix before it without a mask.
 
     The backward pass of each takes the merged output and log-sum-exp, which say what the weights of both sum up to. A
@@ -280,7 +285,7 @@ class _Grouped(torch.autograd.Function):
     def forward(query, key, value, layout: GroupedLayout, scale: float):
         out, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=torch.float32)
         numbers = query.shape[1] * query.shape[2]
-        for tokens, parts, prefixes, alone in _packed_groups(layout, numbers, query.device):
+        for tokens, parts, prefixes in _packed_groups(layout, numbers, query.device):
             q, k, v = (t[tokens] for t in (query, key, value))
             own, own_lse, *rest = _flash(q, k, v, parts, scale, causal=True)
             if prefixes is None:
@@ -288,28 +293,17 @@ class _Grouped(torch.autograd.Function):
                 continue
             keys, values = (t.index_select(0, prefixes.places) for t in (k, v))
             shared, shared_lse, *_ = _flash(q, keys, values, prefixes, scale, causal=False)
-            shared_lse = shared_lse.masked_fill(alone, -torch.inf)  # the kernels say inf, as they do for NaN
             torch.logaddexp(own_lse, shared_lse, out=lse[:, tokens])
             share = (shared_lse - own_lse).sigmoid().T[..., None]
             torch.lerp(own, shared, share.to(own.dtype), out=out[tokens])
-        lse.masked_fill_(lse == torch.inf, torch.nan)  # for which the backward pass would find weights of 0
         return out, lse, *rest
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        query, key, value, ctx.layout, ctx.scale = inputs
-        ctx.save_for_backward(query, key, value, *output)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     @_gradients.once("tree_attention")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in (query, key, value)]
-        for tokens, parts, prefixes, _alone in _packed_groups(
-            ctx.layout, query.shape[1] * query.shape[2], query.device
-        ):
+        for tokens, parts, prefixes in _packed_groups(ctx.layout, query.shape[1] * query.shape[2], query.device):
             q, k, v, part_out = (t[tokens] for t in (query, key, value, out))
             grad_part = None if grad_out is None else grad_out[tokens]
             grad_part_lse = None if grad_lse is None else grad_lse[:, tokens].contiguous()

@@ -121,18 +121,39 @@ def test_a_tree_of_two_levels_and_the_gradient_of_its_log_sum_exp(layout, dtype)
     )
 
 
+TREE = [[*range(5)], [*range(4), 9, 8], [*range(4), 9, 7, 6], [5, 6]]
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_token_of_nan_stays_in_its_group(tensor):
-    """A key or value of a prefix: all behind it is NaN, also where the kernels say inf, and nothing else."""
-    layout = GroupedLayout([5, 4, 3], [3, 2, 6, 2], [0, 1, 3, 4])
+@pytest.mark.parametrize("layout", [GroupedLayout([5, 4, 3], [3, 2, 6, 2], [0, 1, 3, 4]),
+                                    rlkernels.TreeLayout.from_sequences(TREE)])  # fmt: skip
+def test_a_token_of_nan_stays_in_its_subtree(tensor, layout):
+    """All that sees its key or value is NaN, the log-sum-exp too, also where the kernels say inf; nothing else is."""
     given = [torch.randn(layout.num_tokens, h, 16) for h in (4, 2, 2)]
-    given[tensor][8] = torch.nan  # the first of the second group
+    given[tensor][layout.num_tokens // 3] = torch.nan
     outputs = []
     for attend in (reference.tree_attention, library.tree_attention):
         leaves = [t.clone().requires_grad_() for t in given]
-        out, _ = attend(*leaves, layout, 0.25)
-        outputs.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        out, lse = attend(*leaves, layout, 0.25)
+        outputs.append([out, lse, *torch.autograd.grad(out.sum(), leaves)])
     torch.testing.assert_close(outputs[1], outputs[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+@pytest.mark.parametrize(("make", "args"), [
+    (attention.paged, ([5, 9], [2, 3], (4, 2, 16), 8)), (attention.shared, ([16, 16], 2, [4], 2, (4, 2, 16), 8)),
+])  # fmt: skip
+def test_what_is_not_finite_among_pages_shows_in_output_and_log_sum_exp(make, args, tensor, bad):
+    """NaN where a query sees it; -inf as log-sum-exp where all its weights are 0, as where it sees no key."""
+    torch.manual_seed(0)
+    problem = make(*args, F32, CPU)
+    query, caches = problem.inputs["query"], problem.inputs["caches"]
+    if tensor:
+        caches[tensor - 1][:, 1, :, 0] = bad
+    else:
+        query[1, :, 0] = bad
+    torch.testing.assert_close(problem.call("torch"), problem.exact(), equal_nan=True, check_dtype=False)
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
