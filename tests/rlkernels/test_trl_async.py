@@ -1,0 +1,205 @@
+"""TRL's AsyncGRPOTrainer with our attention: its own loss and gradients, with keys and values once per token."""
+
+import importlib
+import queue
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_letters
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlkernels.prefix_cache import TreeLayout
+
+VOCAB, EOS, SIZE = 64, 63, 8
+
+
+def conversations():
+    """Two groups of four answers behind one system prompt; one group has a second turn, which forks."""
+    draw = random.Random(0)
+
+    def tokens(count):
+        return [draw.randrange(EOS) for _ in range(count)]
+
+    system = tokens(20)
+    for group in range(2):
+        prompt, history = system + tokens(9), tokens(7)
+        for i in range(4):
+            given = prompt + history * (group and i % 2)
+            yield group, given, [*tokens(3 + 2 * i), EOS]
+
+
+class Worker:
+    """A rollout worker that made all its samples before."""
+
+    def __init__(self, batches=6):  # the data loader reads one ahead
+        sample = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        draw = np.random.default_rng(1)
+        for _ in range(batches):
+            for group, prompt, answer in conversations():
+                mask = np.array([0] * len(prompt) + [1] * len(answer))
+                self.rollout_buffer.put(sample(
+                    [], [], np.array(prompt + answer), mask, (-3 - draw.random(len(mask))) * mask,
+                    float(draw.normal()), 1, group, {"reward": 0.0},
+                ))  # fmt: skip
+
+    def start(self):
+        pass
+
+    stop = start
+
+    def update_model_version(self, version):
+        pass
+
+    def check_health(self, stale_after_s):
+        raise RuntimeError("the trainer waits for samples")
+
+
+class NoTransfer:
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=EOS, pad_token_id=EOS,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("qwen2")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return save_letters(folder, VOCAB) or folder
+
+
+@pytest.fixture
+def train(trl_integration, policy, tmp_path, monkeypatch):
+    """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
+    asynchronous = importlib.import_module("trl.experimental.async_grpo")
+    monkeypatch.setattr(asynchronous.async_grpo_trainer, "VLLMClient", lambda *args: None)  # no server, no requests
+    transformers, datasets = importlib.import_module("transformers"), importlib.import_module("datasets")
+
+    def run(cls=None, peft_config=None, **settings):
+        callback, steps = transformers.TrainerCallback(), []
+
+        def note_gradients(args, state, control, model, **kwargs):
+            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+        callback.on_pre_optimizer_step = note_gradients
+        args = asynchronous.AsyncGRPOConfig(
+            str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=2,
+            per_device_train_batch_size=SIZE, optim="sgd", temperature=0.9,
+            **{"bf16": False, "token_budget": -1, "learning_rate": 1e-2, **settings},
+        )  # fmt: skip
+        ours = importlib.import_module("rlkernels.integrations.trl_async").SharedPrefixAsyncGRPOTrainer
+        trainer = (cls or ours)(
+            str(policy), args=args, rollout_worker=Worker(), weight_transfer=NoTransfer(), peft_config=peft_config,
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["a"] * 8}), callbacks=[callback],
+        )  # fmt: skip
+        trainer.train()
+        return trainer, steps
+
+    return run
+
+
+class Kernel:
+    """What TRL calls of FlashAttention 3, by torch; counts the rows of keys that it is given."""
+
+    def __init__(self):
+        self.rows = []
+
+    def flash_attn_varlen_func(self, query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
+        self.rows.append(len(key))
+        out = []
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+            mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            out.append(scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True)[0])
+        return torch.cat(out, 1).transpose(0, 1)
+
+
+def by_trl(train, monkeypatch, **options):
+    asynchronous = importlib.import_module("trl.experimental.async_grpo")
+    kernel = Kernel()
+    monkeypatch.setattr(asynchronous.packing, "_flash_attn", lambda: kernel)
+    return *train(asynchronous.AsyncGRPOTrainer, **options), kernel
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"gradient_checkpointing": False, "token_budget": 90, "gradient_accumulation_steps": 2}
+])  # fmt: skip
+def test_loss_and_gradients_are_those_of_trl(train, monkeypatch, settings):
+    """In rows of all samples, and in rows that a budget cuts."""
+    trainer, steps = train(**settings)
+    theirs, expected, _ = by_trl(train, monkeypatch, **settings)
+    assert len(steps) == len(expected) == 2 and steps[0].keys() == expected[0].keys()
+    for found, wanted in zip(steps, expected):
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
+    for found, wanted in zip(trainer.state.log_history[:2], theirs.state.log_history):
+        for name in ("loss", "grad_norm", "entropy", "kl", "batch/packing_ratio"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    assert trainer.state.log_history[0]["batch/packing_ratio"] > 1.5
+
+
+def test_keys_and_values_exist_once_per_token_of_the_tree(train, monkeypatch):
+    attend, seen = TreeLayout.attend, []
+
+    def count(layout, layer, query, key, *others):
+        seen.append(len(key))
+        return attend(layout, layer, query, key, *others)
+
+    monkeypatch.setattr(TreeLayout, "attend", count)
+    train(gradient_checkpointing=False)
+    kernel = by_trl(train, monkeypatch, gradient_checkpointing=False)[2]
+    nodes = set()  # TRL's: a token, the one behind it, and all before
+    for _, prompt, answer in conversations():
+        row = [*prompt, *answer, None]
+        nodes |= {tuple(row[: end + 1]) for end in range(1, len(row))}
+    assert seen == [len(nodes)] * 4  # two layers in each of two steps
+    assert len(kernel.rows) == 4 and min(kernel.rows) > 2.5 * len(nodes)
+
+
+def test_gradients_repeat_bit_for_bit(train):
+    (_, first), (_, second) = train(), train()
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second) for name in a)
+
+
+def test_lora_and_bfloat16(train, monkeypatch):
+    """Adapters of PEFT wrap the model; autocast leaves queries and keys in float32."""
+    adapter = importlib.import_module("peft").LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+
+    def distance(steps, exact):
+        return sum((steps[0][n].double() - exact[n].double()).norm() ** 2 for n in exact) ** 0.5
+
+    exact = train(peft_config=adapter)[1][0]
+    assert all("lora" in name for name in exact)
+    ours = train(peft_config=adapter, bf16=True)[1]
+    theirs = by_trl(train, monkeypatch, peft_config=adapter, bf16=True)[1]
+    assert 0 < distance(ours, exact) <= 2 * distance(theirs, exact)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_layout_of_a_tree_of_trl(trl_integration, seed):
+    """Each sample attends as by itself, whatever the tree: samples that begin others, equal ones, several roots."""
+    rows = importlib.import_module("trl.experimental.async_grpo.packing")
+    draw = random.Random(seed)
+    row = rows.TreeRow()
+    for i in range(12):
+        ids = np.array([draw.randrange(2) for _ in range(draw.randrange(1, 9))])
+        row.add({"input_ids": ids, "completion_mask": ids * 0, "old_log_probs": ids, "advantage": 0.0, "group_id": i})
+    packed = row.pack()
+    build = importlib.import_module("rlkernels.integrations.trl_async").tree_layout
+    layout = build(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
+    assert torch.equal(layout.position_ids, packed["position_ids"])
+    index, starts = packed["tree_kv_index"].tolist(), packed["tree_cu_seqlens_q"].tolist()
+    for start, stop, low, high in zip(starts, starts[1:], packed["tree_cu_seqlens_k"], packed["tree_cu_seqlens_k"][1:]):
+        path = index[low:high]
+        for token in range(start, stop):
+            seen = [key for key in range(token + 1) if token < layout.end[key]]
+            assert seen == [key for key in path if key <= token]
