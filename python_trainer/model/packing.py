@@ -6,6 +6,7 @@ predicts, and the one it should predict. All samples with a pair refer to it, so
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from rlkernels.prefix_cache import packs_tries
 from rlkernels.prefix_cache.layout import common_tokens, sort_by_tokens, token_ids
 
 CPU = torch.device("cpu")
+_arrays: WeakKeyDictionary[Rollout, np.ndarray] = WeakKeyDictionary()
 
 
 def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
@@ -127,4 +129,8 @@ class _PackSize:
 
 
 def _tokens(rollout: Rollout) -> np.ndarray:
-    return token_ids("a rollout", [*rollout.prompt_ids, *rollout.response_ids])
+    """Returns prompt and response, int64. The array is made once: the ids of a rollout only grow."""
+    tokens = _arrays.get(rollout)
+    if tokens is None or len(tokens) != len(rollout.prompt_ids) + len(rollout.response_ids):
+        tokens = _arrays[rollout] = token_ids("a rollout", [*rollout.prompt_ids, *rollout.response_ids])
+    return tokens

@@ -1,5 +1,6 @@
 """Packed scoring: micro-batches, recomputed activations, and block by block where logits would be too many."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,11 +9,13 @@ from paged import make, make_policy
 from support import Launches
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from python_trainer.model import packing
 from python_trainer.model import policy as policy_module
-from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.packing import micro_batches, pack, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs
+from rlkernels.prefix_cache.layout import token_ids
 
 
 def plain_score(policy, answer, temperature=1.0):
@@ -32,6 +35,20 @@ def test_micro_batches_keep_to_the_budget(answers):
         assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, parts))
     assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
     assert list(micro_batches(answers, [], 10)) == []
+
+
+def test_the_tokens_of_a_rollout_become_an_array_once(answers, monkeypatch):
+    """For sorting, planning and packing; once more when the rollout has grown."""
+    rollouts, made = [replace(answer) for answer in answers], []
+    monkeypatch.setattr(packing, "token_ids", lambda name, ids: made.append(len(ids)) or token_ids(name, ids))
+    for _ in range(2):
+        order = sorted_by_tokens(rollouts, range(len(rollouts)))
+        for stretch in split_evenly(rollouts, order, 2):
+            for part in micro_batches(rollouts, stretch, 60):
+                pack(rollouts, part)
+    assert sorted(made) == sorted(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+    rollouts[0].response_ids = [*rollouts[0].response_ids, 7]
+    assert pack(rollouts, [0]).targets[-1] == 7
 
 
 DROPOUT = {
