@@ -31,12 +31,14 @@ from trl.models import unwrap_model_for_generation
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
 from rlkernels.history import RolloutHistory
+from rlkernels.integrations.trl_dpo import SharedPrefixDPOTrainer
 from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixRLOOTrainer
 from rlkernels.rank1.projections import Projections, view_of
 
 __all__ = [
     "GatedExtrapolation",
     "HistoryRecorder",
+    "SharedPrefixDPOTrainer",
     "SharedPrefixGRPOTrainer",
     "SharedPrefixRLOOTrainer",
     "SuffixRollouts",

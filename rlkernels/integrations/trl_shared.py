@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from rlkernels import linear_token_logprobs
 from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
@@ -37,7 +37,7 @@ def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_k
     mask = attention_mask.cpu().bool()
     answer = torch.arange(mask.shape[1]) >= mask.shape[1] - logits_to_keep
     rows = [ids[kept] for ids, kept in zip(input_ids.cpu(), mask)]
-    scored = [answer[kept].tolist() for kept in mask]
+    scored: list[Any] = [answer[kept].numpy() for kept in mask]
     prefix_lens = None if packs_tries(input_ids.device) else mask[:, ~answer].sum(1).tolist()
     return pack(rows, scored, prefix_lens=prefix_lens).to(input_ids.device)
 
@@ -96,13 +96,19 @@ def _attend_beside(name: str) -> None:
     AttentionInterface.register(name, attend)
 
 
+def packed_arguments(model: Any, ids: torch.Tensor, layout: TreeLayout) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass on packed tokens [T]."""
+    _attend_beside(model.config.get_text_config(decoder=True)._attn_implementation)
+    no_mask = ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
+    positions = layout.position_ids.to(ids.device)
+    return {"input_ids": ids[None], "position_ids": positions[None], "attention": layout, "attention_mask": no_mask}
+
+
 def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: bool) -> None:
     """Let ``model(shared_prefix=packed)`` give log-probabilities and entropies of packed answers, float32 [R] each.
 
     The second is None unless ``with_entropy`` is true. All else stays as it was.
     """
-    if model.config._attn_implementation == "eager":  # a function of the model's own file, which no registry knows
-        model.set_attn_implementation("sdpa")
     inner = model.forward
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
@@ -111,12 +117,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
         if shared_prefix is None:
             return inner(*args, **kwargs)
         packed = shared_prefix
-        _attend_beside(self.config.get_text_config(decoder=True)._attn_implementation)
-        no_mask = packed.ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
-        hidden = self.base_model(
-            input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False,
-            attention=packed.layout, attention_mask=no_mask,
-        ).last_hidden_state[0, packed.rows]  # fmt: skip
+        given = packed_arguments(self, packed.ids, packed.layout)
+        hidden = self.base_model(**given, use_cache=False).last_hidden_state[0, packed.rows]
         head, kind = self.get_output_embeddings(), hidden.device.type
         if head_in_float32:
             hidden = hidden.float()
@@ -131,8 +133,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
     model.forward = types.MethodType(forward, model)
 
 
-class SharedPrefix:
-    """A trainer of TRL with what answers begin with computed once per micro-batch.
+class PrefixSharing:
+    """A trainer of TRL with what samples begin with computed once per micro-batch.
 
     It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
@@ -140,13 +142,6 @@ class SharedPrefix:
     a batch longer than the sliding window or the length at which rotary factors change.
     The first batch that fits in all processes is computed both ways. If the log-probabilities differ, TRL's way stays
     for the whole run.
-
-    Args:
-        keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
-            whole generation batch. None: where that changes no gradient; elsewhere one line of the log says why not:
-            ``loss_type="bnpo"``, ``top_entropy_quantile`` below 1, an entropy bonus, a router's loss, or
-            ``gradient_accumulation_steps`` that are no multiple of ``steps_per_generation``. Logged means over
-            micro-batches, such as ``entropy``, are then of other micro-batches.
 
     Attributes:
         shares_prefixes: False once the whole run goes TRL's way; a batch that does so alone leaves it. The logs show
@@ -157,27 +152,29 @@ class SharedPrefix:
     accelerator: Any
     model: Any
     ref_model: Any
-    temperature: float
     aux_loss_enabled: bool
     _metrics: Any
-    _step: int
-    _buffered_inputs: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        served = [trainer.__name__ for trainer in (GRPOTrainer, RLOOTrainer) if issubclass(cls, trainer)]
+        served = [base.__name__ for base in cls.__mro__ if base in (GRPOTrainer, RLOOTrainer, DPOTrainer)]
         if len(served) > 1:
             raise TypeError(
-                f"{cls.__name__} must derive from one trainer of TRL, got {' and '.join(served)}: for GRPO take "
-                "SharedPrefixGRPOTrainer, for RLOO SharedPrefixRLOOTrainer"
+                f"{cls.__name__} must derive from one trainer of TRL, got {' and '.join(served)}: take "
+                f"{' or '.join(f'SharedPrefix{name}' for name in served)}"
             )
 
-    def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.shares_prefixes, self._compared, self._told = True, False, set[str]()
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._is_set_up = self.shares_prefixes = self._compared = False
+        self._told = set[str]()
         self._passed, self._padded = Counter[str](), Counter[str]()  # tokens through the model, and TRL's, by mode
-        shuffled_for = self._needs_shuffle()
-        self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
+        super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        if self._is_set_up:
+            return
+        self._is_set_up = True
         models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
         models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
         for model in models:
@@ -186,23 +183,15 @@ class SharedPrefix:
                 return
         config = models[0].config.get_text_config(decoder=True)
         self._window, self._rotary_limit = sliding_window(config), rotary_limit(config)
+        self.shares_prefixes = True
         for model in models:
-            share_prefixes(model, self.temperature, getattr(self.args, "cast_lm_head_to_fp32", False))
-        if shuffled_for and not self.keep_groups:
-            self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share prompts; keep_groups=True regroups")
+            if model.config._attn_implementation == "eager":  # a function of its own file, which no registry knows
+                model.set_attn_implementation("sdpa")
+            self._share(model)
 
-    def _needs_shuffle(self) -> str | None:
-        """Return why the gradient depends on which answers are in a micro-batch, or None."""
-        settings = self.args
-        if settings.steps_per_generation == 1:
-            return None
-        if (steps := settings.gradient_accumulation_steps) % (size := settings.steps_per_generation):
-            return f"gradient_accumulation_steps={steps}, no multiple of steps_per_generation={size}"
-        return next((reason for reason, holds in self._mixes().items() if holds), None)
-
-    def _mixes(self) -> dict[str, bool]:
-        """Return the settings under which a micro-batch is more than the sum of its answers."""
-        return {"the router's loss": self.aux_loss_enabled}
+    def _share(self, model: Any) -> None:
+        """Let the model take what this trainer packs as the argument ``shared_prefix``."""
+        raise NotImplementedError
 
     def _step_back(self, reason: str) -> None:
         self.shares_prefixes = False
@@ -212,30 +201,6 @@ class SharedPrefix:
         if line not in self._told and self.accelerator.is_main_process:
             logger.warning("%s", line)
         self._told.add(line)
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
-        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        score: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        theirs = functools.partial(
-            score, model, logits_to_keep=logits_to_keep, compute_aux_loss=compute_aux_loss, **others
-        )
-        fits = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others)
-        ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
-        tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if self.shares_prefixes and not self._compared:  # by all processes or none: forward passes are collective
-            fits = bool(self.accelerator.gather(torch.tensor([fits], device=input_ids.device)).all())
-            if fits:
-                padded = {name: F.pad(value, (1, 0)) for name, value in tokens.items()}  # does padding shift positions?
-                mask = attention_mask[:, -logits_to_keep:].bool()
-                self._compare(model, ours, functools.partial(theirs, **padded, batch_size=1), mask)
-        if fits and self.shares_prefixes:
-            logps, entropies, passed = ours(batch_size or len(input_ids), compute_entropy)
-            self._log_tokens(passed, input_ids.numel())
-            return logps, entropies, None
-        self._log_tokens(input_ids.numel(), input_ids.numel())
-        return theirs(**tokens, batch_size=batch_size, compute_entropy=compute_entropy)
 
     def _log_tokens(self, passed: int, padded: int) -> None:
         """Log the tokens that this process passed through the model, over those that TRL would have, padding too."""
@@ -259,6 +224,94 @@ class SharedPrefix:
         self._tell(f"prompts are not shared: {reason}")
         return False
 
+    def _agrees(self, fits: bool, model: Any, ours: Any, theirs: Any, mask: torch.Tensor) -> bool:
+        """Return whether a batch goes our way; the first that fits in all processes is computed both ways."""
+        if self.shares_prefixes and not self._compared:  # by all or none: forward passes are collective
+            fits = bool(self.accelerator.gather(torch.tensor([fits], device=mask.device)).all())
+            if fits:
+                self._compare(model, ours, theirs, mask)
+        return fits and self.shares_prefixes
+
+    @torch.no_grad()
+    def _compare(self, model: Any, ours: Any, theirs: Any, mask: torch.Tensor) -> None:
+        """Compute a batch both ways, without dropout; all processes step back where one of them finds a difference."""
+        training, difference, reason = model.training, torch.zeros(1, device=mask.device), ""
+        self._compared = True
+        model.eval()
+        try:
+            found = ours()[mask] - theirs()[mask]
+            difference += found.float().abs().mean() if found.numel() else 0
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of a model that we do not know
+            difference, reason = difference + torch.inf, str(error).split("\n")[0]
+        finally:
+            model.train(training)
+        low = self.args.bf16 or self.args.fp16
+        limit = LOW_PRECISION if low else TOLERANCE.get(next(model.parameters()).dtype, LOW_PRECISION)
+        worst = self.accelerator.gather(difference).max().item()
+        if not worst <= limit:
+            self._step_back(reason or f"log-probabilities differ from TRL's by {worst:.2g} a token, above {limit:g}")
+
+
+class SharedPrefix(PrefixSharing):
+    """A trainer of TRL that scores groups of answers as :class:`PrefixSharing`.
+
+    Args:
+        keep_groups: put the answers to a prompt into as few micro-batches as possible, where TRL shuffles them over the
+            whole generation batch. None: where that changes no gradient; elsewhere one line of the log says why not:
+            ``loss_type="bnpo"``, ``top_entropy_quantile`` below 1, an entropy bonus, a router's loss, or
+            ``gradient_accumulation_steps`` that are no multiple of ``steps_per_generation``. Logged means over
+            micro-batches, such as ``entropy``, are then of other micro-batches.
+    """
+
+    temperature: float
+    _step: int
+    _buffered_inputs: Any
+
+    def __init__(self, *args: Any, keep_groups: bool | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        shuffled_for = self._needs_shuffle()
+        self.keep_groups = shuffled_for is None if keep_groups is None else keep_groups
+        if self.shares_prefixes and shuffled_for and not self.keep_groups:
+            self._tell(f"TRL shuffles answers for {shuffled_for}: fewer share prompts; keep_groups=True regroups")
+
+    def _share(self, model: Any) -> None:
+        share_prefixes(model, self.temperature, getattr(self.args, "cast_lm_head_to_fp32", False))
+
+    def _needs_shuffle(self) -> str | None:
+        """Return why the gradient depends on which answers are in a micro-batch, or None."""
+        settings = self.args
+        if settings.steps_per_generation == 1:
+            return None
+        if (steps := settings.gradient_accumulation_steps) % (size := settings.steps_per_generation):
+            return f"gradient_accumulation_steps={steps}, no multiple of steps_per_generation={size}"
+        return next((reason for reason, holds in self._mixes().items() if holds), None)
+
+    def _mixes(self) -> dict[str, bool]:
+        """Return the settings under which a micro-batch is more than the sum of its answers."""
+        return {"the router's loss": self.aux_loss_enabled}
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        score: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        theirs = functools.partial(
+            score, model, logits_to_keep=logits_to_keep, compute_aux_loss=compute_aux_loss, **others
+        )
+        fits = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, others)
+        ours = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
+        tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
+        padded = {name: F.pad(value, (1, 0)) for name, value in tokens.items()}  # does padding shift positions?
+        if self._agrees(
+            fits, model, lambda: ours(len(input_ids), False)[0], lambda: theirs(**padded, batch_size=1)[0],
+            attention_mask[:, -logits_to_keep:].bool(),
+        ):  # fmt: skip
+            logps, entropies, passed = ours(batch_size or len(input_ids), compute_entropy)
+            self._log_tokens(passed, input_ids.numel())
+            return logps, entropies, None
+        self._log_tokens(input_ids.numel(), input_ids.numel())
+        return theirs(**tokens, batch_size=batch_size, compute_entropy=compute_entropy)
+
     def _score(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
                size: int, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
         """Return log-probabilities, and entropies if wanted, [B, logits_to_keep], and the number of packed tokens.
@@ -278,25 +331,6 @@ class SharedPrefix:
                     empty = values.new_zeros(len(ids), logits_to_keep)
                     parts.append(empty.masked_scatter(scored, values[packed.pairs]))
         return torch.cat(logps), torch.cat(entropies) if with_entropy else None, tokens
-
-    @torch.no_grad()
-    def _compare(self, model: Any, ours: Any, theirs: Any, mask: torch.Tensor) -> None:
-        """Compute a batch both ways, without dropout; all processes step back where one of them finds a difference."""
-        training, difference, reason = model.training, torch.zeros(1, device=mask.device), ""
-        self._compared = True
-        model.eval()
-        try:
-            found = ours(len(mask), False)[0][mask] - theirs()[0][mask]
-            difference += found.float().abs().mean() if found.numel() else 0
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of a model that we do not know
-            difference, reason = difference + torch.inf, str(error).split("\n")[0]
-        finally:
-            model.train(training)
-        low = self.args.bf16 or self.args.fp16
-        limit = LOW_PRECISION if low else TOLERANCE.get(next(model.parameters()).dtype, LOW_PRECISION)
-        worst = self.accelerator.gather(difference).max().item()
-        if not worst <= limit:
-            self._step_back(reason or f"log-probabilities differ from TRL's by {worst:.2g} a token, above {limit:g}")
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -336,9 +337,18 @@ def test_an_update_of_rloo_equals_that_of_trl(trl_integration, train, settings):
 def test_two_trainers_of_trl_are_refused(trl_integration):
     rloo, sharing = importlib.import_module("trl").RLOOTrainer, trl_integration.SharedPrefixGRPOTrainer
     with pytest.raises(
-        TypeError, match="Mine must derive from one trainer of TRL, got GRPOTrainer and RLOOTrainer: for"
+        TypeError, match="Mine must derive from one trainer of TRL, got GRPOTrainer and RLOOTrainer: take"
     ):
         type("Mine", (sharing, rloo), {})
+
+
+def test_each_trainer_of_trl_has_a_row(trl_integration):
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    table = page.split("| trainer of TRL |")[1].split("\n\n")[0]
+    trainers = importlib.import_module("trl.trainer")._import_structure.values()
+    names = {name.removesuffix("Trainer") for file in trainers for name in file if name.endswith("Trainer")}
+    listed = {name.split()[0] for row in table.splitlines() if row for name in row.split("|")[1].split(", ") if name}
+    assert {"GRPO", "SFT"} < names and names <= listed
 
 
 def test_it_serves_subclasses(trl_integration, train):
