@@ -16,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark files to run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--only", metavar="TEXT", help="run the cases alone whose shape contains this")
     parser.add_argument("--quick", action="store_true", help="small shapes, short runs; keeps no rows without --csv")
     parser.add_argument("--csv", type=Path, help=f"file to append to (default: {_runner.RESULTS})")
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: all cores)")
@@ -34,17 +35,20 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     seconds = args.seconds or (0.1 if args.quick else 1.0)
     csv = args.csv or (None if args.quick else _runner.RESULTS)
-    facts, failed = _runner.stamp(), []
+    facts, failed, count = _runner.stamp(), [], 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name in args.names or names:
         try:
-            rows = _runner.run_file(name, args.quick, seconds, console)
+            rows = _runner.run_file(name, args.quick, seconds, console, args.only)
         except Exception:
             traceback.print_exc()
             failed.append(name)
             continue
+        count += len(rows)
         if csv:
             _runner.append(csv, rows, facts)
+    if args.only is not None and not count and not failed:
+        parser.error(f"--only must be a part of the shape of a case, got {args.only!r}")
     console.print(", ".join(f"{key} {value}" for key, value in facts.items() if value), highlight=False)
     if csv:
         console.print(f"rows appended to {csv}", highlight=False)

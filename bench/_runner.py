@@ -282,11 +282,17 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
             writer.writerow({**values, **facts})
 
 
-def run_file(name: str, quick: bool, seconds: float, console: Console) -> list[Row]:
-    """Runs one benchmark file and prints a table for each case."""
+def run_file(name: str, quick: bool, seconds: float, console: Console, only: str | None = None) -> list[Row]:
+    """Runs one benchmark file and prints a table for each case.
+
+    Args:
+        only: of the cases, those alone whose shape contains this.
+    """
     rows: list[Row] = []
     for case in importlib.import_module(f"bench.{name}").cases(quick):
         if isinstance(case, Case):
+            if only is not None and only not in case.shape:
+                continue
             with console.status(f"{case.op}: {case.shape} {case.dtype}"):
                 new = list(run_case(case, seconds))
         else:

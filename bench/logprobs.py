@@ -1,6 +1,5 @@
 """Token log-probabilities: time and peak memory, from logits and from hidden states, against those of others."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -78,10 +77,17 @@ def by_torch(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> t
     return -torch.nn.functional.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
 
 
-def by_trl(module: Any) -> Callable:
-    apply = module.ChunkedLogProbFunction.apply
-    width = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
-    return lambda hidden, weight, ids: apply(hidden, weight, None, ids, 1.0, width, None, 1.0, ())[0]
+def score_by_trl(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: torch.Tensor | None = None,
+                 temperature: float = 1.0, return_entropy: bool = False) -> Any:  # fmt: skip
+    """Stand in for ``linear_token_logprobs``: the function behind the head of TRL's trainers."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as WIDTH
+
+    wanted = ("entropy",) if return_entropy else ()
+    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
+        hidden, weight, bias, ids, temperature, WIDTH, None, 1.0, wanted
+    )
+    return (logprobs, entropy) if return_entropy else logprobs
 
 
 def by_liger(module: Any) -> Callable:
@@ -91,7 +97,7 @@ def by_liger(module: Any) -> Callable:
 
 # what else computes them block by block: module, package, how to call it
 OTHERS: dict[str, tuple[str, str, Callable]] = {
-    "TRL": ("trl.kernels.chunked_logprob", "trl", by_trl),
+    "TRL": ("trl.kernels.chunked_logprob", "trl", lambda module: score_by_trl),
     "Liger": ("liger_kernel.chunked_loss.fused_linear_ppo", "liger-kernel", by_liger),
 }
 

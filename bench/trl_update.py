@@ -1,17 +1,18 @@
 """Updates and whole steps of TRL's GRPOTrainer: what samples begin with is computed for each of them, or once.
 
 An update is the forward and backward pass of a batch in micro-batches, without the optimizer, on a random Llama with
-the vocabulary of SmolLM2. On a CPU TRL applies the output layer to prompts too; the arm "head on answers" does not, as
-TRL on a GPU: it is the fair rival. "No padding" packs answers, each with its own copy of the prompt. "Two levels"
-shares equal prompts alone, in batches that share more: a system prompt, or turns of which each is a sample behind those
-before it, without what was thought there. The gradient's norm is compared. A whole step also generates, with
-Transformers, and takes the optimizer's step.
+the vocabulary of SmolLM2; ``match`` is the error of the gradients. On a CPU TRL applies the output layer to prompts
+too; the arm "head on answers" does not, as TRL on a GPU: it is the fair rival. "No padding" packs answers, each with
+its own copy of the prompt. "Two levels" shares equal prompts alone. "Paths copied" attends as TRL's AsyncGRPOTrainer,
+"FlexAttention" by its mask, both on our trie; "TRL's head" has TRL's log-probabilities without logits behind it. A
+whole step also generates, with Transformers, and takes the optimizer's step. ``--only`` picks cases by their shapes:
+"system prompt", "turns", "group of", "micro-batches of".
 """
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -20,15 +21,27 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from bench import Case, Missing
+from bench._case import Provider
+from bench.gpu.updates import attend_by_flex
+from bench.logprobs import score_by_trl
+from bench.tree_attention import copied, flex
 from python_trainer.hub import policy_folder
+from rlkernels.prefix_cache import TreeLayout
 
 VOCAB = 49152
-# prompt, longest answer, answers, answers of a micro-batch
-GRID = [(64, 128, 8, 8), (256, 128, 8, 8), (1024, 128, 8, 8), (256, 128, 2, 2), (64, 512, 8, 8)]
-MICRO_BATCHES = [(256, 128, 8, size) for size in (1, 2, 4)]
-# tokens of a system prompt, prompts, answers to each, tokens of a prompt and of the longest answer
-SYSTEM_PROMPTS = [(1000, 8, 4, 100, 100), (1000, 4, 4, 100, 400)]
-TURNS = [(2, 6, 200, 100, 200)]  # rollouts, turns, tokens of a message, of an answer, of the thinking before it
+# prompt, longest answer, answers, answers of a micro-batch, layers
+GRID = [
+    (64, 128, 8, 8, 12), (256, 128, 8, 8, 12), (1024, 128, 8, 8, 12), (256, 128, 2, 2, 12), (64, 512, 8, 8, 12),
+    (200, 4000, 8, 4, 4), (2048, 2048, 8, 4, 4),
+]  # fmt: skip
+# tokens of a system prompt, prompts, answers to each, tokens of a prompt and of the longest answer; samples of a
+# micro-batch of padded and of packed arms, as far as 20 GB go; layers
+SYSTEM_PROMPTS = [
+    (1000, 16, 4, 100, 100, 8, 64, 12), (1000, 16, 4, 100, 500, 8, 32, 12), (1000, 4, 4, 100, 2000, 4, 16, 4),
+]  # fmt: skip
+# rollouts, turns, tokens of a system prompt, a message, an answer and the thinking before it; the same sizes; layers
+TURNS = [(4, 8, 140, 60, 20, 40, 8, 32, 12), (1, 8, 0, 1000, 300, 500, 2, 8, 4), (1, 8, 0, 1000, 300, 4000, 1, 8, 4)]
+MICRO_BATCHES = (300, 16, 4, 50, 60), (1, 2, 4, 8, 16, 32, 64)  # a system prompt; samples of a micro-batch
 STEP = (256, 128, 8)
 
 
@@ -76,12 +89,12 @@ def with_system_prompt(system: int, prompts: int, answers: int, prompt: int, lon
     return [beginnings[i // answers] for i in range(prompts * answers)], ends
 
 
-def turns(rollouts: int, count: int, message: int, answer: int, thinking: int) -> Samples:
+def turns(rollouts: int, count: int, system: int, message: int, answer: int, thinking: int) -> Samples:
     """Every turn of a conversation a sample, whose prompt holds messages and answers before it without the thinking."""
     generator = torch.Generator().manual_seed(count)
-    prompts, answers = [], []
+    prompts, answers, first = [], [], torch.randint(VOCAB, (system,), generator=generator)
     for _ in range(rollouts):
-        history = torch.randint(VOCAB, (0,), generator=generator)
+        history = first
         for _ in range(count):
             history = torch.cat([history, torch.randint(VOCAB, (message,), generator=generator)])
             thought, said = torch.randint(VOCAB, (thinking + answer,), generator=generator).split([thinking, answer])
@@ -110,6 +123,16 @@ def pack_alone(rows: Sequence[Any], scored: Any, *, prefix_lens: Any) -> Any:
     return pack(rows, scored, prefix_lens=[0] * len(rows))
 
 
+def attend_with_copies(self: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                       scale: float, window: int | None, **options: Any) -> torch.Tensor:  # fmt: skip
+    """Stand in for ``TreeLayout.attend``: SDPA for each segment, with copies of its path's keys and values."""
+    if "copies" not in self.tiles:
+        self.tiles["copies"] = copied(self, scale)
+    return self.tiles["copies"].attend(query, key, value)
+
+
+SHARED = "rlkernels.integrations.trl_shared"
+ATTEND = "rlkernels.prefix_cache.TreeLayout.attend"
 COMPACT = {"trl.trainer.utils._use_triton": lambda device: True}  # the output layer sees answers only
 Patches = Mapping[str, Callable[..., Any]]
 
@@ -143,76 +166,109 @@ def step(trainer: Any, patches: Patches | None = None) -> Callable[[], float]:
     return patched(lambda: float(trainer.train().global_step), patches)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    if find_spec("trl") is None:
-        yield Case("trl_update", "", {"TRL": Missing("pip install trl==1.16.0")}, reference=None)
-        return
+ARMS: dict[str, Patches] = {  # those named TRL are TRL's trainer and pad, the others ours
+    "TRL": {},
+    "TRL, head on answers": COMPACT,
+    "rlkernels, no padding": {f"{SHARED}.pack": pack_alone},
+    "rlkernels, two levels": {f"{SHARED}.packs_tries": lambda device: False},
+    "rlkernels": {},
+    "paths copied": {ATTEND: attend_with_copies},
+    "TRL's head": {f"{SHARED}.linear_token_logprobs": score_by_trl},
+    "FlexAttention": {ATTEND: attend_by_flex},
+}
+PADDED = ("TRL", "TRL, head on answers")
+
+
+@functools.cache
+def flex_obstacle() -> Missing | None:
+    """Return why FlexAttention cannot be trained here; compiles it."""
+    arm = flex(TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4]]), 1.0)
+    return arm if isinstance(arm, Missing) else None
+
+
+def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, int], layers: int,
+                arms: Sequence[str] = tuple(ARMS)) -> Case:  # fmt: skip
+    """Return the case of a batch; trainers are made when they run, so that cases not chosen cost nothing.
+
+    Args:
+        sizes: samples of a micro-batch of padded arms and of the others.
+    """
+    batch = functools.cache(lambda: batch_of(*samples()))
+
+    def provider(arm: str) -> Provider:
+        @functools.cache
+        def run() -> tuple[Any, Callable[[], float]]:
+            trainer = trainer_of(arm in PADDED, layers, batch())
+            return trainer, update(trainer, batch(), sizes[arm not in PADDED], ARMS[arm])
+
+        def gradients() -> list[torch.Tensor | None]:
+            trainer, call = run()
+            call()
+            return [p.grad for p in trainer.model.parameters()]
+
+        return gradients
+
+    missing = flex_obstacle() if "FlexAttention" in arms else None
+    providers = {arm: missing if arm == "FlexAttention" and missing else provider(arm) for arm in arms}
+    of_micro_batch = " and ".join(str(size) for size in dict.fromkeys(sizes))
+    shape = f"{label}, {of_micro_batch} a micro-batch" + (f", {layers} layers" if layers not in (2, 12) else "")
+    return Case("trl_update", shape, providers, reference=next(arm for arm in arms if arm in PADDED))
+
+
+def trainer_of(padded: bool, layers: int, batch: Mapping[str, torch.Tensor]) -> Any:
+    """Return TRL's trainer, or ours, on a random Llama of so many layers; two layers: a tiny one."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import GRPOTrainer
 
     from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
 
-    alone = {"rlkernels.integrations.trl_shared.pack": pack_alone}
-    two_levels: Patches = {"rlkernels.integrations.trl_shared.packs_tries": lambda device: False}
-    width, layers = (90, 2) if quick else (288, 12)
+    width = 90 if layers == 2 else 288
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
-        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=16_384, tie_word_embeddings=True,
     )  # fmt: skip
+    torch.manual_seed(0)
+    (answers, prompt), (_, longest) = batch["prompt_ids"].shape, batch["completion_ids"].shape
+    cls = GRPOTrainer if padded else SharedPrefixGRPOTrainer
+    return make_trainer(cls, LlamaForCausalLM(config), prompt, longest, answers)
 
-    def trainers(prompt: int, longest: int, answers: int) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        theirs = make_trainer(GRPOTrainer, LlamaForCausalLM(deepcopy(config)), prompt, longest, answers)
-        torch.manual_seed(0)
-        return theirs, make_trainer(
-            SharedPrefixGRPOTrainer, LlamaForCausalLM(deepcopy(config)), prompt, longest, answers
-        )
 
-    batches: dict[str, Samples] = {}
-    for system, prompts, group, prompt, longest in [(8, 2, 2, 4, 6)] if quick else SYSTEM_PROMPTS:
+def cases(quick: bool) -> Iterator[Case]:
+    if find_spec("trl") is None:
+        yield Case("trl_update", "", {"TRL": Missing("pip install trl==1.16.0")}, reference=None)
+        return
+    for prompt, longest, answers, size, layers in [(32, 16, 4, 2, 2)] if quick else GRID:
+        label = f"prompt {prompt}, answers {longest // 2} to {longest}, group of {answers}"
+        samples = functools.partial(with_system_prompt, 0, 1, answers, prompt, longest)
+        yield update_case(label, samples, (size, size), layers)
+    for system, prompts, group, prompt, longest, *sizes, layers in (
+        [(8, 2, 2, 4, 6, 2, 4, 2)] if quick else SYSTEM_PROMPTS
+    ):
         label = f"system prompt {system}, {prompts} prompts of {prompt}, {group} answers to each of up to {longest}"
-        batches[label] = with_system_prompt(system, prompts, group, prompt, longest)
-    for rollouts, count, message, said, thinking in [(1, 2, 4, 3, 2)] if quick else TURNS:
+        samples = functools.partial(with_system_prompt, system, prompts, group, prompt, longest)
+        yield update_case(label, samples, (sizes[0], sizes[1]), layers, tuple(ARMS)[1:])
+    for *numbers, padded, packed, layers in [(1, 2, 2, 4, 3, 2, 1, 2, 2)] if quick else TURNS:
+        rollouts, count, system, message, said, thinking = numbers
         label = f"{rollouts} rollouts of {count} turns: messages {message}, thinking {thinking}, answers {said}"
-        batches[label] = turns(rollouts, count, message, said, thinking)
-    for label, samples in batches.items():
-        batch = batch_of(*samples)
-        size = len(batch["prompt_ids"])
-        theirs, ours = trainers(batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1], size)
-        yield Case(
-            op="trl_update",
-            shape=label,
-            providers={
-                "TRL, head on answers": update(theirs, batch, size, COMPACT),
-                "rlkernels, no padding": update(ours, batch, size, alone),
-                "rlkernels, two levels": update(ours, batch, size, two_levels),
-                "rlkernels": update(ours, batch, size),
-            },
-            reference="TRL, head on answers",
-            work=("tokens", int(batch["completion_mask"].sum())),
-        )
-    for prompt, longest, answers, size in [(32, 16, 4, 2)] if quick else GRID + MICRO_BATCHES:
-        batch = make_batch(prompt, longest, answers)
-        theirs, ours = trainers(prompt, longest, answers)
-        yield Case(
-            op="trl_update",
-            shape=f"prompt {prompt}, answers {longest // 2} to {longest}, group of {answers}, {size} a micro-batch",
-            providers={
-                "TRL": update(theirs, batch, size),
-                "TRL, head on answers": update(theirs, batch, size, COMPACT),
-                "rlkernels, no padding": update(ours, batch, size, alone),
-                "rlkernels": update(ours, batch, size),
-            },
-            reference="TRL",
-            work=("tokens", int(batch["completion_mask"].sum())),
-        )
+        yield update_case(label, functools.partial(turns, *numbers), (padded, packed), layers, tuple(ARMS)[1:])
+    (system, prompts, group, prompt, longest), steps = ((8, 2, 2, 4, 6), (1, 4)) if quick else MICRO_BATCHES
+    for size in steps:
+        label = f"micro-batches of {size}: system prompt {system}, {prompts} prompts of {prompt}, {group} answers each"
+        samples = functools.partial(with_system_prompt, system, prompts, group, prompt, longest)
+        arms = ("TRL, head on answers", "rlkernels, no padding", "rlkernels, two levels", "rlkernels")
+        yield update_case(label, samples, (size, size), 2 if quick else 12, arms)
     prompt, longest, answers = (32, 16, 4) if quick else STEP
-    theirs, ours = trainers(prompt, longest, answers)
+
+    def step_of(padded: bool, patches: Patches) -> Callable[[], float]:
+        made = functools.cache(lambda: step(trainer_of(padded, layers, make_batch(prompt, longest, answers)), patches))
+        return lambda: made()()
+
+    layers = 2 if quick else 12
     yield Case(
         op="trl_step",
         shape=f"prompt {prompt}, answers {longest}, group of {answers}",
         providers={
-            "TRL": step(theirs), "TRL, head on answers": step(theirs, COMPACT), "rlkernels": step(ours),
+            "TRL": step_of(True, {}), "TRL, head on answers": step_of(True, COMPACT), "rlkernels": step_of(False, {}),
         },
         reference=None,
     )  # fmt: skip

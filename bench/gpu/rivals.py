@@ -1,10 +1,11 @@
-"""Others that compute the same: fast paths of torch, FlashInfer, flash-attn and Liger, where installed.
+"""Others that compute the same: fast paths of torch, FlashInfer, flash-attn, Liger and TRL, where installed.
 
 Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it, packed tokens too where
 a prefix is repeated; the copies are timed on their own.
 """
 
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from bench.logprobs import score_by_trl
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout
 from rlkernels.proof.problem import Tolerance, Verdict, leaves
@@ -83,7 +85,7 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, run: Callable[..., Any]) -
 
 
 def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
-    """torch's cross entropy, compiled, and Liger's, which holds no logits."""
+    """torch's cross entropy, compiled, and those of Liger and TRL, which hold no logits."""
 
     def plain(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((h @ w.T).float(), ids, reduction="sum")
@@ -97,7 +99,11 @@ def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, run: Callab
         loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
         return functools.partial(run, lambda h, w: loss(w, h, ids), states)
 
-    return {"torch.compile": Rival(compiled), "Liger": Rival(liger)}
+    def trl() -> Call:
+        importlib.import_module("trl.kernels.chunked_logprob")  # absent here, not when the call is timed
+        return functools.partial(run, lambda h, w: -score_by_trl(h, w, ids).sum(), states)
+
+    return {"torch.compile": Rival(compiled), "Liger": Rival(liger), "TRL": Rival(trl)}
 
 
 def repeated(heads: int, *tensors: torch.Tensor) -> list[torch.Tensor]:

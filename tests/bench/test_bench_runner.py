@@ -93,6 +93,17 @@ def test_command_line(tmp_path, capsys):
     assert "exact" in capsys.readouterr().out and "exact" in (tmp_path / "rows.csv").read_text()
 
 
+def test_only_cases_whose_shape_contains_a_text(capsys, monkeypatch):
+    shapes = [Case("op", shape, {"ours": lambda: 1}, reference=None) for shape in ("first 1", "second 2")]
+    monkeypatch.setattr(importlib.import_module("bench.keyed_uniform"), "cases", lambda quick: iter(shapes))
+    assert main(["keyed_uniform", "--quick", "--only", "second"]) == 0
+    said = capsys.readouterr().out
+    assert "second 2" in said and "first 1" not in said
+    with pytest.raises(SystemExit):
+        main(["keyed_uniform", "--quick", "--only", "third"])
+    assert "--only must be a part of the shape of a case, got 'third'" in capsys.readouterr().err
+
+
 def test_missing_provider_is_named_in_the_table(capsys):
     _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="no file [/lib/peer]")]))
     assert "missing: peer: no file [/lib/peer]" in capsys.readouterr().out

@@ -5,15 +5,17 @@ from importlib.util import find_spec
 from unittest.mock import Mock
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
-from bench import _trl, trl
+from bench import Missing, _trl, trl, trl_update
 from bench._trl import Step
 from bench._turns import Turns
 from bench.studies import trl as study
 from bench.studies.harness import Harness
 from python_trainer import load_config
 from python_trainer.errors import UserError
+from rlkernels.prefix_cache import TreeLayout, reference
 
 SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.path=small",
          "rollout.prompts_per_step=2", "rollout.num_generations=4", "rollout.max_completion_length=16"]  # fmt: skip
@@ -98,3 +100,24 @@ def test_the_study_trains_by_trl(trl_integration, tmp_path):
     (row,) = harness.rows(1)
     assert row["arm"] == "TRL" and row["tokens"] >= 16 and row["seconds"] > 0
     assert [evaluation[0] for evaluation in row["evaluations"]] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["system prompt 8, ", "1 rollouts of 2 turns"])
+def test_all_arms_of_an_update_compute_the_gradients_of_trl(trl_integration, part):
+    (case,) = (case for case in trl_update.cases(quick=True) if case.shape.startswith(part))
+    assert isinstance(case.providers["FlexAttention"], Missing), "no backward pass on a CPU"
+    found = {name: call() for name, call in case.providers.items() if callable(call)}
+    assert found.keys() == trl_update.ARMS.keys() - {"TRL", "FlexAttention"}
+    for name, gradients in found.items():
+        assert len(gradients) == len(found[case.reference])
+        for gradient, wanted in zip(gradients, found[case.reference]):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_copies_of_paths_are_attended_to(trl_integration):
+    """By the arm that stands for TRL's asynchronous trainer."""
+    layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [6]])
+    query, key, value = (torch.randn(layout.num_tokens, heads, 4) for heads in (4, 2, 2))
+    found = trl_update.attend_with_copies(layout, 0, query, key, value, 0.5, None)
+    torch.testing.assert_close(found, reference.tree_attention(query, key, value, layout, 0.5)[0])
