@@ -6,9 +6,10 @@ checkpoints tell how much of its gain the leading ranks of its update keep, and 
 """
 
 from pathlib import Path
+from typing import Any
 
-from bench.studies.harness import Arm, Study, evaluations, fewer_prompts
-from bench.studies.ranks import HISTORY, gain_at_ranks, straightness
+from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, evaluations, fewer_prompts
+from bench.studies.ranks import HISTORY, other_weights, shape_of_path
 
 STEPS, PREDICTED = 200, 80
 LOW, TUNED = 3e-5, 2e-4
@@ -18,15 +19,15 @@ OURS = [
 ]  # fmt: skip
 
 
-def measure(run: Path) -> dict[str, float]:
+def measure(run: Path) -> dict[str, Any]:
     """The gain after 40 % of the steps; of a plain run also its ranks. Empty before the plain run is over."""
     plain = run.parents[1] / "plain" / run.name
     if not (plain / "summary.json").exists():
         return {}
     start, end = (evaluations(plain)[place][3] for place in (0, -1))
     (then,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTED)
-    found = {"gain at 40 %": (then - start) / max(end - start, 1e-9)}
-    return found | gain_at_ranks(run) | straightness(run) if run == plain else found
+    found: dict[str, Any] = {"gain at 40 %": (then - start) / max(end - start, 1e-9)}
+    return found | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)} if run == plain else found
 
 
 def arms(rate: float) -> list[Arm]:

@@ -24,6 +24,7 @@ from python_trainer import Trainer, load_config
 
 TUNING_SEED = 1000  # of the runs that choose learning rates; no other run has it
 EARLIER_SEED = 100  # earlier runs have this seed and those after it
+OTHER_WEIGHTS = "other weights"
 SECONDS, TOKENS, ACCURACY = "time/training_s", "total/generated_tokens", "eval/accuracy"
 
 
@@ -74,7 +75,8 @@ class Study:
         tuning_steps: steps of such a try.
         prepare: makes policies and files in the folder ``{work}``, where they are missing.
         columns: more figures of a run, by heading: a key of metrics.jsonl, of the last row that has it.
-        measure: more figures of a finished run, by heading; called once a run, and again while it returns none.
+        measure: more figures of a finished run, by heading, and under OTHER_WEIGHTS what ``ranks.other_weights``
+            returns; called once a run, and again while it returns none.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Study:
     tuning_steps: int = 0
     prepare: Callable[[Path], None] | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    measure: Callable[[Path], dict[str, float]] | None = None
+    measure: Callable[[Path], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         fewer = any("rollout.prompts_per_step=" in text for arm in self.arms for text in arm.settings)

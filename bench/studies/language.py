@@ -18,13 +18,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench._turns import Turns
 from bench.studies import harness, rhyme
-from bench.studies.harness import ACCURACY, Arm, Study, evaluations, fewer_prompts
-from bench.studies.ranks import HISTORY, gain_at_ranks, gain_when_predicted, straightness
+from bench.studies.harness import ACCURACY, OTHER_WEIGHTS, Arm, Study, evaluations, fewer_prompts
+from bench.studies.ranks import HISTORY, other_weights, shape_of_path
 from bench.studies.rhyme import DATABASE, RHYME
 from python_trainer import load_config
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
@@ -109,13 +110,13 @@ def train_sampled_first(turns: Turns, config: str, overrides: Sequence[str], fol
     trainer.run()
 
 
-def measure(run: Path) -> dict[str, float]:
+def measure(run: Path) -> dict[str, Any]:
     """Return the shares of right answers at the start and of problems with one at the end; of a plain run its ranks."""
     last = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if ACCURACY in row][-1]
-    found = {"accuracy at the start": evaluations(run)[0][3]}
+    found: dict[str, Any] = {"accuracy at the start": evaluations(run)[0][3]}
     found |= {f"{key.removeprefix('eval/')} at the end": last[key] for key in last if key.startswith("eval/pass@")}
     if run.parent.name == "plain":
-        found |= gain_at_ranks(run) | straightness(run) | gain_when_predicted(run)
+        found |= shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
     return found
 
 

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from bench._runner import commit
-from bench.studies.harness import Interval, Study, paired, reached
+from bench.studies.harness import OTHER_WEIGHTS, Interval, Study, paired, reached
+from bench.studies.ranks import share_of_gain
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS_OF = "CPU seconds of one thread; on a GPU seconds of the run's own turns, which shared it under --jobs"
@@ -21,7 +23,7 @@ def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[s
     for study in studies:
         own = [row for row in rows if row["study"] == study.name]
         if own:
-            lines += [f"## {study.name}", "", *table(study, own), ""]
+            lines += [f"## {study.name}", "", *tables(study, own), ""]
     devices = ", ".join(sorted({row["device"] for row in rows}))
     lines += [f"{devices}; commit {commit()}. Seconds: {SECONDS_OF}, without evaluations. Levels: held by two "
               "evaluations in succession. Brackets: 95 % over seeds by Student's t, pairs of the same seed.", "",
@@ -38,9 +40,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def tables(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: the arms, then other weights in place of trained ones where there are such figures."""
+    weights = weights_table(rows)
+    return [*table(study, rows), *([""] if weights else []), *weights]
+
+
 def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: a row for every arm, compared with the first one."""
-    more = list(dict.fromkeys(heading for row in rows for heading in row["more"]))
+    more = [heading for heading in dict.fromkeys(chain(*(row["more"] for row in rows))) if heading != OTHER_WEIGHTS]
     has_earlier = any("earlier tokens" in row for row in rows)
     head = ["", "rate", "seeds", "tokens", "s", "accuracy", "minus plain, points", "tokens to plain's end", "s"]
     head += [f"{what} to {level:g}" for level in study.levels for what in ("tokens", "s")]
@@ -65,6 +73,21 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
         body.append([*cells, *(average([row["more"] for row in own], heading, "{:.3g}") for heading in more)])
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in ([*head, *more], *body)]
     return [lines[0], "|" + "---|" * len([*head, *more]), *lines[1:]]
+
+
+def weights_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: the accuracy with other weights in place of the trained ones; nothing without such figures."""
+    looked = [row for row in rows if OTHER_WEIGHTS in row["more"]]
+    if not looked:
+        return []
+    runs = ", ".join(f"{row['arm']} {row['seed']}" for row in looked)
+    found = [row["more"][OTHER_WEIGHTS] for row in looked]
+    lines = [f"| weights | accuracy and its standard error: {runs} | share of the gain |", "|---|---|---|"]
+    for name in found[0]:
+        accuracies = ", ".join(f"{weights[name][0]:.3f} ± {weights[name][1]:.3f}" for weights in found)
+        share = Interval.of([100 * share_of_gain(weights, name) for weights in found])
+        lines.append(f"| {name} | {accuracies} | {share.text('{:.0f}'.format)} % |")
+    return lines
 
 
 def average(rows: Sequence[dict[str, Any]], key: str, form: str) -> str:

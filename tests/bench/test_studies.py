@@ -19,7 +19,6 @@ from bench.studies import harness as harnesses
 from bench.studies import ranks, report, trl
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.language import SampledFirst
-from bench.studies.ranks import accuracy_with, cut, gain_at_ranks, gain_when_predicted, straightness
 from bench.studies.rhyme import Oracle
 from bench.studies.rpo import first_error
 from python_trainer import Trainer, load_config
@@ -237,7 +236,7 @@ def test_the_oracle_keeps_the_set_after_which_most_is_right(monkeypatch):
 def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     settings = ["task.variant=short", "model.path=small", "task.train_size=8", "rollout.prompts_per_step=2",
                 "rollout.num_generations=4", "rollout.max_completion_length=24", "task.test_size=4",
-                "evaluation.eval_steps=1", "max_steps=3", "save.save_steps=1", "optimizer.warmup_steps=0",
+                "evaluation.eval_steps=1", "max_steps=4", "save.save_steps=1", "optimizer.warmup_steps=0",
                 ranks.HISTORY]  # fmt: skip
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
@@ -247,26 +246,19 @@ def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     assert harness.rows(1) == []
     harness.run_all(1)
     first, second = harness.rows(1)
-    assert first["steps"] == 3 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
+    assert first["steps"] == 4 and first["tokens"] > second["tokens"] > 0 and first["seconds"] > 0
     run = tmp_path / "real" / "plain" / "seed-0"
-    assert [step for step, *_ in evaluations(run)] == [0, 1, 2, 3]
+    assert [step for step, *_ in evaluations(run)] == [0, 1, 2, 3, 4]
     assert first["arm"] == "plain" and arms[0].train is train
-    assert 0 <= straightness(run)["lowest R^2"] <= straightness(run)["R^2 of a line"] <= 1
-    trained = accuracy_with(run, lambda name, weight: weight)
-    assert trained == first["accuracy"] and set(gain_at_ranks(run)) == {f"gain at rank {rank}" for rank in (1, 4, 16)}
-    monkeypatch.setattr(ranks, "KNOWN", 0.7)
-    asked = []
-    monkeypatch.setattr(ranks, "accuracy_with", lambda run, change: asked.append(change) or trained)
-    start = [0.0] * 200
-    for right, gain in ((1, math.nan), (100, 0.5)):
-        final = [float(number < right) for number in range(200)]
-        monkeypatch.setattr(ranks, "read_evaluations", lambda run, final=final: {"start": start, "final": final})
-        assert ranks.gain_of(run) == pytest.approx((0, gain), nan_ok=True)
-    monkeypatch.setattr(ranks, "gain_of", lambda run: (trained - 0.5, 0.5))
-    assert gain_when_predicted(run) == {"gain at 40 %": 1.0, "gain as predicted": 1.0}
-    name, base = next(iter(ranks.base_weights(run).items()))
-    moved, further = ((change(name, None) - base).norm() for change in asked)
-    assert moved < further
+    shape = ranks.shape_of_path(run)
+    assert 0 <= shape["lowest R^2"] <= shape["R^2 of a line"] <= 1 and 0 < shape["norm in rank 1"] <= 1
+    monkeypatch.setattr(ranks, "KNOWN", 0.75)
+    found = ranks.other_weights(run)
+    path = {step: accuracy for step, *_, accuracy in evaluations(run)}
+    assert [found[name][0] for name in ("start", "end", "step 3")] == [path[0], path[4], path[3]]
+    assert len(found) == 15 and json.loads((run / "other_weights.json").read_text()) == {
+        name: list(pair) for name, pair in found.items()
+    }
 
 
 def test_a_trial_of_the_oracle_is_undone(tmp_path):
@@ -294,14 +286,6 @@ def test_right_answers_of_the_first_policy_are_trained_on_first():
     assert Counter(answer.prompt_key for answer in batch) == {0: 3, 1: 3, 2: 3}
     assert all(answer.expected == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
     assert first.before_step(StepContext(run, 2, 0)) == []
-
-
-def test_an_update_is_cut_to_its_leading_ranks():
-    q, _ = torch.linalg.qr(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)))
-    update = 3 * torch.outer(q[:, 0], q[:, 1]) + 2 * torch.outer(q[:, 1], q[:, 2]) + torch.outer(q[:, 2], q[:, 0])
-    torch.testing.assert_close(cut(update, 1), math.sqrt(14) * torch.outer(q[:, 0], q[:, 1]))  # of the whole norm
-    torch.testing.assert_close(cut(update, 4), update)
-    assert not cut(torch.zeros(2, 3), 1).any()
 
 
 def test_where_the_first_error_of_an_answer_stands():

@@ -1,0 +1,79 @@
+"""SmolLM2-135M learns to write sentences under a constraint: examples/sentences.py, without supervised steps.
+
+*keys*: one short sentence with three given words. *near*: one sentence of a given number of words, one more or less.
+An evaluation is one answer to each test prompt.
+"""
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, fewer_prompts
+from bench.studies.ranks import SNAPSHOTS, Change, ends, other_weights, shape_of_path, trainer_with
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RATE = 2e-5
+PROMPTS = 128  # of training, whose answers are looked at for a pattern
+ARTICLES = ("a", "an", "the")
+sys.path.append(str(EXAMPLES))  # where the task is
+words_of = importlib.import_module("sentences").words_of
+
+
+def prepare(work: Path) -> None:
+    """Ask for the model, which no run can do without."""
+    if not (work / "smollm2" / "config.json").exists():
+        raise SystemExit(f"{work} lacks smollm2: python tools/smollm2.py {work / 'smollm2'}")
+
+
+def commonest_pattern(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
+    """The share of answers that are alike but for the words that each prompt gives, and for articles."""
+    pairs = zip(answers, given, strict=True)
+    left = [tuple(word for word in words_of(text) if word not in {*words, *ARTICLES}) for text, words in pairs]
+    return Counter(left).most_common(1)[0][1] / len(left)
+
+
+def sameness(run: Path, change: Change) -> float:
+    """The share of the commonest pattern in answers to training prompts by a run's policy with other weights."""
+    with trainer_with(run, change) as trainer:
+        answers = trainer.answer_once(range(PROMPTS), 0)
+        columns = [trainer.prompts.task.train[answer.prompt_key].columns for answer in answers]
+    given = [column.get("words") or [column["subject"]] for column in columns]
+    return commonest_pattern([answer.text for answer in answers], given)
+
+
+def measure(run: Path) -> dict[str, Any]:
+    """Return the shape of a plain run's update, the accuracy with other weights, and how alike its answers are."""
+    if not (run / "snapshots").exists():
+        return {}
+    alike = {f"commonest pattern at the {name}": sameness(run, change) for name, change in ends(run)}
+    return alike | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
+
+
+def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[float]) -> Study:
+    """Make the study of one constraint."""
+    return Study(
+        name=constraint,
+        config=str(EXAMPLES / "sentences.yaml"),
+        common=[
+            f"task.constraint={constraint}", "model.path={work}/smollm2", f"max_steps={steps}",
+            f"evaluation.eval_steps={eval_steps}",
+        ],
+        arms=[
+            Arm("plain", [SNAPSHOTS], rate=RATE),
+            *(replace(arm, rate=RATE) for arm in fewer_prompts(16, parts=(4,), settings=[SNAPSHOTS])),
+            Arm("twice the rate", rate=2 * RATE),
+        ],
+        levels=levels,
+        prepare=prepare,
+        measure=measure,
+    )  # fmt: skip
+
+
+STUDIES = [
+    study("keys", steps=50, eval_steps=10, levels=(0.5, 0.8)),
+    study("near", steps=100, eval_steps=20, levels=(0.3, 0.5)),
+]
