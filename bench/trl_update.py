@@ -35,7 +35,7 @@ GRID = [
     (200, 4000, 8, 4, 4), (2048, 2048, 8, 4, 4),
 ]  # fmt: skip
 # tokens of a system prompt, prompts, answers to each, tokens of a prompt and of the longest answer; samples of a
-# micro-batch of padded and of packed arms, as far as 20 GB go; layers
+# micro-batch of arms that share nothing, whose time it hardly changes, and of the others, to fit in 20 GB; layers
 SYSTEM_PROMPTS = [
     (1000, 16, 4, 100, 100, 8, 64, 12), (1000, 16, 4, 100, 500, 8, 32, 12), (1000, 4, 4, 100, 2000, 4, 16, 4),
 ]  # fmt: skip
@@ -177,6 +177,7 @@ ARMS: dict[str, Patches] = {  # those named TRL are TRL's trainer and pad, the o
     "FlexAttention": {ATTEND: attend_by_flex},
 }
 PADDED = ("TRL", "TRL, head on answers")
+UNSHARED = (*PADDED, "rlkernels, no padding")
 
 
 @functools.cache
@@ -191,7 +192,7 @@ def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, in
     """Return the case of a batch; trainers are made when they run, so that cases not chosen cost nothing.
 
     Args:
-        sizes: samples of a micro-batch of padded arms and of the others.
+        sizes: samples of a micro-batch of arms that share nothing, and of the others.
     """
     batch = functools.cache(lambda: batch_of(*samples()))
 
@@ -199,7 +200,7 @@ def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, in
         @functools.cache
         def run() -> tuple[Any, Callable[[], float]]:
             trainer = trainer_of(arm in PADDED, layers, batch())
-            return trainer, update(trainer, batch(), sizes[arm not in PADDED], ARMS[arm])
+            return trainer, update(trainer, batch(), sizes[arm not in UNSHARED], ARMS[arm])
 
         def gradients() -> list[torch.Tensor | None]:
             trainer, call = run()
@@ -247,10 +248,10 @@ def cases(quick: bool) -> Iterator[Case]:
         label = f"system prompt {system}, {prompts} prompts of {prompt}, {group} answers to each of up to {longest}"
         samples = functools.partial(with_system_prompt, system, prompts, group, prompt, longest)
         yield update_case(label, samples, (sizes[0], sizes[1]), layers, tuple(ARMS)[1:])
-    for *numbers, padded, packed, layers in [(1, 2, 2, 4, 3, 2, 1, 2, 2)] if quick else TURNS:
+    for *numbers, unshared, shared, layers in [(1, 2, 2, 4, 3, 2, 1, 2, 2)] if quick else TURNS:
         rollouts, count, system, message, said, thinking = numbers
         label = f"{rollouts} rollouts of {count} turns: messages {message}, thinking {thinking}, answers {said}"
-        yield update_case(label, functools.partial(turns, *numbers), (padded, packed), layers, tuple(ARMS)[1:])
+        yield update_case(label, functools.partial(turns, *numbers), (unshared, shared), layers, tuple(ARMS)[1:])
     (system, prompts, group, prompt, longest), steps = ((8, 2, 2, 4, 6), (1, 4)) if quick else MICRO_BATCHES
     for size in steps:
         label = f"micro-batches of {size}: system prompt {system}, {prompts} prompts of {prompt}, {group} answers each"
