@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.packing import TREE_ATTENTION
 from trl.trainer.utils import get_peak_flops_per_device
 
 from rlkernels.integrations.transformers_attention import sliding_window
@@ -51,7 +50,7 @@ def _pass_layout(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     window = sliding_window(model.config.get_text_config(decoder=True))
     if window is not None and (longest := int(layout.position_ids.max()) + 1) > window:
         raise ValueError(f"a sample has {longest} tokens, more than the sliding window of {window} of the model")
-    _attend_beside(TREE_ATTENTION)  # at each pass: every AsyncGRPOTrainer registers TRL's own again
+    _attend_beside(model)  # at each pass: every AsyncGRPOTrainer registers TRL's own again
     return args, kwargs | {"attention": layout}
 
 

@@ -78,8 +78,9 @@ def obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _attend_beside(name: str) -> None:
-    """Let the attention function of this name leave a pass to ours that says what its packed tokens look at."""
+def _attend_beside(model: PreTrainedModel) -> None:
+    """Let the model's attention function leave a pass to ours that says what its packed tokens look at."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
     plain = ALL_ATTENTION_FUNCTIONS[name]
     if plain.__module__ == __name__:
         return
@@ -98,7 +99,7 @@ def _attend_beside(name: str) -> None:
 
 def packed_arguments(model: Any, ids: torch.Tensor, layout: TreeLayout) -> dict[str, Any]:
     """Return the arguments of a model's forward pass on packed tokens [T]."""
-    _attend_beside(model.config.get_text_config(decoder=True)._attn_implementation)
+    _attend_beside(model)
     no_mask = ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)  # of four dimensions: the model makes none itself
     positions = layout.position_ids.to(ids.device)
     return {"input_ids": ids[None], "position_ids": positions[None], "attention": layout, "attention_mask": no_mask}

@@ -148,9 +148,9 @@ def test_loss_and_gradients_are_those_of_trl(train, monkeypatch, settings):
 def test_keys_and_values_exist_once_per_token_of_the_tree(train, monkeypatch):
     attend, seen = TreeLayout.attend, []
 
-    def count(layout, layer, query, key, *others):
+    def count(layout, layer, query, key, *others, **options):
         seen.append(len(key))
-        return attend(layout, layer, query, key, *others)
+        return attend(layout, layer, query, key, *others, **options)
 
     monkeypatch.setattr(TreeLayout, "attend", count)
     train(gradient_checkpointing=False)

@@ -110,7 +110,7 @@ def test_two_levels_as_on_a_gpu(train, monkeypatch):
 
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
-    monkeypatch.setattr("rlkernels.prefix_cache.tree_attention", lambda query, *_, scale: query * 0.5)
+    monkeypatch.setattr("rlkernels.prefix_cache.tree_attention", lambda query, *_, **options: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
         found = train()
     assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text
