@@ -39,7 +39,7 @@ class Critic(torch.nn.Module):
         self.rate = config.learning_rate / optimizer.learning_rate  # its learning rate, as a multiple of the policy's
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
-        """Predicts values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
+        """Predict values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
         if self.body is not None:
             inputs = flat_inputs(packed.ids, packed.position_ids, packed.layout)
             states = self.body(**inputs).last_hidden_state[0, packed.rows]

@@ -24,7 +24,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], tuple[
 
 @contextmanager
 def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> Iterator[None]:
-    """Lets the model attend by an implementation of Transformers, and afterwards as before.
+    """Let the model attend by an implementation of Transformers, and afterwards as before.
 
     By default by ours, under which forward and backward passes on flattened tokens work.
     """
@@ -37,7 +37,7 @@ def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> I
 
 
 def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> dict[str, Any]:
-    """Returns the arguments of a model's forward for flattened tokens ``ids`` [T] at ``positions`` [T]."""
+    """Return the arguments of a model's forward for flattened tokens ``ids`` [T] at ``positions`` [T]."""
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "attention": attention}
 
 
@@ -49,7 +49,7 @@ def forward(
     attention: Attention,
     predict: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes logits [R, V] and last hidden states [R, H] at ``rows`` of the flattened tokens.
+    """Compute logits [R, V] and last hidden states [R, H] at ``rows`` of the flattened tokens.
 
     The other rows never reach the output layer; with ``predict`` only so many of the first rows do.
     """
@@ -71,7 +71,7 @@ def forward(
 
 
 def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float | None:
-    """Returns x if float32 logits [R, V] are x times the product of states [R, H] and output matrix, by the config.
+    """Return x if float32 logits [R, V] are x times the product of states [R, H] and output matrix, by the config.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``; Gemma caps, which small logits hide.
     """
@@ -123,7 +123,7 @@ def page(
     *,
     share_from: int | None = None,
 ) -> PagedBatch:
-    """Describes a pass over some tokens of sequences in a cache.
+    """Describe a pass over some tokens of sequences in a cache.
 
     Args:
         slots: int64 [T], where the keys and values of these tokens go.

@@ -25,38 +25,38 @@ class Product:
     """Linear layers of the same input as one.
 
     Args:
-        pack: join the weights once, and lay those in bfloat16 out as the processor's products want them, which else
-            happens at every call. Takes a copy, gives the same numbers, has no gradient.
+        pack: join the weights once, not at every call, and lay those in bfloat16 out for the processor's products.
+            It takes a copy of the weights, gives the same numbers, and has no gradient.
     """
 
-    def __init__(self, *parts: nn.Linear, pack: bool):
-        self.parts = parts
-        self.packed = pack and parts[0].weight.dtype == torch.bfloat16 and packs_bfloat16()
-        self.kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    def __init__(self, *layers: nn.Linear, pack: bool):
+        self.layers = layers
+        self.packed = pack and layers[0].weight.dtype == torch.bfloat16 and packs_bfloat16()
+        self.joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if pack:
-            weight, bias = self._joined()
-            self.kept = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight, bias
+            weight, bias = self._join()
+            self.joined = (torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight, bias)
 
-    def _joined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Joins weights and biases as they are now; without gradients the copy lasts for one product."""
-        bias = None if self.parts[0].bias is None else _joined([part.bias for part in self.parts])
-        return _joined([part.weight for part in self.parts]), bias
+    def _join(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Join weights and biases as they are now; without gradients the copy lasts for one product."""
+        bias = None if self.layers[0].bias is None else _concatenate([layer.bias for layer in self.layers])
+        return _concatenate([layer.weight for layer in self.layers]), bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.kept or self._joined()
+        weight, bias = self.joined or self._join()
         if self.packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
         return linear(x, weight, bias)
 
 
-def _joined(parts: list[Any]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _concatenate(tensors: list[Any]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 @functools.cache
 def packs_bfloat16() -> bool:
-    """Tells whether torch has the ops that its own compiler uses for constant weights."""
+    """Return whether torch has the ops that its own compiler uses for constant weights."""
     ops = torch.ops.mkldnn
     needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     return torch.backends.mkldnn.is_available() and all(hasattr(ops, op) for op in needed) and bool(
@@ -68,7 +68,8 @@ class FusedLayer:
     """The weights of a layer."""
 
     def __init__(self, layer: Any, pack: bool):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         self.norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight  # before attention, MLP
         self.q_heads: int = attention.o_proj.in_features // attention.head_dim
         self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, pack=pack)
@@ -82,7 +83,7 @@ class FusedLayer:
 
 
 def supports(model: Any) -> bool:
-    """Tells whether a model is unmodified, of a known type, on a CPU, and in bfloat16 or small.
+    """Return whether a model is unmodified, of a known type, on a CPU, and in bfloat16 or small.
 
     Its numbers are compared by ``find_traits``.
     """
@@ -93,9 +94,9 @@ def supports(model: Any) -> bool:
     small = model.dtype == torch.float32 and sum(p.nbytes for p in parameters) <= MAX_BYTES
     suits = plain and (small or model.dtype == torch.bfloat16)
     linears = [
-        getattr(part, name + "_proj", None)
+        getattr(block, name + "_proj", None)
         for layer in model.model.layers
-        for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for block, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
         for name in names
     ]
     # adapters live in other classes or in hooks, which only a call of the module itself runs
@@ -119,7 +120,9 @@ class FusedDecoder:
 
     def __init__(self, model: Any, longest: int, *, pack: bool = False):
         base = model.model
-        self.embed, self.norm, self.rotary = base.embed_tokens, base.norm.weight, base.rotary_emb
+        self.embed = base.embed_tokens
+        self.norm = base.norm.weight
+        self.rotary = base.rotary_emb
         self.eps = base.norm.variance_epsilon
         self.head = Product(model.lm_head, pack=pack)
         self.layers = [FusedLayer(layer, pack) for layer in base.layers]
@@ -127,11 +130,13 @@ class FusedDecoder:
         self.reach(longest)
 
     def reach(self, longest: int) -> None:
-        """Lets positions up to ``longest`` - 1 be asked for."""
+        """Let positions up to ``longest`` - 1 be asked for."""
         if longest > self.longest:
             places = torch.arange(longest, device=self.norm.device)[None]
             cos, sin = self.rotary(self.norm.detach().float(), places)  # in float32, whatever the weights are
-            self.cos, self.sin, self.longest = cos[0].contiguous(), sin[0].contiguous(), longest  # [longest, d]
+            self.cos = cos[0].contiguous()  # [longest, d]
+            self.sin = sin[0].contiguous()
+            self.longest = longest
 
     def __call__(
         self,
@@ -141,13 +146,14 @@ class FusedDecoder:
         attention: Attention,
         predict: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what :func:`python_trainer.model.forward.forward` does."""
+        """Return what :func:`python_trainer.model.forward.forward` does."""
         dim = self.cos.shape[1]
         hidden: torch.Tensor = self.embed(ids)  # [T, D]
         update = None
         for i, layer in enumerate(self.layers):
             hidden, x = add_rms_norm(hidden, update, layer.norms[0], self.eps)
-            qkv, q_heads = layer.qkv(x), layer.q_heads  # [T, (Hq + 2 Hk) d]
+            qkv = layer.qkv(x)  # [T, (Hq + 2 Hk) d]
+            q_heads = layer.q_heads
             k_heads = (qkv.shape[1] // dim - q_heads) // 2
             qkv = rope(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
             query, key, value = qkv.view(len(ids), -1, dim).split([q_heads, k_heads, k_heads], 1)
@@ -156,7 +162,8 @@ class FusedDecoder:
             hidden, x = add_rms_norm(hidden, update, layer.norms[1], self.eps)
             update = layer.down(silu_mul(layer.gate_up(x)))
         assert update is not None
-        # picked by embedding, whose gradient adds up repeated rows several times faster than that of an index
-        hidden, update = embedding(rows, hidden), embedding(rows, update)
+        # embedding picks the rows: its gradient adds up repeated rows several times faster than that of an index
+        hidden = embedding(rows, hidden)
+        update = embedding(rows, update)
         states = add_rms_norm(hidden, update, self.norm, self.eps)[1]
         return self.head(states[:predict]), states

@@ -27,13 +27,13 @@ PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # features of a processor, by to
 
 
 def base_folder(folder: Path, files: Sequence[str] = FILES) -> Path:
-    """Finds the folder of the model itself: below an adapter, or several on one another, else the given folder."""
+    """Find the folder of the model itself: below an adapter, or several on one another, else the given folder."""
     below = adapter_base(folder, files)
     return folder if below == folder else base_folder(below, files)
 
 
 def adapter_base(folder: Path, files: Sequence[str] = FILES) -> Path:
-    """Finds the folder that an adapter names as its base; the given one if it holds no adapter.
+    """Find the folder that an adapter names as its base; the given one if it holds no adapter.
 
     Args:
         files: to get of a base on the Hub.
@@ -44,8 +44,8 @@ def adapter_base(folder: Path, files: Sequence[str] = FILES) -> Path:
     if not (folder / "adapter_config.json").is_file():
         return folder
     try:
-        read = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base, revision = read["base_model_name_or_path"], read.get("revision")
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base, revision = adapter["base_model_name_or_path"], adapter.get("revision")
         base = policy_folder(f"{base}@{revision}" if revision and not Path(base).is_dir() else base, files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path: adapter_config.json of {folder} names no base model") from error
@@ -55,14 +55,14 @@ def adapter_base(folder: Path, files: Sequence[str] = FILES) -> Path:
 
 
 def base_name(config: ModelConfig) -> tuple[str, str | None]:
-    """Names the base of an adapter: an id of the Hub and a revision, or a folder by its absolute path."""
+    """Return the base of an adapter: an id of the Hub and a revision, or a folder by its absolute path."""
     hub = None if Path(config.path).exists() else hub_model(config.path)
     return hub or (str(policy_folder(config.path).resolve()), None)
 
 
 @contextmanager
 def model_source(folder: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
-    """Yields the arguments of every ``from_pretrained`` for what lies in a folder.
+    """Yield the arguments of every ``from_pretrained`` for what lies in a folder.
 
     It turns what Transformers raises for a folder that it cannot read into a UserError.
     """
@@ -86,7 +86,7 @@ def check_weight_names(folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
-    """Reads the tokenizer of a folder; that of its base if an adapter brings none.
+    """Read the tokenizer of a folder; that of its base if an adapter brings none.
 
     Raises:
         UserError: there is none, or an empty one.
@@ -101,25 +101,26 @@ def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns 32 hexadecimal digits, the same for tokenizers that give text the same token ids."""
+    """Return 32 hexadecimal digits, the same for tokenizers that give text the same token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Reads a model onto the CPU, and its tokenizer; merges an adapter into its base.
+    """Read a model onto the CPU, and its tokenizer; merge an adapter into its base.
 
     Raises:
         UserError: one of them is not there, not complete, or does not fit the other.
     """
-    tokenizer, model = read_tokenizer(folder, config), _read_weights(folder, config, dtype)
+    tokenizer = read_tokenizer(folder, config)
+    model = _read_weights(folder, config, dtype)
     if broken := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
         raise UserError(f"model.path: {len(broken)} weights of {folder} hold NaN or infinity: {', '.join(broken[:3])}")
-    if (known := model.get_input_embeddings().num_embeddings) < len(tokenizer):
+    if (vocab_size := model.get_input_embeddings().num_embeddings) < len(tokenizer):
         raise UserError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, more than the {known} that its model "
-            "knows"
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, more than the {vocab_size} that its "
+            "model knows"
         )
     return model, tokenizer
 
@@ -136,17 +137,17 @@ def _read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         check_weight_names(folder)
         # without this Transformers raises an error that does not name the weights
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        found: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source)
-    model, loaded = found
-    if loaded["mismatched_keys"]:
-        name, there, wanted = sorted(loaded["mismatched_keys"])[0]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(dtype=dtype, **options, **source)
+    model, loading_info = loaded
+    if loading_info["mismatched_keys"]:
+        name, shape, config_shape = sorted(loading_info["mismatched_keys"])[0]
         raise UserError(
-            f"model.path: weights of {folder} have other sizes than its config.json says: {name} is {list(there)}, not "
-            f"{list(wanted)}"
+            f"model.path: weights of {folder} have other sizes than its config.json says: {name} is {list(shape)}, not "
+            f"{list(config_shape)}"
         )
-    if loaded["missing_keys"]:
-        some = ", ".join(sorted(loaded["missing_keys"])[:3])
-        raise UserError(f"model.path: {folder} lacks {len(loaded['missing_keys'])} weights of its model: {some}, ...")
+    if missing := sorted(loading_info["missing_keys"]):
+        names = ", ".join(missing[:3])
+        raise UserError(f"model.path: {folder} lacks {len(missing)} weights of its model: {names}, ...")
     return model
 
 
@@ -168,7 +169,7 @@ def ignored_settings(model: Any) -> str | None:
 
 
 def described_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Makes the policy, or the base of its adapter, on ``meta``; weights are neither read nor fetched.
+    """Make the policy, or the base of its adapter, on ``meta``; weights are neither read nor fetched.
 
     Raises:
         UserError: there is none, or it does not say what model it is.
@@ -182,7 +183,7 @@ def described_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def model_without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Makes :func:`described_model` as ``from_pretrained`` does, but for the numbers in its weights.
+    """Make :func:`described_model` as ``from_pretrained`` does, but for the numbers in its weights.
 
     Every parameter repeats one number, so that none takes memory. Buffers that no file holds, such as the frequencies
     of rotary embeddings, are as they should be; those that a file does hold are not.
@@ -190,7 +191,8 @@ def model_without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     Raises:
         UserError: it does not say what model it is.
     """
-    folder, shapes = base_folder(policy_folder(config.path)), described_model(config, dtype)
+    folder = base_folder(policy_folder(config.path))
+    shapes = described_model(config, dtype)
     weights = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in named_weights(shapes)}
     with model_source(folder, config):
         model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, dtype=dtype)
@@ -201,7 +203,7 @@ def model_without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def choose_device(name: str) -> torch.device:
-    """Resolves the setting ``model.device`` on this machine."""
+    """Resolve the setting ``model.device`` on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -210,28 +212,28 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Resolves the setting ``model.dtype`` on a device."""
+    """Resolve the setting ``model.dtype`` on a device."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type == "cuda":
         return torch.bfloat16
     # emulation is slower than float32; by torch 2.12 and later
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not any(found.get(product) for product in PRODUCTS):
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if not any(capabilities.get(product) for product in PRODUCTS):
         return torch.float32
-    # in small models calls count as much as products; what matters in large ones is the rate of products
+    # in small models calls cost as much as products; large ones depend on the rate of products
     weights = sum(p.numel() for p in described_model(config).parameters())
     return torch.bfloat16 if weights * torch.float32.itemsize > MAX_BYTES else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a type in the setting ``model.dtype``."""
+    """Return the name of a type in the setting ``model.dtype``."""
     return str(dtype).removeprefix("torch.")
 
 
 def run_dtype(config: ModelConfig, saved: Mapping[str, Any] | None) -> str:
-    """Resolves ``model.dtype`` for a run: ``auto`` is the type of weights that its checkpoint names, if any."""
-    found = saved.get("dtype") if saved else None
-    if found in DTYPES and config.dtype == "auto":
-        return found
+    """Resolve ``model.dtype`` for a run: ``auto`` is the type of weights that its checkpoint names, if any."""
+    saved_dtype = saved.get("dtype") if saved else None
+    if saved_dtype in DTYPES and config.dtype == "auto":
+        return saved_dtype
     return dtype_name(find_dtype(config, choose_device(config.device)))

@@ -31,20 +31,20 @@ class AdaptedWeight(NamedTuple):
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> Any:
-    """Freezes the model and adds adapters, which change nothing yet -> the plain model as a copy.
+    """Freeze the model and add adapters, which change nothing yet; return the plain model as a copy.
 
     The copy has weights of its own where there are adapters; the others are shared.
     """
     plain = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # modules of its own around the same weights
     inject_adapters(model, settings)
     for name, layer in adapted_layers(model):
-        own = layer.base_layer.weight.detach().clone()
-        plain.get_submodule(name).weight = torch.nn.Parameter(own, requires_grad=False)
+        weight = layer.base_layer.weight.detach().clone()
+        plain.get_submodule(name).weight = torch.nn.Parameter(weight, requires_grad=False)
     return plain
 
 
 def inject_adapters(model: Any, settings: LoraSettings) -> None:
-    """Freezes the model and adds adapters, which change nothing yet; they begin the same in every process.
+    """Freeze the model and add adapters, which change nothing yet; they begin the same in every process.
 
     Raises:
         UserError: PEFT is not installed, or the model has no such layers.
@@ -53,17 +53,21 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"model.lora needs PEFT ({error}): pip install peft") from error
-    part, modules = model, settings.target_modules
+    target = model
+    modules = settings.target_modules
     if modules == ALL_LINEAR:
-        # within a module that has no config: by the model type in one PEFT adds fused experts and their router
-        part, output = torch.nn.ModuleDict({"model": model}), model.get_output_embeddings()
+        # wrap the model: by the model type in a config, PEFT would add fused experts and their router
+        target = torch.nn.ModuleDict({"model": model})
+        output = model.get_output_embeddings()
         plain = torch.nn.Linear.forward  # the router of Phimoe has another
-        modules = [n for n, m in part.named_modules() if type(m).forward is plain and m is not output]
-    wanted = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=modules)  # type: ignore[arg-type]
+        modules = [
+            name for name, module in target.named_modules() if type(module).forward is plain and module is not output
+        ]
+    lora = LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules=modules)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(keyed_seed("lora"))
         try:
-            inject_adapter_in_model(wanted, part, ADAPTER)
+            inject_adapter_in_model(lora, target, ADAPTER)
         except (ValueError, NotImplementedError, re.error) as error:
             raise UserError(
                 f"model.lora.target_modules: {settings.target_modules!r} fits no layers: {error}"
@@ -76,7 +80,7 @@ def inject_adapters(model: Any, settings: LoraSettings) -> None:
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:
-    """Returns the model with an adapter of PEFT added to its weights.
+    """Return the model with an adapter of PEFT added to its weights.
 
     Raises:
         UserError: PEFT is not installed, or the adapter does not fit.
@@ -99,42 +103,43 @@ def merge_adapter(model: Any, folder: Path) -> Any:
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Returns name and layer for each layer with an adapter."""
+    """Return name and layer for each layer with an adapter."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
 def adapted_weight(layer: Any) -> AdaptedWeight:
-    """Returns the parts of a layer with an adapter; if it is sharded, all ranks call together."""
-    base, down, up = (full(part.weight) for part in (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]))
+    """Return the parts of a layer with an adapter; if it is sharded, all ranks call together."""
+    modules = (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
+    base, down, up = (full(module.weight) for module in modules)
     return AdaptedWeight(base, down, up, layer.scaling[ADAPTER])
 
 
 def plain_name(parameter: str) -> str:
-    """Translates the name of a weight in a model with adapters to its name in the plain model."""
+    """Translate the name of a weight in a model with adapters to its name in the plain model."""
     return parameter.replace(".base_layer.", ".")
 
 
 def is_adapter(parameter: str) -> bool:
-    """Tells by its name whether a parameter is part of an adapter."""
+    """Return whether a parameter of this name is part of an adapter."""
     return ".lora_" in parameter
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Switches all adapters off."""
+    """Switch all adapters off."""
     layers: Sequence[Any] = [layer for _, layer in adapted_layers(model)]
-    before = [layer.scaling[ADAPTER] for layer in layers]
+    scales = [layer.scaling[ADAPTER] for layer in layers]
     try:
         for layer in layers:
             layer.scaling[ADAPTER] = 0.0
         yield
     finally:
-        for layer, scale in zip(layers, before):
+        for layer, scale in zip(layers, scales):
             layer.scaling[ADAPTER] = scale
 
 
 def adapter_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gathers the weights of all adapters, by the names that PEFT gives them; all ranks call it together."""
+    """Gather the weights of all adapters, by the names that PEFT gives them; all ranks call it together."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": full(value.detach()).contiguous()
         for name, value in model.state_dict().items()
@@ -151,7 +156,7 @@ def save_adapter(
     *,
     base: tuple[str, str | None],
 ) -> None:
-    """Writes adapters as PEFT and vLLM read them.
+    """Write adapters as PEFT and vLLM read them.
 
     Args:
         weights: by :func:`adapter_weights`.

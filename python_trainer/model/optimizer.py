@@ -16,7 +16,7 @@ MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Computes the learning rate of training step ``step``, counted from 1."""
+    """Compute the learning rate of training step ``step``, counted from 1."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     done = (step - 1 - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)  # 0 at the first step after it
@@ -45,7 +45,7 @@ def check_moments(name: str, values: Mapping[str, Any], shape: torch.Size) -> No
 
 @torch.no_grad()
 def add_gradient(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Moves the gradient of a parameter, where there is one, onto the float32 gradient of its master."""
+    """Move the gradient of a parameter, where there is one, onto the float32 gradient of its master."""
     if param.grad is not None:
         master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
         param.grad = None
@@ -76,9 +76,9 @@ class PolicyOptimizer:
         for param, master in self.low_precision:
             param.register_post_accumulate_grad_hook(partial(add_gradient, master))
         decayed = [p for p in self.masters.values() if p.ndim >= 2]
-        others = [p for p in self.masters.values() if p.ndim < 2]
+        not_decayed = [p for p in self.masters.values() if p.ndim < 2]
         self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
@@ -87,7 +87,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Updates with the gradients and clears them -> their norm before clipping.
+        """Update with the gradients and clear them; return their norm before clipping.
 
         Raises:
             NotFinite: the norm is NaN or infinite; no weight has changed then.
@@ -95,14 +95,14 @@ class PolicyOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         for param, master in self.low_precision:
-            add_gradient(master, param)  # one that no backward pass has left
+            add_gradient(master, param)  # of gradients that no backward pass made
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
         if not math.isfinite(norm):
             self.adamw.zero_grad()
             raise NotFinite(f"the norm of the gradient is {norm}")
         for param, master in self.low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-        self.adamw.step()  # passes over those without a gradient
+        self.adamw.step()  # skips parameters without gradients
         self.adamw.zero_grad()
         for param, master in self.low_precision:
             param.copy_(master)
@@ -125,7 +125,7 @@ class PolicyOptimizer:
         return [view_of(matrix, tensor) for tensor in ([param] if master is param else [master, param])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns moments, and master weights that are not the model's own parameters, by parameter name."""
+        """Return moments, and master weights that are not the model's own parameters, by parameter name."""
         state = {}
         for name, master in self.masters.items():
             state[name] = {key: value.detach() for key, value in self.adamw.state.get(master, {}).items()}
@@ -135,7 +135,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
-        """Undoes :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
+        """Undo :meth:`state_dict`; ``weights`` are those of the model, for whom no master was saved."""
         for name, master in self.masters.items():
             values = dict(state.get(name, {}))  # without moments where no gradient has come yet
             check_moments(name, values, master.shape)

@@ -1,4 +1,4 @@
-"""Rollouts of a step as micro-batches: rows of tokens without padding, in which what rollouts begin with stands once.
+"""Rollouts of a step as micro-batches: rows of tokens without padding, with every common prefix once.
 
 :func:`rlkernels.prefix_cache.pack` packs them. Every log-probability that the loss needs is a pair of it: a token that
 predicts, and the one it should predict. All samples with a pair refer to it, so their gradients add up by themselves.
@@ -22,10 +22,10 @@ _arrays: WeakKeyDictionary[Rollout, np.ndarray] = WeakKeyDictionary()
 
 
 def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
-    """Marks the response tokens that are scored: those of the policy, and the given prefix if it counts."""
-    own = [True] * len(rollout.response_ids) if rollout.response_mask is None else rollout.response_mask
-    unscored = 0 if score_prefix else rollout.prefix_len
-    return [False] * unscored + list(own[unscored:])
+    """Mark the response tokens that are scored: those of the policy, and the given prefix if it counts."""
+    mask = [True] * len(rollout.response_ids) if rollout.response_mask is None else rollout.response_mask
+    num_unscored = 0 if score_prefix else rollout.prefix_len
+    return [False] * num_unscored + list(mask[num_unscored:])
 
 
 @dataclass
@@ -37,11 +37,14 @@ class Packed(rlkernels.prefix_cache.Packed):
     mask: torch.Tensor  # bool [B, L] response tokens that are scored
 
     def to(self, device: torch.device | str) -> "Packed":
-        moved = vars(super().to(device))
-        return Packed(**moved | {name: getattr(self, name).to(device, non_blocking=True) for name in ("place", "mask")})
+        tensors = vars(super().to(device)) | {
+            "place": self.place.to(device, non_blocking=True),
+            "mask": self.mask.to(device, non_blocking=True),
+        }
+        return Packed(**tensors)
 
     def spread(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Spreads values of the pairs [R] to [B, L], 0 where there is no scored response token."""
+        """Spread values of the pairs [R] to [B, L], 0 where there is no scored response token."""
         if not pairs.numel():
             return pairs.new_zeros(self.place.shape)
         return torch.where(self.mask, pairs[self.place], 0.0)
@@ -50,79 +53,86 @@ class Packed(rlkernels.prefix_cache.Packed):
 def pack(
     rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: bool = True, device: torch.device = CPU
 ) -> Packed:
-    """Packs the rollouts with these indices, in any order, for a device.
+    """Pack the rollouts with these indices, in any order, for a device.
 
     Args:
         score_prefix: the given prefix is scored too; False: it is context only.
     """
-    some = [rollouts[index] for index in samples]
-    flags = [scored_tokens(rollout, score_prefix=score_prefix) for rollout in some]
-    prompts = [[False] * len(rollout.prompt_ids) for rollout in some]
+    selected = [rollouts[index] for index in samples]
+    scored = [scored_tokens(rollout, score_prefix=score_prefix) for rollout in selected]
+    prompts = [[False] * len(rollout.prompt_ids) for rollout in selected]
+    prefix_lens = None
+    if not packs_tries(device):
+        prefix_lens = [len(rollout.prompt_ids) + rollout.prefix_len for rollout in selected]
     packed = rlkernels.prefix_cache.pack(
-        [_tokens(rollout) for rollout in some],
-        [prompt + own for prompt, own in zip(prompts, flags)],
-        prefix_lens=None if packs_tries(device) else [len(r.prompt_ids) + r.prefix_len for r in some],
+        [_tokens(rollout) for rollout in selected],
+        [prompt + response for prompt, response in zip(prompts, scored)],
+        prefix_lens=prefix_lens,
     )
-    mask = pad_sequence([torch.tensor(own, dtype=torch.bool, device="cpu") for own in flags], batch_first=True)
+    mask = pad_sequence([torch.tensor(row, dtype=torch.bool, device="cpu") for row in scored], batch_first=True)
     place = torch.zeros(mask.shape, dtype=torch.int64, device="cpu").masked_scatter(mask, packed.pairs)
     return Packed(**vars(packed), samples=list(samples), place=place, mask=mask).to(device)
 
 
 def sorted_by_tokens(rollouts: Sequence[Rollout], samples: Sequence[int]) -> list[int]:
-    """Orders the samples so that those that begin alike are neighbours."""
+    """Order the samples so that those with a common prefix are neighbours."""
     order, _ = sort_by_tokens([_tokens(rollouts[index]) for index in samples])
     return [samples[i] for i in order]
 
 
 def split_evenly(
-    rollouts: Sequence[Rollout], samples: Sequence[int], parts: int, device: torch.device = CPU
+    rollouts: Sequence[Rollout], samples: Sequence[int], num_shares: int, device: torch.device = CPU
 ) -> list[list[int]]:
-    """Cuts the samples, in order, into ``parts`` stretches of about as many packed tokens; some may be empty."""
-    middles, total, pack_size = [], 0, _PackSize(device)
+    """Cut the samples, in order, into shares of about equally many packed tokens; some may be empty."""
+    pack_size = _PackSize(device)
+    middles = []
+    total = 0
     for index in samples:
         added = max(pack_size.add(rollouts[index]), 1)
         middles.append(2 * total + added)  # halves of tokens before the middle of this sample
         total += added
-    split: list[list[int]] = [[] for _ in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
     for index, middle in zip(samples, middles):
-        split[middle * parts // (2 * total)].append(index)
-    return split
+        shares[middle * num_shares // (2 * total)].append(index)
+    return shares
 
 
 def micro_batches(
     rollouts: Sequence[Rollout], samples: Sequence[int], max_tokens: int, device: torch.device = CPU
 ) -> Iterator[list[int]]:
-    """Splits the samples, in order, into parts of at most ``max_tokens`` packed tokens (one sample may be longer)."""
-    part: list[int] = []
+    """Split the samples, in order, into batches of at most ``max_tokens`` packed tokens (one sample may be longer)."""
+    batch: list[int] = []
     pack_size = _PackSize(device)
     for index in samples:
         pack_size.add(rollouts[index])
-        if part and pack_size.tokens > max_tokens:
-            yield part
-            part, pack_size = [], _PackSize(device)
+        if batch and pack_size.tokens > max_tokens:
+            yield batch
+            batch = []
+            pack_size = _PackSize(device)
             pack_size.add(rollouts[index])
-        part.append(index)
-    if part:
-        yield part
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 class _PackSize:
-    """The tokens of a pack, at most: exactly those if samples that begin alike come one after the other."""
+    """Upper bound on the tokens of a pack; exact if samples with a common prefix follow each other."""
 
     def __init__(self, device: torch.device):
-        self.tokens, self.tries = 0, packs_tries(device)
-        self._beginnings: set[tuple] = set()  # prompts and given prefixes
+        self.tokens = 0
+        self.tries = packs_tries(device)
+        self._prefixes: set[tuple] = set()  # prompts with given prefixes
         self._last = np.empty(0, dtype=np.int64)
 
     def add(self, rollout: Rollout) -> int:
-        """Adds a sample -> the tokens that it takes."""
+        """Add a sample; return the tokens that it takes."""
         tokens = _tokens(rollout)[:-1]
         length = len(rollout.prompt_ids) + rollout.prefix_len
-        beginning = len(rollout.prompt_ids), tokens[:length].tobytes()
-        shared = min(length, len(tokens)) if beginning in self._beginnings else 0
+        prefix = (len(rollout.prompt_ids), tokens[:length].tobytes())
+        shared = min(length, len(tokens)) if prefix in self._prefixes else 0
         if self.tries:
             shared = max(shared, common_tokens(tokens, self._last))
-        self._beginnings.add(beginning)
+        self._prefixes.add(prefix)
         self._last = tokens
         self.tokens += len(tokens) - shared
         return len(tokens) - shared

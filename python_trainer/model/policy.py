@@ -34,7 +34,7 @@ LARGEST_LOGITS = 1 << 28
 
 
 def load_policy(config: ModelConfig) -> "Policy":
-    """Loads a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged.
+    """Load a model: a folder, one of the Hub, a base policy that ships, or an adapter, merged.
 
     Raises:
         UserError: there is no such model, or no model or tokenizer in its folder, or as of :class:`Policy`.
@@ -44,19 +44,20 @@ def load_policy(config: ModelConfig) -> "Policy":
     model, tokenizer = read_model(folder, config, find_dtype(config, device))
     policy = Policy(model.to(device=device), tokenizer, name=str(folder))
     if config.lora is not None:
-        policy.inference_model, policy.adapted = add_adapters(policy.model, config.lora), True
+        policy.inference_model = add_adapters(policy.model, config.lora)
+        policy.adapted = True
     if config.gradient_checkpointing is True:
         recompute_activations(policy.model)
     return policy
 
 
 def recomputes(model: Any) -> bool:
-    """Tells whether the layers recompute what they hold in the backward pass."""
+    """Return whether the layers recompute their activations in the backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def recompute_activations(model: Any) -> None:
-    """Recomputes what the layers hold in the backward pass; no module changes its mode, so dropout stays off."""
+    """Recompute what the layers hold in the backward pass; no module changes its mode, so dropout stays off."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = True  # a mark: Transformers heeds it in training mode alone
@@ -71,17 +72,17 @@ def _recomputed(forward: Callable[..., Any], module: torch.nn.Module, *args: Any
 
 
 def mend_generation_config(model: PreTrainedModel) -> None:
-    """Reduces a generation config that Transformers refuses to write to its special tokens.
+    """Reduce a generation config that Transformers refuses to write to its special tokens.
 
     It reads but does not write, for example, a temperature without sampling.
     """
-    found = getattr(model, "generation_config", None)
+    config = getattr(model, "generation_config", None)
     try:
-        if found is not None:
-            found.validate(strict=True)
+        if config is not None:
+            config.validate(strict=True)
     except ValueError:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        model.generation_config = GenerationConfig(**{name: getattr(found, name) for name in names})
+        model.generation_config = GenerationConfig(**{name: getattr(config, name) for name in names})
 
 
 class Policy:
@@ -91,7 +92,7 @@ class Policy:
         model: what is trained; in evaluation mode (no dropout).
         inference_model: the plain model for generation and export: ``model`` itself, or a copy where the weights of
             ``model`` are in shards or adapters, which :meth:`sync_inference_model` brings up to date.
-        traits: what was found of the plain model.
+        traits: properties of the plain model.
         fused: small models may take :class:`FusedDecoder` for passes with gradients.
         adapted: whether only adapters train (``model.lora``).
         streams_weights: the engine gathers the weights itself (:func:`stream_checkpoint`); ``inference_model`` is then
@@ -109,7 +110,10 @@ class Policy:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str):
-        self.model, self.inference_model, self.tokenizer, self.name = model, model, tokenizer, name
+        self.model = model
+        self.inference_model = model
+        self.tokenizer = tokenizer
+        self.name = name
         self.adapted = self.streams_weights = False
         self.on_merge: Callable[[str, AdaptedWeight], object] | None = None
         self.device = next(model.parameters()).device
@@ -126,27 +130,28 @@ class Policy:
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
-        """Encodes texts, and chat messages through the tokenizer's template; both may be mixed.
+        """Encode texts, and chat messages through the tokenizer's template; both may be mixed.
 
         An answer continues the last message if that is the assistant's, and else opens one, as in TRL.
 
         Raises:
             UserError: the tokenizer has no template, or it refuses the messages.
         """
-        texts, behind = encode_texts(self.tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)])
-        # the tokenizer may end a text by EOS (add_eos_token), after which nothing is to be answered
-        rows = iter([row[: len(row) - behind] for row in texts])
+        texts, num_end_tokens = encode_texts(self.tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)])
+        # the tokenizer may end a text by EOS (add_eos_token), after which there is nothing to answer
+        text_rows = iter([row[: len(row) - num_end_tokens] for row in texts])
         chats = [self.chat_text(prompt) for prompt in prompts if not isinstance(prompt, str)]
         # a template writes the special tokens itself
-        others = iter(self.tokenizer(chats, add_special_tokens=False)["input_ids"] if chats else [])
-        return [list(next(rows if isinstance(prompt, str) else others)) for prompt in prompts]
+        chat_rows = iter(self.tokenizer(chats, add_special_tokens=False)["input_ids"] if chats else [])
+        return [list(next(text_rows if isinstance(prompt, str) else chat_rows)) for prompt in prompts]
 
     def chat_text(self, messages: Messages, *, opens: bool = True) -> str:
-        """Writes messages by the tokenizer's template, with or without the opening of the next answer.
+        """Write messages by the tokenizer's template, with or without the opening of the next answer.
 
         With it the last message stays open instead, if it is the assistant's.
         """
-        template, options = self.tokenizer.chat_template, dict(self.chat_template_kwargs)
+        template = self.tokenizer.chat_template
+        options = dict(self.chat_template_kwargs)
         if not template:
             raise UserError(f"prompts are lists of messages, but the tokenizer of {self.name} has no chat template")
         if unknown := [name for name in options if name not in str(template)]:
@@ -163,7 +168,7 @@ class Policy:
             ) from error
 
     def room(self, max_completion_length: int) -> int:
-        """Returns the most tokens of a prompt; UserError if there is room for none."""
+        """Return the most tokens of a prompt; UserError if there is room for none."""
         room = self.max_length - max_completion_length
         if room < 1:
             raise UserError(
@@ -173,29 +178,31 @@ class Policy:
         return room
 
     def ending(self, prompt: str | Messages) -> list[int]:
-        """Returns the tokens that end an answer to a prompt."""
+        """Return the tokens that end an answer to a prompt."""
         return [self.tokenizer.eos_token_id] if isinstance(prompt, str) else self.turn_end or self.ending("")
 
     def decode(self, response_ids: Sequence[int]) -> str:
-        """Decodes an answer without the tokens that end it; other special tokens stay."""
-        ids, end = list(response_ids), self.turn_end
+        """Decode an answer without the tokens that end it; other special tokens stay."""
+        ids = list(response_ids)
+        end = self.turn_end
         if end and ids[-len(end) :] == end:
             ids = ids[: -len(end)]
         ids = [token for token in ids if token not in self.eos_token_ids]
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def packed_attention(self) -> AbstractContextManager[None]:
-        """Prepares the model for :meth:`score` and its backward pass, and afterwards restores its attention."""
+        """Prepare the model for :meth:`score` and its backward pass, and afterwards restore its attention."""
         return attend_by(self.model)
 
     def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes log-probability and entropy of every response token, [B, L] float32, differentiable, 0 if masked.
+        """Compute log-probability and entropy of every response token, [B, L] float32, differentiable, 0 if masked.
 
         Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. Beside
         them the last hidden states [R, H] that the R pairs were predicted from. To be called, and differentiated,
         within :meth:`packed_attention`.
         """
-        head, targets = self.model.get_output_embeddings(), packed.targets
+        head = self.model.get_output_embeddings()
+        targets = packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
         if logits_bytes > LARGEST_LOGITS and self.traits.logit_scale is not None:
             _, states = self._run(packed, predict=1)
@@ -207,7 +214,7 @@ class Policy:
         return packed.spread(logprobs), packed.spread(entropy), states
 
     def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes logits [R, V] of the R pairs, or of the first ``predict``, and all last hidden states [R, H]."""
+        """Compute logits [R, V] of the R pairs, or of the first ``predict``, and all last hidden states [R, H]."""
         inputs = packed.ids, packed.position_ids, packed.rows, packed.layout
         # a hook or checkpointing may have come since
         if self.fused and not recomputes(self.model) and supports(self.model):
@@ -216,25 +223,25 @@ class Policy:
         return forward(self.model, *inputs, predict)
 
     def frozen_copy(self, ranks: Any) -> "Policy":
-        """Returns a policy with frozen copies of these weights, which the RankGroup ``ranks`` makes."""
+        """Return a policy with frozen copies of these weights, which the RankGroup ``ranks`` makes."""
         frozen = copy.copy(self)
         frozen.model = frozen.inference_model = ranks.copy(self.inference_model, trains=False)
         return frozen
 
     def sync_inference_model(self) -> None:
-        """Gives ``inference_model`` the weights of ``model``; where those are sharded all ranks must call together."""
+        """Give ``inference_model`` the weights of ``model``; where those are sharded all ranks must call together."""
         if self.inference_model is not self.model and not self.streams_weights:
             copy_weights(self.inference_model, self._gather(trained_only=True))
 
     def restore_inference_model(self) -> None:
-        """Gives ``inference_model`` memory and weights again, where the engine streams them; all ranks together."""
+        """Give ``inference_model`` memory and weights again, where the engine streams them; all ranks together."""
         if self.streams_weights:
             for parameter in self.inference_model.parameters():
                 parameter.untyped_storage().resize_(parameter.nbytes)
             copy_weights(self.inference_model, self._gather())
 
     def stream_checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights by their names in a checkpoint, gathered a layer at a time.
+        """Yield weights by their names in a checkpoint, gathered a layer at a time.
 
         It frees those of ``inference_model`` first, whose modules, shapes and types stay.
         """
@@ -246,7 +253,7 @@ class Policy:
 
     @torch.no_grad()
     def _gather(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields weights by their names in the plain model, whole, with adapters merged; all ranks call together.
+        """Yield weights by their names in the plain model, whole, with adapters merged; all ranks call together.
 
         Weights are rounded before they are sent: half as much is sent and held.
         """
@@ -256,15 +263,15 @@ class Policy:
                 continue
             plain = plain_name(name)
             if ".base_layer.weight" in name:
-                parts = adapted_weight(self.model.get_submodule(name.rpartition(".base_layer.")[0]))
+                adapted = adapted_weight(self.model.get_submodule(name.rpartition(".base_layer.")[0]))
                 if self.on_merge is not None:
-                    self.on_merge(plain, parts)
-                yield plain, merged_weight(*parts).to(dtypes[plain])
+                    self.on_merge(plain, adapted)
+                yield plain, merged_weight(*adapted).to(dtypes[plain])
             elif shard.requires_grad or not trained_only:
                 yield plain, full(shard.to(dtypes[plain]))
 
     def save(self, folder: Path) -> None:
-        """Writes model and tokenizer in Hugging Face format, with the weights of ``inference_model``.
+        """Write model and tokenizer in Hugging Face format, with the weights of ``inference_model``.
 
         Raises:
             UserError: it has none now.

@@ -23,7 +23,7 @@ def set_matmul_precision(precision: str) -> None:
 def stated_precision(device: torch.device) -> Iterator[None]:
     """Compute in the types of the tensors: without autocast, with whole float32 products and the usual default type."""
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cuda]
-    before = [backend.matmul.fp32_precision for backend in backends]
+    precisions = [backend.matmul.fp32_precision for backend in backends]
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     for backend in backends:
@@ -33,7 +33,7 @@ def stated_precision(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
-        for backend, precision in zip(backends, before):
+        for backend, precision in zip(backends, precisions):
             inherited = precision == torch.backends.fp32_precision  # type: ignore[attr-defined]
             backend.matmul.fp32_precision = "none" if inherited else precision
 

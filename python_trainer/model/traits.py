@@ -38,7 +38,7 @@ class ModelTraits:
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
-    """Runs the model on a group as training and generation do, and compares with eager attention of Transformers.
+    """Run the model on a group as training and generation do, and compare with eager attention of Transformers.
 
     The model must be in evaluation mode.
 
@@ -59,7 +59,8 @@ class _Group:
     def __init__(self, vocabulary: int, seed: int, device: torch.device):
         # from the middle of the vocabulary: special tokens, which are extreme in many models, are at its ends
         tokens = random.Random(seed).choices(range(vocabulary // 4, vocabulary - vocabulary // 4), k=7)
-        self.prompt, self.answers = tokens[:3], [tokens[3:5], tokens[5:]]
+        self.prompt = tokens[:3]
+        self.answers = [tokens[3:5], tokens[5:]]
         layout = GroupedLayout([3], [2, 2], [0, 2])
         rows = torch.arange(7, device=device)
         self.packed = torch.tensor(tokens, device=device), layout.position_ids.to(device), rows, layout
@@ -125,7 +126,8 @@ def _cached_logits(run: Forward, cache: PagedKVCache, group: _Group) -> torch.Te
     def logits(
         sequences: list[Sequence], tokens: list[list[int]], slots: torch.Tensor, share_from: int | None = None
     ) -> torch.Tensor:
-        lens, ends = [len(some) for some in tokens], [sequence.length for sequence in sequences]
+        lens = [len(row) for row in tokens]
+        ends = [sequence.length for sequence in sequences]
         places = [range(end - n, end) for end, n in zip(ends, lens)]
         ids, positions = (torch.tensor([*chain(*rows)], device=cache.device) for rows in (tokens, places))
         paged = page(cache, sequences, slots, lens, ends, share_from=share_from)
@@ -143,7 +145,7 @@ def _cached_logits(run: Forward, cache: PagedKVCache, group: _Group) -> torch.Te
 
 
 def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
-    """Finds the most tokens of a sequence that the model computes as by itself, packed or cached with any others.
+    """Find the most tokens of a sequence that the model computes as by itself, packed or cached with any others.
 
     Returns:
         Their number, and the reason, for messages.

@@ -12,20 +12,21 @@ from python_trainer.errors import UserError
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-    """Encode texts with the tokenizer's special tokens around them; those in front stand there once.
+    """Encode texts with the tokenizer's special tokens around them; a text that begins with them gets no second ones.
 
     Returns:
         The token ids of each text, and how many special tokens end each of them.
     """
     rows: list[list[int]] = [list(row) for row in tokenizer(list(texts))["input_ids"]] if texts else []
-    bare, whole = (list(tokenizer("0", add_special_tokens=added)["input_ids"]) for added in (False, True))
-    starts = [start for start in range(len(whole)) if bare and whole[start : start + len(bare)] == bare]
+    bare = list(tokenizer("0", add_special_tokens=False)["input_ids"])
+    wrapped = list(tokenizer("0", add_special_tokens=True)["input_ids"])
+    starts = [start for start in range(len(wrapped)) if bare and wrapped[start : start + len(bare)] == bare]
     if not starts:
         return rows, 0
-    front = whole[: starts[0]]
+    front = wrapped[: starts[0]]
     if set(front) <= set(tokenizer.all_special_ids):  # the text may have begun with them
         rows = [row[len(front) :] if row[len(front) :][: len(front)] == front else row for row in rows]
-    return rows, len(whole) - len(front) - len(bare)
+    return rows, len(wrapped) - len(front) - len(bare)
 
 
 def find_stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
@@ -88,17 +89,17 @@ def missing_stop_token(policy: Any, answers: Sequence[Sequence[int]]) -> int | N
     return token if count > len(answers) / 2 else None
 
 
-def after_turn(policy: Any, messages: Messages, said: Messages) -> tuple[str, str]:
-    """Return the text that closes the last turn of ``messages``, and all text after its content where ``said`` follows.
+def after_turn(policy: Any, messages: Messages, following: Messages) -> tuple[str, str]:
+    """Return the text that closes the last turn of ``messages``, and all text after its content before ``following``.
 
     Raises:
         UserError: there is no template, it refuses the messages, or it does not show what the assistant says.
     """
-    mark = next(mark for number in itertools.count() if (mark := f"<<turn{number}>>") not in str([messages, said]))
+    mark = next(mark for number in itertools.count() if (mark := f"<<turn{number}>>") not in str([messages, following]))
     turn = [*messages[:-1], messages[-1] | {"content": mark}]
-    _, found, followed = policy.chat_text([*turn, *said]).partition(mark)
-    if not found:
+    _, shown_mark, text_before_following = policy.chat_text([*turn, *following]).partition(mark)
+    if not shown_mark:
         raise UserError(f"the chat template of {policy.name} does not show what the assistant says")
-    alone = policy.chat_text(turn, opens=False).partition(mark)[2]
-    closing = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed))
-    return "".join(letter for letter, _ in closing), followed
+    text_at_end = policy.chat_text(turn, opens=False).partition(mark)[2]
+    closing = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text_at_end, text_before_following))
+    return "".join(letter for letter, _ in closing), text_before_following
