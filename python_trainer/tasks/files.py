@@ -64,14 +64,15 @@ class JSONLSettings(TaskSettings):
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
     def check_files(self) -> None:
-        """Raises UserError where a file does not exist; imports nothing heavy."""
+        """Raise UserError where a file does not exist; import nothing heavy."""
         for field in ("train_path", "test_path"):
             place, _ = split_of(getattr(self, field), "")
             if not Path(place).exists() and not is_hub(place):
                 raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
 
     def load(self) -> Task:
-        train, test = self._read("train"), self._read("test")
+        train = self._read("train")
+        test = self._read("test")
         size = self.gate_size or 0
         if size >= len(train):
             raise UserError(f"gate_size {size} leaves nothing of {self.train_path}, which has {len(train)} examples")
@@ -89,7 +90,7 @@ class JSONLSettings(TaskSettings):
         return task
 
     def _first(self, examples: list[Example], split: str) -> list[Example]:
-        """Returns as many examples as ``train_size`` or ``test_size`` says."""
+        """Return as many examples as ``train_size`` or ``test_size`` says."""
         size = getattr(self, f"{split}_size")
         if size is not None and size > len(examples):
             place = getattr(self, f"{split}_path")
@@ -97,36 +98,37 @@ class JSONLSettings(TaskSettings):
         return examples[:size]
 
     def _read(self, kind: str) -> list[Example]:
-        """Reads ``train_path`` or ``test_path``."""
+        """Read ``train_path`` or ``test_path``."""
         source = getattr(self, f"{kind}_path")
         place, split = split_of(source, kind)
         lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
         source = source if lines else f"{place}:{split}"
-        texts = [self.columns.get(column, column) for column in PROMPT_COLUMNS]
-        found = cut(source, read_lines(Path(place)), split) if lines else read_split(kind, place, split, texts)
-        if not found:
+        text_columns = [self.columns.get(column, column) for column in PROMPT_COLUMNS]
+        rows = cut(source, read_lines(Path(place)), split) if lines else read_split(kind, place, split, text_columns)
+        if not rows:
             raise UserError(f"{source}: no examples; at least one is needed")
-        return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in found]
+        return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in rows]
 
     def _example(self, place: str, row: dict[str, Any]) -> Example:
-        """Makes the example of a row."""
+        """Make the example of a row."""
         column = next((name for name in PROMPT_COLUMNS if name in row), None)
         if column is None:
-            wanted, has = " or ".join(map(repr, PROMPT_COLUMNS)), ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{place}: no column {wanted}; the line has {has} (task.columns can rename them)")
+            allowed = " or ".join(map(repr, PROMPT_COLUMNS))
+            columns = ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{place}: no column {allowed}; the line has {columns} (task.columns can rename them)")
         prompt = row.pop(column)
         if self.chat and isinstance(prompt, str) and prompt:  # the task refuses an empty one
             prompt = [{"role": "user", "content": prompt}]
         return Example(prompt, row, place)
 
     def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Renames the columns of a row."""
-        if missing := [theirs for theirs in self.columns.values() if theirs not in row]:
+        """Rename the columns of a row."""
+        if missing := [column for column in self.columns.values() if column not in row]:
             raise UserError(f"task.columns: {source} has no column {missing[0]!r}; it has {', '.join(map(repr, row))}")
-        rest = {name: value for name, value in row.items() if name not in self.columns.values()}
+        named = {name: value for name, value in row.items() if name not in self.columns.values()}
         if "messages" in self.columns and "prompt" not in self.columns:
-            rest.pop("prompt", None)  # the prompt is what was named
-        named = rest | {name: row[theirs] for name, theirs in self.columns.items()}
+            named.pop("prompt", None)  # the column that task.columns names is the prompt
+        named |= {name: row[column] for name, column in self.columns.items()}
         for column in PROMPT_COLUMNS:  # Arrow gives all messages of a column the same keys
             if isinstance(messages := named.get(column), list) and all(isinstance(m, dict) for m in messages):
                 named[column] = [{key: value for key, value in m.items() if value is not None} for m in messages]
@@ -134,24 +136,24 @@ class JSONLSettings(TaskSettings):
 
 
 def split_of(source: str, default: str) -> tuple[str, str]:
-    """Divides ``PLACE:SPLIT``; without a split, it is train for a single file, else the default."""
-    found = re.fullmatch(r"(.+):([\w.+-]+(?:\[.*\])?)", source)
-    if found is not None and not Path(source).exists() and (Path(found[1]).exists() or is_hub(found[1])):
-        return found[1], found[2]
+    """Divide ``PLACE:SPLIT``; without a split, it is train for a single file, else the default."""
+    match = re.fullmatch(r"(.+):([\w.+-]+(?:\[.*\])?)", source)
+    if match is not None and not Path(source).exists() and (Path(match[1]).exists() or is_hub(match[1])):
+        return match[1], match[2]
     return source, default if Path(source).is_dir() or is_hub(source) else "train"
 
 
 def is_hub(place: str) -> bool:
-    """Tells whether a place names a data set of the Hub, and no file or folder."""
+    """Return whether a place names a data set of the Hub, and no file or folder."""
     file = Path(place).exists() or Path(place).suffix in {*TABLES, ".jsonl"}
     return not file and HUB.fullmatch(place) is not None
 
 
-def read_split(kind: str, place: str, split: str, texts: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
-    """Reads a split that the library datasets finds; returns (number, row) of every row, from 1 on.
+def read_split(kind: str, place: str, split: str, text_columns: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
+    """Read a split that the library datasets finds; return (number, row) of every row, from 1 on.
 
     Args:
-        texts: columns of CSV files that hold text, whatever they look like.
+        text_columns: columns of CSV files that hold text, even if it looks like numbers.
     """
     try:
         import datasets
@@ -167,8 +169,9 @@ def read_split(kind: str, place: str, split: str, texts: Sequence[str]) -> list[
         options = {"path": str(folder), "name": hub["config"]}
     try:
         builder = datasets.load_dataset_builder(**options)
-        found = _read_as_written(builder, split, texts)
-        rows = datasets.load_dataset(**options, split=split) if found is None else found
+        rows = _read_as_written(builder, split, text_columns)
+        if rows is None:
+            rows = datasets.load_dataset(**options, split=split)
         return list(enumerate(rows, start=1))
     except UserError:
         raise
@@ -178,8 +181,8 @@ def read_split(kind: str, place: str, split: str, texts: Sequence[str]) -> list[
         raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
 
 
-def _read_as_written(builder: Any, split: str, texts: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Reads JSON and CSV files of a split without Arrow, which makes dates of text, and numbers and nulls of cells.
+def _read_as_written(builder: Any, split: str, text_columns: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Read JSON and CSV files of a split without Arrow, which turns text into dates, and cells into numbers and nulls.
 
     Returns:
         The rows; None for other formats, compressed files, or where the data set describes its columns.
@@ -202,21 +205,24 @@ def _read_as_written(builder: Any, split: str, texts: Sequence[str]) -> list[dic
         if kind == "json":
             return [row for path in files[name] for row in read_json(path)]
         rows = [row for path in files[name] for row in read_csv(path, config.sep)]
-        convert_columns(rows, texts)
+        convert_columns(rows, text_columns)
         return rows
 
     rows = {name: read(name) for name in files}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found) for name, found in rows.items()})
-    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+    sizes = {name: len(split_rows) for name, split_rows in rows.items()}
+    slices = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [row for piece in slices for row in rows[piece.splitname][piece.from_ : piece.to]]
 
 
 def cut(source: str, rows: list[Any], split: str) -> list[Any]:
-    """Takes the part of a file's rows that a split such as ``train[10:20]`` or ``train[:90%]`` names."""
-    found = re.fullmatch(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?", split)
-    if found is None:
+    """Return the slice of a file's rows that a split such as ``train[10:20]`` or ``train[:90%]`` names."""
+    match = re.fullmatch(r"train(?:\[(-?\d+)?(%)?:(-?\d+)?(%)?\])?", split)
+    if match is None:
         raise UserError(f"{source}: a file has the split train and its parts, such as train[:90%], got {split!r}")
 
-    def place(number: str | None, percent: str | None) -> int | None:
-        return None if number is None else round(int(number) * len(rows) / 100) if percent else int(number)
+    def bound(number: str | None, percent: str | None) -> int | None:
+        if number is None:
+            return None
+        return round(int(number) * len(rows) / 100) if percent else int(number)
 
-    return rows[place(found[1], found[2]) : place(found[3], found[4])]
+    return rows[bound(match[1], match[2]) : bound(match[3], match[4])]

@@ -19,7 +19,7 @@ BATCH_TOKENS = 1 << 14  # of a forward pass, padding included
 
 
 class RewardModel:
-    """Reward function: what the model in a folder gives to prompt and answer together.
+    """Reward function: the score of prompt and answer by the model in a folder.
 
     It joins texts, and passes messages through the chat template of its own tokenizer.
 
@@ -37,8 +37,9 @@ class RewardModel:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"task.reward: {path} holds no sequence-classification model: {first}") from error
-        self.model, found = loaded[0].eval(), loaded[1]
-        if missing := sorted(found["missing_keys"]):
+        model, loading_info = loaded
+        self.model = model.eval()
+        if missing := sorted(loading_info["missing_keys"]):
             raise UserError(f"task.reward: {path} is no reward model: it lacks the weights {', '.join(missing[:3])}")
         config = self.model.config.get_text_config()
         if config.num_labels != 1:
@@ -47,40 +48,41 @@ class RewardModel:
         self.pad: int | None = config.pad_token_id
 
     def to(self, device: torch.device) -> None:
-        """Moves the model to a device."""
+        """Move the model to a device."""
         self.model.to(device)
 
     @torch.inference_mode()
     def __call__(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **_: object
     ) -> list[float]:
-        """Returns one number for each completion."""
-        rows = [self._encode(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
+        """Return one number for each completion."""
+        rows = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(rows)
-        # by its pad token the model finds the last token of a row, which it scores
-        for part in batches([len(row) for row in rows], most=1 if self.pad is None else len(rows)):
-            tokens = [torch.tensor(rows[i]) for i in part]
+        # the model scores the last token of a row, which it finds by its pad token
+        max_rows = 1 if self.pad is None else len(rows)
+        for batch in batches([len(row) for row in rows], max_rows=max_rows):
+            tokens = [torch.tensor(rows[i]) for i in batch]
             ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad or 0).to(self.model.device)  # [rows, T]
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).to(self.model.device)
             scores = self.model(input_ids=ids, attention_mask=mask).logits[:, 0]
-            for i, score in zip(part, scores.float().tolist()):
+            for i, score in zip(batch, scores.float().tolist()):
                 rewards[i] = score
         return rewards
 
-    def _encode(self, prompt: str | Messages, said: str | Messages) -> list[int]:
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         if isinstance(prompt, str):
-            return encode_texts(self.tokenizer, [f"{prompt}{said}"])[0][0]
-        text = self.tokenizer.apply_chat_template([*prompt, *said], tokenize=False)
+            return encode_texts(self.tokenizer, [f"{prompt}{completion}"])[0][0]
+        text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yields indices of rows of like length that share a pass: at most ``most``, and BATCH_TOKENS tokens or one row."""
-    part: list[int] = []
+def batches(lengths: Sequence[int], max_rows: int) -> Iterator[list[int]]:
+    """Yield indices of rows of similar length that share a pass: of at most BATCH_TOKENS tokens, or one row."""
+    batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if part and (len(part) >= most or lengths[i] * (len(part) + 1) > BATCH_TOKENS):
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part
+        if batch and (len(batch) >= max_rows or lengths[i] * (len(batch) + 1) > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
