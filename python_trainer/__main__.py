@@ -54,7 +54,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def explain(error: Exception) -> str | None:
-    """Returns one line on an error that the user can mend; None: a mistake in the program, which needs a traceback."""
+    """Return one line on an error that the user can mend; None: a mistake in the program, which needs a traceback."""
     if isinstance(error, UserError | NotFinite) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
         return str(error)
     if isinstance(error, ModuleNotFoundError):

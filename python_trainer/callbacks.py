@@ -94,26 +94,35 @@ TRACKERS = {"wandb": WandB, "trackio": Trackio}
 CALLBACKS: Registry[type[Callback]] = Registry("callback", TRACKERS, classes=True, of=Callback)
 
 
-def make_callbacks(given: Iterable[Callback | type[Callback] | str]) -> list[Callback]:
-    """Makes the callbacks of a run: of objects, classes without arguments, registered names or ``module:Class``.
+def make_callbacks(plugins: Iterable[Callback | type[Callback] | str]) -> list[Callback]:
+    """Return the callbacks of a run, from objects, classes without arguments, registered names or ``module:Class``.
 
     Raises:
         UserError: a callback cannot be made, or has a method that would never be called.
     """
-    made, known = [], [name for name in vars(Callback) if name.startswith("on_")]
-    for one in given:
-        if not isinstance(one, Callback):
-            kind = CALLBACKS.resolve(one)
-            try:
-                one = kind()
-            except UserError:
-                raise
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise UserError(f"callback {kind.__name__} cannot be made without arguments: {what}") from error
-        for name in dir(one):
-            if name.startswith("on_") and name not in known:
-                name = f"{type(one).__name__}.{name}"
-                raise UserError(f"callback {name} would never be called: there are {', '.join(known)}")
-        made.append(one)
-    return made
+    methods = [name for name in vars(Callback) if name.startswith("on_")]
+    callbacks = []
+    for plugin in plugins:
+        callback = plugin if isinstance(plugin, Callback) else make_callback(plugin)
+        for name in dir(callback):
+            if name.startswith("on_") and name not in methods:
+                name = f"{type(callback).__name__}.{name}"
+                raise UserError(f"callback {name} would never be called: there are {', '.join(methods)}")
+        callbacks.append(callback)
+    return callbacks
+
+
+def make_callback(plugin: type[Callback] | str) -> Callback:
+    """Return the callback of a class without arguments, or of its name.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    kind = CALLBACKS.resolve(plugin)
+    try:
+        return kind()
+    except UserError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"callback {kind.__name__} cannot be made without arguments: {problem}") from error

@@ -41,10 +41,10 @@ class SettingsHelp(argparse.Action):
 
 
 def make_parser() -> Parser:
-    """Makes the parser of all commands; each sets ``call`` to the function that runs it, and shows its docstring."""
+    """Make the parser of all commands; each sets ``call`` to the function that runs it, and shows its docstring."""
     about = "Trains language models on tasks with checkable answers (GRPO and relatives)."
-    whole = Parser(prog="python -m python_trainer", description=about)
-    commands = whole.add_subparsers(dest="command", required=True)
+    parser = Parser(prog="python -m python_trainer", description=about)
+    commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, call: Any, *shared: Parser) -> Parser:
         text = call.__doc__ or ""
@@ -80,11 +80,11 @@ def make_parser() -> Parser:
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
     history = add("history", run_history)
     history.add_argument("url", metavar="URL", help="a path, sqlite:/// or postgresql:// URL")
-    return whole
+    return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line, that of the program itself without one."""
+    """Parse a command line, that of the program itself without one."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and (instead := REMOVED.get(f"command {argv[0]}")):
         raise UserError(f"the command {argv[0]} was removed: {instead}")
@@ -95,7 +95,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Trains one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
+    """Train one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
     samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
     trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last)
     and, with model.lora, adapter/ (PEFT)."""
@@ -116,7 +116,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def print_plan(config: Config, gpus: str | None) -> None:
-    """Prints the settings as resolved and the memory of each device."""
+    """Print the settings as resolved and the memory of each device."""
     from python_trainer import memory
     from python_trainer.parts import resolve_engine
 
@@ -124,7 +124,8 @@ def print_plan(config: Config, gpus: str | None) -> None:
     device = memory.device_here(config.model.device) if gpus is None else memory.parse_gpus(gpus)
     notes: list[str] = []
     if memory.needs_recomputing(config, device):
-        config, notes = config.with_changes("model", gradient_checkpointing=True), [memory.RECOMPUTES]
+        config = config.with_changes("model", gradient_checkpointing=True)
+        notes.append(memory.RECOMPUTES)
     plan = memory.plan_memory(config, device)
     print("\n".join([dump_config(config), *notes, *memory.memory_lines(plan)]))
     if plan.trouble:
@@ -135,7 +136,7 @@ def print_plan(config: Config, gpus: str | None) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """Trains with and without accelerators: every variant on every seed, one after the other, into
+    """Train with and without accelerators: every variant on every seed, one after the other, into
     OUTPUT_DIR/VARIANT/seed-N; then reports on all. It keeps finished runs and continues interrupted ones."""
     from python_trainer.compare import compare
 
@@ -144,34 +145,35 @@ def run_compare(args: argparse.Namespace) -> None:
 
 
 def run_sft(args: argparse.Namespace) -> None:
-    """Trains on reference answers, those of the task's training examples (settings: section sft), for models that
+    """Train on reference answers, those of the task's training examples (settings: section sft), for models that
     hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train."""
     config = load_checked(args, resume=args.resume)
     from python_trainer.sft import Sft
 
     note_resuming(args, config)
     summary = Sft(config, args.output_dir, resume=args.resume).run()
-    held_out = [f"{summary['evaluation'][part].get('held_out_loss', math.nan):.3f}" for part in ("start", "final")]
-    told = f"loss of the last step {summary['loss_final']:.3f}, of held-out examples {' -> '.join(held_out)}"
-    print(f"{told}; the model is in {args.output_dir / 'model'}")
+    evaluations = summary["evaluation"]
+    held_out = [f"{evaluations[name].get('held_out_loss', math.nan):.3f}" for name in ("start", "final")]
+    losses = f"loss of the last step {summary['loss_final']:.3f}, of held-out examples {' -> '.join(held_out)}"
+    print(f"{losses}; the model is in {args.output_dir / 'model'}")
 
 
 def run_probe(args: argparse.Namespace) -> None:
-    """Measures how hard the prompts are and where time goes: answers some training prompts and makes one update, in
+    """Measure how hard the prompts are and where time goes: answer some training prompts and make one update, in
     about a minute. It keeps nothing (docs/quickstart.md)."""
     config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise UserError(f"--json must be a file in a folder that exists, got {args.json}")
     from python_trainer.probe import lines, probe
 
-    found = probe(config, seconds=args.seconds)
-    print("\n".join(lines(found)))
+    findings = probe(config, seconds=args.seconds)
+    print("\n".join(lines(findings)))
     if args.json:
-        write_text(args.json, json.dumps(found, indent=1) + "\n")
+        write_text(args.json, json.dumps(findings, indent=1) + "\n")
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Reports on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
+    """Report on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
     report.html, one page with curves, sample answers and the settings that differ: into DIR, or beside the first of
     several. It needs no network."""
     from python_trainer.report import report
@@ -180,23 +182,24 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def run_history(args: argparse.Namespace) -> None:
-    """Lists the runs that accelerators.rhyme.database has recorded in a retrospective database."""
+    """List the runs that accelerators.rhyme.database has recorded in a retrospective database."""
     from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 
     database = RetrospectiveDatabase(args.url, create=False)
     for run in (runs := database.runs()):
         steps = database.trajectory(run.id)
-        begun, tokens = datetime.fromtimestamp(run.created), sum(step.generated_tokens for step in steps)
+        created = datetime.fromtimestamp(run.created)
         folder, seed = (run.settings.get(name, "-") for name in ("output_dir", "seed"))
-        last = f"{steps[-1].accuracy:.3f}" if steps else "-"
-        done = f"{len(steps)} steps, {tokens} tokens, accuracy {last}"
-        told = f"run {run.id}, {begun:%Y-%m-%d}, {folder}: {run.task}, seed {seed}, {done}"
-        print(escape_controls(told, keep=""))
+        tokens = sum(step.generated_tokens for step in steps)
+        accuracy = f"{steps[-1].accuracy:.3f}" if steps else "-"
+        progress = f"{len(steps)} steps, {tokens} tokens, accuracy {accuracy}"
+        line = f"run {run.id}, {created:%Y-%m-%d}, {folder}: {run.task}, seed {seed}, {progress}"
+        print(escape_controls(line, keep=""))
     print(f"{database.name}: {len(runs)} runs")
 
 
 def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> Config:
-    """Reads the settings of a run; finds mistakes in them before torch loads, which takes seconds.
+    """Read the settings of a run; find mistakes in them before torch loads, which takes seconds.
 
     Args:
         resume: whether a run in OUTPUT_DIR may go on; None: nothing is written there.
@@ -210,7 +213,7 @@ def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> Con
 
 
 def note_resuming(args: argparse.Namespace, config: Config) -> None:
-    """Notes what a mistyped folder or a forgotten setting would hide."""
+    """Note what a mistyped folder or a forgotten setting would hide."""
     if not args.resume:
         return
     from python_trainer.checkpoint import list_checkpoints

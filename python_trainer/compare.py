@@ -39,7 +39,7 @@ def accelerators_of(variant: str) -> list[str]:
 def compare(
     config: Config, output_dir: Path, *, variants: Sequence[str], seeds: int, console: Console | None = None
 ) -> None:
-    """Trains every variant on as many seeds, from the configuration's own on, and reports.
+    """Train every variant on as many seeds, from the configuration's own on, and report.
 
     It keeps finished runs and continues interrupted ones. A seed's variants begin with the same policy, prompts, noise.
 
@@ -59,22 +59,23 @@ def compare(
             values["accelerators"] = config.accelerators.with_enabled(accelerators)
             values["max_steps"] = steps or config.max_steps
             folder = output_dir / variant / f"seed-{config.seed + seed}"
-            wanted, path = load_config(values), folder / "config.yaml"
-            if path.exists() and path.read_text(encoding="utf-8") != dump_config(wanted):
-                changed = ", ".join(changed_settings(folder, wanted)) or "made by another version"
+            run_config = load_config(values)
+            path = folder / "config.yaml"
+            if path.exists() and path.read_text(encoding="utf-8") != dump_config(run_config):
+                changed = ", ".join(changed_settings(folder, run_config)) or "made by another version"
                 raise UserError(
                     f"{folder} holds a run with other settings ({changed}): choose another --output-dir, or remove it"
                 )
             if not (folder / "summary.json").exists():
-                plans.append((variant, folder, wanted))
-    if asking := [settings for _, _, wanted in plans for settings in wanted.accelerators.chosen()]:
+                plans.append((variant, folder, run_config))
+    if used := [settings for _, _, run_config in plans for settings in run_config.accelerators.chosen()]:
         task = config.task.load()
-        for settings in asking:
+        for settings in used:
             settings.check_task(task)  # before any variant trains
         del task  # with its reward models
-    for number, (variant, folder, wanted) in enumerate(plans):
-        from python_trainer.trainer import Trainer  # seconds, which a mistake in the arguments need not cost
+    for number, (variant, folder, run_config) in enumerate(plans):
+        from python_trainer.trainer import Trainer  # takes seconds, which wrong arguments need not cost
 
-        label = f"{variant} (seed {wanted.seed}, run {number + 1} of {len(plans)})"
-        Trainer(wanted, folder, resume=True, label=label, console=console).run()
+        label = f"{variant} (seed {run_config.seed}, run {number + 1} of {len(plans)})"
+        Trainer(run_config, folder, resume=True, label=label, console=console).run()
     report([output_dir])

@@ -19,7 +19,7 @@ class Environment:
     timeout: ClassVar[float] = 60.0
 
     def reset(self, example: Example) -> str | Messages:
-        """Begins an episode -> its prompt, text or messages like the example's; the same for the same example.
+        """Begin an episode; return its prompt, text or messages like the example's, the same for the same example.
 
         Called for every prompt when a run is set up, and again for every answer before its first :meth:`step`. Slow
         set-up belongs into :meth:`step`.
@@ -27,7 +27,7 @@ class Environment:
         return example.prompt
 
     def step(self, text: str) -> tuple[str | Messages, float, bool]:
-        """Replies to a turn of the policy -> the reply, a reward, and whether the episode is over.
+        """Reply to a turn of the policy -> the reply, a reward, and whether the episode is over.
 
         The reply stands in the answer as it is. In a chat, text is a message of the user, and messages (of a tool, for
         example) go through the tokenizer's template. The rewards of an episode add up.

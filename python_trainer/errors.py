@@ -29,25 +29,32 @@ class NotFinite(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether memory ran out: in Python, in C++, in torch on a CPU or GPU, or in CUDA's libraries."""
-    said = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(text in str(error) for text in (*said, "_STATUS_ALLOC_FAILED"))
+    """Return whether memory ran out: in Python, in C++, in torch on a CPU or GPU, or in CUDA's libraries."""
+    messages = (
+        "can't allocate memory",
+        "Cannot allocate memory",
+        "not enough memory",
+        "out of memory",
+        "bad_alloc",
+        "_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, MemoryError) or any(text in str(error) for text in messages)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Tells whether gloo or NCCL noticed that another rank has ended."""
-    said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-    return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in said)
+    """Return whether gloo or NCCL noticed that another rank has ended."""
+    messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return os.environ.get("WORLD_SIZE", "1") != "1" and any(text in str(error) for text in messages)
 
 
 def is_timed_out(error: BaseException) -> bool:
-    """Tell whether gloo, NCCL or the store of the process group has waited for another rank until ddp_timeout."""
-    said = ("Timed out waiting", "Application timeout", "wait timeout after", "collective operation timeout")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+    """Return whether gloo, NCCL or the store of the process group has waited for another rank until ddp_timeout."""
+    messages = ("Timed out waiting", "Application timeout", "wait timeout after", "collective operation timeout")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def kind_of(error: BaseException) -> type[Exception] | None:
-    """Returns the class that another rank raises for this error; None if it does not end a run in one line."""
+    """Return the class that another rank raises for this error; None if it does not end a run in one line."""
     for kind in (UserError, NotFinite):
         if isinstance(error, kind):
             return kind
@@ -55,19 +62,19 @@ def kind_of(error: BaseException) -> type[Exception] | None:
 
 
 def hide_passwords(text: str) -> str:
-    """Replaces passwords in URLs by ***: in ``scheme://user:password@host`` and ``?password=``."""
+    """Replace passwords in URLs by ***: in ``scheme://user:password@host`` and ``?password=``."""
     text = re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
     return re.sub(r"([?&]\w*password=)[^&\s'\"]*", r"\1***", text)
 
 
 def tell(message: str) -> None:
-    """Prints a message on standard error, on rank 0 only."""
+    """Print a message on standard error, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":  # compared as text: the message may be about this variable
         print(escape_controls(message), file=sys.stderr)
 
 
 def wait_for_first_rank() -> None:
-    """Waits on all ranks but the first of a host, so that one message is printed and not one per rank.
+    """Wait on all ranks but the first of a host, so that one message is printed and not one per rank.
 
     torchrun ends the other ranks as soon as the first has failed.
     """
@@ -76,12 +83,12 @@ def wait_for_first_rank() -> None:
 
 
 def mark_shared(error: BaseException) -> None:
-    """Marks an error that all ranks raise together."""
+    """Mark an error that all ranks raise together."""
     error.shared = True  # type: ignore[attr-defined]
 
 
 def is_shared(error: BaseException | None) -> bool:
-    """Tells whether all ranks raise this error together, or the error that it was raised from."""
+    """Return whether all ranks raise this error together, or the error that it was raised from."""
     while error is not None:
         # loss and norm are sums over all ranks; a rank that cannot sample raises together with the others
         if isinstance(error, NotFinite) or getattr(error, "shared", False):
@@ -91,11 +98,12 @@ def is_shared(error: BaseException | None) -> bool:
 
 
 def tell_error(error: BaseException, message: str) -> None:
-    """Prints an error: rank 0 alone if all ranks raise it together, else every rank that has one, with its number."""
+    """Print an error: on rank 0 if all ranks raise it together, else on every failed rank, with its number."""
     if is_shared(error):
         tell(f"error: {message}")
         return
-    wait_for_first_rank()  # which may have found the same
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    who = "" if size == "1" else f"process {rank} of {size}: "
-    print(f"error: {who}{escape_controls(message)}", file=sys.stderr)
+    wait_for_first_rank()  # it may have the same error
+    rank = os.environ.get("RANK", "0")
+    size = os.environ.get("WORLD_SIZE", "1")
+    process = "" if size == "1" else f"process {rank} of {size}: "
+    print(f"error: {process}{escape_controls(message)}", file=sys.stderr)

@@ -12,15 +12,15 @@ FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of
 
 
 def hub_model(path: str) -> tuple[str, str | None] | None:
-    """Parses ``owner/name`` or ``owner/name@revision`` of the Hub -> name, revision; None: another form."""
-    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", path)
-    return None if found is None else (found[1], found[2])
+    """Return name and revision of ``owner/name`` or ``owner/name@revision`` of the Hub; None: another form."""
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", path)
+    return None if match is None else (match[1], match[2])
 
 
 def snapshot(
     name: str, revision: str | None, *, kind: Literal["model", "dataset"], setting: str, files: Sequence[str] | None
 ) -> Path:
-    """Downloads a repository unless it is cached -> its folder in the cache.
+    """Download a repository unless it is cached; return its folder in the cache.
 
     Raises:
         UserError: there is no such repository, or it is not cached and the Hub cannot be reached.
@@ -28,7 +28,7 @@ def snapshot(
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             name,
             repo_type=kind,
             revision=revision,
@@ -43,16 +43,16 @@ def snapshot(
             f"{setting}: {name}{at} is no folder here, and neither the Hub nor its cache gives it: {reason} (a private "
             "or gated repository needs `hf auth login`)"
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def shipped_policies() -> list[str]:
-    """Names of the base policies that come with the package, a folder each."""
+    """Return the names of the base policies that come with the package, a folder each."""
     return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").is_file())
 
 
 def policy_folder(path: str, files: Sequence[str] = FILES) -> Path:
-    """Finds the folder that ``model.path`` names, and downloads a model of the Hub.
+    """Return the folder that ``model.path`` names; download a model of the Hub.
 
     Raises:
         UserError: there is none.

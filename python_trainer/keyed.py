@@ -7,13 +7,13 @@ import torch
 
 
 def keyed_seed(*key: int | str) -> int:
-    """Returns a 63-bit seed from a key such as (run seed, step)."""
+    """Return a 63-bit seed from a key such as (run seed, step)."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
-    """Returns entries ``first`` .. ``first + count - 1`` of an endless sequence of prompt numbers.
+    """Return entries ``first`` .. ``first + count - 1`` of an endless sequence of prompt numbers.
 
     Every epoch visits each of ``size`` prompts once, in an order of its own.
     """
@@ -26,10 +26,10 @@ def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
 
 
 def keyed_choice(options: Sequence, *key: int | str):
-    """Returns one of the options, uniformly."""
+    """Return one of the options, uniformly."""
     return options[keyed_seed(*key) % len(options)]
 
 
 def keyed_unit(*key: int | str) -> float:
-    """Returns a number in [0, 1)."""
+    """Return a number in [0, 1)."""
     return keyed_seed(*key) / 2.0**63

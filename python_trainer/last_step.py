@@ -38,15 +38,19 @@ class LastStep:
     def __init__(self, votes: Any = None, rank: int = 0, size: int = 1):
         self.contents: dict[str, Any] | None = None
         self.learned: dict[str, Any] | None = None
-        self._votes, self._rank, self._size = votes, rank, size
+        self._votes = votes
+        self._rank = rank
+        self._size = size
         self._lock = threading.Condition()
         self._in_section = self._held = self._writing = False
-        self._sections, self._target = 0, -1  # over so far; after which the other thread wants to copy
+        self._sections = 0  # how many are over
+        self._target = -1  # after how many sections the other thread wants to copy
 
     def note(self, contents: dict[str, Any] | None) -> None:
         """Replace the contents; weights and moments of the model go with them."""
         with self._lock:
-            self.contents, self.learned = contents, None
+            self.contents = contents
+            self.learned = None
 
     @contextmanager
     def section(self, *, writes: bool = False) -> Iterator[None]:
@@ -79,16 +83,18 @@ class LastStep:
             learned: returns weights and moments of the model.
             ended: set once the main thread saves the step that follows, or leaves.
         """
-        found = None
+        copied = None
         try:
             contents, copy = self._copy(learned, ended)
-            found = None if contents is None or copy is None else (contents, copy)
+            copied = None if contents is None or copy is None else (contents, copy)
         finally:
             with self._lock:
-                self._held, self._target, self._writing = False, -1, found is not None
+                self._held = False
+                self._target = -1
+                self._writing = copied is not None
                 self._lock.notify_all()
         try:
-            yield found
+            yield copied
         finally:
             with self._lock:
                 self._writing = False
@@ -104,7 +110,8 @@ class LastStep:
         target = self._vote("sections", self._target, max, ended)
         with self._lock:
             if target is not None and target > self._target:  # another rank was in a section that this one must join
-                self._target, self._held = target, False
+                self._target = target
+                self._held = False
                 self._lock.notify_all()
             while not (self._held or ended.is_set()):
                 self._lock.wait(POLL)
@@ -113,13 +120,13 @@ class LastStep:
         all_have = self._vote("copies", int(copy is not None), min, ended)
         return (contents, copy) if all_have else (None, None)
 
-    def _vote(self, subject: str, own: int, decide: Callable[[list[int]], int], ended: threading.Event) -> int | None:
+    def _vote(self, subject: str, vote: int, decide: Callable[[list[int]], int], ended: threading.Event) -> int | None:
         """Return what rank 0 decides on the numbers of all ranks; None if the run of one of them has ended before."""
         store, rank = self._votes, self._rank
         if store is None:
-            return decide([own])
+            return decide([vote])
         ballots = [f"{subject}/{number}" for number in range(self._size)]
-        store.set(ballots[rank], str(own))
+        store.set(ballots[rank], str(vote))
         while not store.check([subject]):
             if rank == 0 and store.check(ballots):
                 store.compare_set(subject, "", str(decide([int(store.get(ballot)) for ballot in ballots])))

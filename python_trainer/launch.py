@@ -26,8 +26,8 @@ def read_launch() -> Launch:
     Raises:
         UserError: a variable is no number in its range.
     """
-    size = _number("WORLD_SIZE", 1, least=1)
-    return Launch(_number("RANK", 0, most=size - 1), _number("LOCAL_RANK", 0), size)
+    size = _number("WORLD_SIZE", 1, minimum=1)
+    return Launch(_number("RANK", 0, maximum=size - 1), _number("LOCAL_RANK", 0), size)
 
 
 def meeting_point() -> str:
@@ -39,13 +39,13 @@ def meeting_point() -> str:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(f"{name} must be set where WORLD_SIZE is above 1: {LAUNCHER}")
-    return f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0, least=1, most=(1 << 16) - 1)}"
+    return f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0, minimum=1, maximum=(1 << 16) - 1)}"
 
 
-def _number(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
+def _number(name: str, default: int, *, minimum: int = 0, maximum: int | None = None) -> int:
     text = os.environ.get(name, str(default))
-    valid = text.isascii() and text.isdecimal() and int(text) >= least and (most is None or int(text) <= most)
-    if not valid:
-        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+    is_number = text.isascii() and text.isdecimal()
+    if not is_number or int(text) < minimum or (maximum is not None and int(text) > maximum):
+        bound = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise UserError(f"{name} must be an integer {bound}, got {text!r}: {LAUNCHER}")
     return int(text)

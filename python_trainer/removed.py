@@ -81,7 +81,7 @@ REMOVED: dict[str, str] = {
 
 
 def find_removed(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields a message for each of these settings that was removed."""
+    """Yield a message for each of these settings that was removed."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         entries = value if isinstance(value, list) else [value]

@@ -20,7 +20,7 @@ LOCK = ".lock"
 
 
 def check_run_directory(folder: Path, *, resume: bool) -> None:
-    """Checks that a run may begin in a folder, or go on there; makes nothing.
+    """Check that a run may begin in a folder, or go on there; write nothing.
 
     Raises:
         UserError: it is a file, cannot be made or written, or is in use; it holds a run although ``resume`` is false,
@@ -53,7 +53,7 @@ def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names a file in the OSError of a write to it, which Python's own does not."""
+    """Name the file in an OSError of a write to it, which Python does not."""
     try:
         yield
     except OSError as error:
@@ -61,12 +61,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: readers see either the old text or the new one."""
+    """Replace a file in one step: readers see either the old text or the new one."""
     replace_file(path, text.encode())
 
 
 def usual_mode(folder: Path) -> None:
-    """Sets the usual permissions on the files of a folder; safetensors lets only the owner read them."""
+    """Set the usual permissions on the files of a folder; safetensors lets only the owner read them."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -76,7 +76,7 @@ def usual_mode(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a run directory, which must exist, for this process; the lock ends with the process."""
+    """Lock a run directory, which must exist, for this process; the lock ends with the process."""
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
         try:
             # a lock of the process, not of the file: forks that a reward function leaves running do not hold it
@@ -171,24 +171,24 @@ def first_problem(error: Exception) -> str:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a row to a JSON-lines file."""
+    """Append a row to a JSON-lines file."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns all rows of metrics.jsonl; none if there is no file."""
+    """Return all rows of metrics.jsonl; none if there is no file."""
     return read_rows(folder / "metrics.jsonl", MetricsRow)
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Returns step -> the sample rollouts kept of it; empty if the run has none."""
+    """Return step -> the sample rollouts kept of it; empty if the run has none."""
     rows = read_rows(folder / "samples.jsonl", SamplesRow)
     return {row["step"]: row["samples"] for row in rows if "samples" in row}
 
 
 def read_evaluations(folder: Path) -> dict[str, list[float]]:
-    """Returns the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
+    """Return the share of right answers to each test prompt in evaluations ``start`` and last ``final``, if any."""
     rows = read_rows(folder / EVALUATIONS, EvaluationRow)
     return {row["name"]: row["correct"] for row in rows if {"name", "correct"} <= row.keys()}
 

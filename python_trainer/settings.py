@@ -23,15 +23,15 @@ class PluginError(UserError, ValueError):
 
 
 def copy_nested(value: Any) -> Any:
-    """Copies nested dictionaries, lists, tuples and sets, but not the objects in them."""
+    """Copy nested dictionaries, lists, tuples and sets, but not the objects in them."""
     if isinstance(value, Mapping):
         return {key: copy_nested(inner) for key, inner in value.items()}
     return type(value)(map(copy_nested, value)) if type(value) in (list, tuple, set) else value
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggests the known names that are nearest to a misspelt one; empty where none is near."""
-    close = difflib.get_close_matches(name, known, n=2)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Suggest the names that are nearest to a misspelt one; empty where none is near."""
+    close = difflib.get_close_matches(name, names, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -67,23 +67,26 @@ class Registry(Generic[T]):
         makers: Mapping[str, str] | None = None,
         lazy: bool = False,
     ):
-        self.kind, self.lazy = kind, lazy
-        self._of, self._classes, self._makers = of, classes, dict(makers or {})
-        self.names = list(plugins)  # the registered ones, in their order
-        self._plugins = dict(plugins)  # and objects that a caller passed in the place of names
+        self.kind = kind
+        self.lazy = lazy
+        self.names = list(plugins)  # registered ones, in their order
+        self._of = of
+        self._classes = classes
+        self._makers = dict(makers or {})
+        self._plugins = dict(plugins)  # with the objects that a caller passed in place of names
 
     def registered(self) -> list[T]:
-        """Lists the registered plug-ins in their order, each once."""
+        """List the registered plug-ins in their order, each once."""
         return list(dict.fromkeys(map(self.resolve, self.names)))
 
     @property
     def choices(self) -> list[str]:
-        """Lists everything that a setting may hold, as help shows it."""
+        """List everything that a setting may hold, as help shows it."""
         form = "module:Class" if self._classes else "module:function" if self._of is None else f"module:{self.kind}"
         return [*self.names, *(f"{prefix}:PATH" for prefix in self._makers), form]
 
     def name_of(self, plugin: Any) -> Any:
-        """Names an object ``module:name``, and lets that name mean the object; returns anything else unchanged."""
+        """Name an object ``module:name``, and let that name mean the object; return anything else unchanged."""
         if isinstance(plugin, str) or not self._fits(plugin):
             return plugin
         of = plugin if hasattr(plugin, "__name__") else type(plugin)
@@ -95,31 +98,31 @@ class Registry(Generic[T]):
         return self.give(name, plugin)
 
     def give(self, name: str, plugin: T) -> str:
-        """Lets a name mean this object in this process; returns the name."""
+        """Let a name mean this object in this process; return the name."""
         self._plugins[name] = plugin
         return name
 
     def resolve(self, plugin: str | T) -> T:
-        """Returns the object that a name refers to; returns an object unchanged.
+        """Return the object that a name refers to; return an object unchanged.
 
         Raises:
             PluginError: there is no such plug-in, or it has the wrong type.
         """
-        found: Any = self._plugins.get(plugin, plugin) if isinstance(plugin, str) else plugin
-        if isinstance(found, str):
-            prefix, _, argument = found.partition(":")
+        resolved: Any = self._plugins.get(plugin, plugin) if isinstance(plugin, str) else plugin
+        if isinstance(resolved, str):
+            prefix, _, argument = resolved.partition(":")
             maker = self._makers.get(prefix) if argument else None
-            found = self._load(found) if maker is None else resolve_name(maker)(argument)
-        if not self._fits(found):
+            resolved = self._load(resolved) if maker is None else resolve_name(maker)(argument)
+        if not self._fits(resolved):
             form = "a subclass" if self._classes else "an instance"
-            wanted = "a function" if self._type is None else f"{form} of {self._type.__name__}"
-            raise PluginError(f"{self.kind} {plugin!r} is not {wanted}")
-        return cast(T, found)
+            allowed = "a function" if self._type is None else f"{form} of {self._type.__name__}"
+            raise PluginError(f"{self.kind} {plugin!r} is not {allowed}")
+        return cast(T, resolved)
 
     def without_path(self, value: Any) -> Any:
         """Return a setting of this registry without the paths from which plug-ins are made."""
         if isinstance(value, list):
-            return [self.without_path(one) for one in value]
+            return [self.without_path(item) for item in value]
         prefix = str(value).partition(":")[0]
         return prefix if prefix in self._makers else value
 
@@ -135,10 +138,10 @@ class Registry(Generic[T]):
         except Exception as error:
             raise PluginError(f"{self.kind} {name!r}: importing failed: {type(error).__name__}: {error}") from error
 
-    def _fits(self, found: object) -> bool:
+    def _fits(self, plugin: object) -> bool:
         if self._classes:
-            return isinstance(found, type) and issubclass(found, self._type)
-        return callable(found) if self._type is None else isinstance(found, self._type)
+            return isinstance(plugin, type) and issubclass(plugin, self._type)
+        return callable(plugin) if self._type is None else isinstance(plugin, self._type)
 
     @property
     def _type(self) -> Any:
@@ -149,8 +152,8 @@ class Registry(Generic[T]):
         return schema if self.lazy else core_schema.no_info_after_validator_function(self._check, schema)
 
     def _named(self, value: Any) -> Any:
-        """Replaces objects by their names."""
-        return [self.name_of(one) for one in value] if isinstance(value, list | tuple) else self.name_of(value)
+        """Replace objects by their names."""
+        return [self.name_of(item) for item in value] if isinstance(value, list | tuple) else self.name_of(value)
 
     def _check(self, value: Any) -> Any:
         for name in value if isinstance(value, list) else [value]:
@@ -166,12 +169,12 @@ class Section(BaseModel):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> "type[Section]":
-        """Returns the class for these settings, where some of them decide what others there are."""
+        """Return the class for these settings, where some of them decide what others there are."""
         return cls
 
     @classmethod
     def kinds(cls) -> "list[type[Section]]":
-        """Returns the registered classes among which :meth:`fitting` chooses."""
+        """Return the registered classes among which :meth:`fitting` chooses."""
         return []
 
     @model_validator(mode="wrap")
@@ -198,29 +201,32 @@ def shared_values(section: Section) -> dict[str, Any]:
 
 def problem_line(problem: Any) -> str:
     """Write one of the errors of a pydantic ValidationError as: key, what is wrong, value."""
-    key, message = ".".join(map(str, problem["loc"])), problem["msg"]
+    key = ".".join(map(str, problem["loc"]))
+    message = problem["msg"]
     return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """Returns the section that a setting is, or may be."""
+    """Return the section that a setting is, or may be."""
     options = [annotation, *get_args(annotation)]
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
 def as_yaml(value: Any) -> str:
-    """Writes a value on one line, as ``--set`` takes it."""
+    """Write a value on one line, as ``--set`` takes it."""
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=1 << 16).split("\n")[0]
 
 
 def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
-    """Describes every setting of a section and of those within it, in order; then those of one kind, with its name."""
+    """Describe every setting of a section and of those within it, in order; then those of one kind, with its name."""
     for kind in [section, *section.kinds()]:
         about = "" if kind is section else f"{kind.model_fields['name'].default}: "
         for name, field in kind.model_fields.items():
             if about and name in section.model_fields:
                 continue
-            key, inner, text = f"{prefix}{name}", section_in(field.annotation), f"{about}{field.description or ''}"
+            key = f"{prefix}{name}"
+            text = f"{about}{field.description or ''}"
+            inner = section_in(field.annotation)
             if inner is None:
                 default = kind.fitting({}).model_fields[name].get_default(call_default_factory=True)
                 yield key, type_name(field.annotation, field.metadata), as_yaml(default), text
@@ -231,18 +237,19 @@ def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
 
 
 def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Writes a type as ``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
+    """Write a type as ``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
     registry = next((item for item in metadata if isinstance(item, Registry)), None)
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if registry is not None:
         choices = " | ".join(registry.choices)
-        return f"list of {choices}" if list in (origin, *map(get_origin, parts)) else choices
+        return f"list of {choices}" if list in (origin, *map(get_origin, arguments)) else choices
     if origin is Annotated:
-        return type_name(parts[0], parts[1:])
+        return type_name(arguments[0], arguments[1:])
     if origin is Literal:
-        return " | ".join(map(str, parts))
+        return " | ".join(map(str, arguments))
     if origin in (types.UnionType, Union):
-        return " | ".join(map(type_name, parts))
+        return " | ".join(map(type_name, arguments))
     if origin in (list, tuple, dict):
-        return f"{origin.__name__} of {', '.join(map(type_name, parts))}"
+        return f"{origin.__name__} of {', '.join(map(type_name, arguments))}"
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
