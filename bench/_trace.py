@@ -64,7 +64,7 @@ def record(config: Config, out: Path) -> None:
     columns |= {f"answer_{k}": v for k, v in flat([r.response_ids for r in rows]).items()}
     np.savez_compressed(
         out,
-        key=np.array([r.prompt_key for r in rows]),
+        key=np.array([r.prompt_index for r in rows]),
         reward=np.array([r.reward for r in rows]),
         step=np.array([step for step, _ in recorder.rollouts]),
         epoch=np.array([int((step - 1) / per_epoch) for step, _ in recorder.rollouts]),

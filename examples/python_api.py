@@ -56,7 +56,7 @@ class Watch(Callback):
 
     def on_rollouts(self, trainer, step, rollouts):
         best = max(rollouts, key=lambda rollout: rollout.reward)
-        print(f"step {step}: {trainer.task.train[best.prompt_key].prompt} {best.text!r}")
+        print(f"step {step}: {trainer.task.train[best.prompt_index].prompt} {best.text!r}")
 
     def on_evaluate(self, trainer, step, metrics):
         print(f"step {step}: accuracy {metrics['eval/accuracy']:.3f}, pass@4 {metrics['eval/pass@4']:.3f}")

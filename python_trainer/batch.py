@@ -1,17 +1,24 @@
 """The batch of one step: rewards, masks and advantages of its rollouts, and the loss of each minibatch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from python_trainer.algorithms.advantages import StepRewards, against_chance, explained_variance
-from python_trainer.algorithms.losses import Aggregation, importance_weights, kl_estimate, policy_loss, value_loss
+from python_trainer.algorithms.advantages import StepRewards, compare_with_success_rate, explained_variance
+from python_trainer.algorithms.losses import (
+    Aggregation,
+    PolicyLoss,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+    value_loss,
+)
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.model.packing import Packed, pack, scored_tokens
 
-# metric -> the tokens that it is a mean, or the maximum, over; Minibatch.loss sums metrics and counts tokens
+# metric -> the tokens that it is a mean, or the maximum, over
 MEANS = {
     "clip_ratio/low_mean": "all", "clip_ratio/high_mean": "all",  # tokens without a gradient are never clipped
     "importance_ratio/mean": "passed", "kl": "compared", "value_loss": "valued", "clip_ratio/value": "valued",
@@ -21,15 +28,17 @@ MAXIMA = {"importance_ratio/max": "passed", "sampling/logp_difference/max": "sam
 COUNTS = ("passed", "compared", "valued", "sampled", "corrected")
 SUMS = ("loss", *COUNTS, *MEANS)
 
+TokenMetrics = dict[str, torch.Tensor]  # metric or count -> values [B, L], 0 where they do not count
 
-def take(table: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Returns the entries [B, L] of a micro-batch in a table of all samples, 0 where masked."""
+
+def gather_rows(table: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """Return the entries [B, L] of a micro-batch in a table of all samples, 0 where masked."""
     rows = table[torch.tensor(packed.samples, device=table.device), : packed.mask.shape[1]]
     return torch.where(packed.mask, rows, 0.0)
 
 
-def put(table: torch.Tensor, packed: Packed, values: torch.Tensor) -> None:
-    """Stores the values [B, L] of a micro-batch in a table of all samples."""
+def scatter_rows(table: torch.Tensor, packed: Packed, values: torch.Tensor) -> None:
+    """Store the values [B, L] of a micro-batch in a table of all samples."""
     place = torch.tensor(packed.samples, device=table.device), slice(packed.mask.shape[1])
     table[place] = torch.where(packed.mask, values, table[place])
 
@@ -39,31 +48,30 @@ class Batch:
 
     Args:
         rollouts: scored; their order is that of the samples.
-        longest: most tokens that an answer may have.
+        max_completion_length: most tokens that an answer may have.
         prefix_in_loss: train on given prefixes too.
 
     Attributes:
         rewards: float32 [B].
         groups: int64 [B].
-        expected: float32 [B], chances that stored answers are judged against; NaN: judged against the group.
-        caps: float32 [B], truncation of the importance weights of stored answers; NaN: a fresh answer.
+        success_rates: float32 [B], baselines of stored answers; NaN: the group is the baseline.
+        importance_caps: float32 [B], limits of the importance weights of stored answers; NaN: a fresh answer.
         in_loss: bool [B].
         loss_tokens: int64 [B] on the CPU, response tokens in the loss.
         critic_tokens: int64 [B] on the CPU, those of them that a critic learns from: none of a stored answer.
-        lengths: int64 [B], response tokens without those of others; a given prefix counts.
+        lengths: int64 [B], response tokens that the policy wrote, with a given prefix.
         present: bool [B, T], response tokens.
-        scored: bool [B, T], those of them that are more than context.
-        sampler: [B, T] log-probabilities of the sampler; NaN on given prefixes and where unknown. Those of tokens of
-            others may be anything.
-        old: [B, T] log-probabilities before the update, NaN where not scored; None: those of the current pass.
-        reference: the same of the reference model, with beta > 0.
-        values: the same of the critic.
+        scored: bool [B, T], response tokens that are more than context.
+        sampler_logprobs: [B, T]; NaN on given prefixes and where unknown, anything on tokens of an environment.
+        old_logprobs: [B, T] before the update, NaN where not scored; None: use those of the current pass.
+        reference_logprobs: [B, T] of the reference model, with beta > 0.
+        values: [B, T] of the critic before the update.
         advantages: [B, T], set by :meth:`set_advantages`.
         returns: [B, T] targets of the critic, set by :meth:`set_advantages`; NaN: none.
     """
 
-    old: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -72,87 +80,110 @@ class Batch:
         self,
         rollouts: Sequence[Rollout],
         config: AlgorithmConfig,
-        longest: int,
+        max_completion_length: int,
         device: torch.device,
         *,
         prefix_in_loss: bool = False,
     ):
         for rollout in rollouts:
-            answer, mask = len(rollout.response_ids), rollout.response_mask
-            assert mask is None or len(mask) == answer, "a response mask has an entry for each token of the response"
-            assert len(rollout.logprobs) == answer - rollout.prefix_len, "each token after the prefix has a logprob"
-        self.rollouts, self.config, self.longest, self.device = rollouts, config, longest, device
+            num_tokens = len(rollout.response_ids)
+            mask = rollout.response_mask
+            assert mask is None or len(mask) == num_tokens, "a response mask has an entry for each response token"
+            assert len(rollout.logprobs) == num_tokens - rollout.prefix_len, "each generated token has a logprob"
+        self.rollouts = rollouts
+        self.config = config
+        self.max_completion_length = max_completion_length
+        self.device = device
         self.prefix_in_loss = prefix_in_loss
-        self.weigh: Aggregation = LOSS_TYPES.resolve(config.loss_type)
+        self.aggregate: Aggregation = LOSS_TYPES.resolve(config.loss_type)
+
         self.rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
         self.groups = torch.tensor([r.group for r in rollouts], device=device)
-        self.expected = torch.tensor([torch.nan if r.expected is None else r.expected for r in rollouts], device=device)
-        caps = [torch.nan if r.importance_cap is None else r.importance_cap for r in rollouts]
-        self.caps = torch.tensor(caps, device=device)
+        self.success_rates = torch.tensor([_or_nan(r.success_rate) for r in rollouts], device=device)
+        self.importance_caps = torch.tensor([_or_nan(r.importance_cap) for r in rollouts], device=device)
+
         ended = torch.tensor([r.finish_reason != "length" for r in rollouts], dtype=torch.bool)
         in_loss = ended if config.mask_truncated_completions else torch.ones_like(ended)
         self.in_loss = in_loss.to(device)
-        flags = [scored_tokens(r, score_prefix=prefix_in_loss) for r in rollouts]
-        self.loss_tokens = torch.tensor([sum(row) for row in flags], dtype=torch.int64) * in_loss
-        self.critic_tokens = self.loss_tokens * self.caps.isnan().cpu()
+
+        scored_rows = [scored_tokens(r, score_prefix=prefix_in_loss) for r in rollouts]
+        self.loss_tokens = torch.tensor([sum(row) for row in scored_rows], dtype=torch.int64) * in_loss
+        self.critic_tokens = self.loss_tokens * self.importance_caps.isnan().cpu()
         lengths = [sum(scored_tokens(r, score_prefix=True)) for r in rollouts]
         self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
-        recorded = [x for r in rollouts for x in [torch.nan] * r.prefix_len + list(r.logprobs)]
-        tokens = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
-        self.present = torch.arange(max(tokens.tolist(), default=0), device=device) < tokens[:, None]
-        scored = torch.tensor([flag for row in flags for flag in row], dtype=torch.bool, device=device)
-        self.scored = torch.zeros_like(self.present).masked_scatter(self.present, scored)
-        known = torch.tensor(recorded, dtype=torch.float32, device=device)
-        self.sampler = self.record().masked_scatter(self.present, known)
 
-    def record(self) -> torch.Tensor:
-        """Returns room for a number per response token, float32 [B, T], NaN so far."""
+        widths = [len(r.response_ids) for r in rollouts]
+        columns = torch.arange(max(widths, default=0), device=device)
+        self.present = columns < torch.tensor(widths, device=device)[:, None]
+        scored = torch.tensor([flag for row in scored_rows for flag in row], dtype=torch.bool, device=device)
+        self.scored = torch.zeros_like(self.present).masked_scatter(self.present, scored)
+        logprobs = [logprob for r in rollouts for logprob in [torch.nan] * r.prefix_len + list(r.logprobs)]
+        sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32, device=device)
+        self.sampler_logprobs = self.empty_table().masked_scatter(self.present, sampler_logprobs)
+
+    def empty_table(self) -> torch.Tensor:
+        """Return room for a number per response token, float32 [B, T], NaN so far."""
         return torch.full(self.present.shape, torch.nan, device=self.device)
 
     def pack(self, samples: Sequence[int]) -> Packed:
-        """Returns these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
+        """Return these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
         return pack(self.rollouts, samples, score_prefix=self.prefix_in_loss, device=self.device)
 
     def set_advantages(self) -> dict[str, float]:
-        """Computes advantages, and returns for a critic, from what was recorded before the update -> metrics.
+        """Compute advantages, and returns for a critic, from what was recorded before the update; return metrics.
 
         The KL penalty is per token for advantages of tokens, and a sum per answer for those that compare answers.
-        Answers that are judged against a chance change nothing for others. A critic learns from fresh answers alone:
-        stored ones are right, and would teach it that every answer is.
+        Answers with a success rate change nothing for others. A critic learns from fresh answers alone: stored ones
+        are right, and would teach it that every answer is.
         """
         config, mask = self.config, self.scored
-        in_loss = mask & self.in_loss[:, None]
-        penalty = torch.zeros(mask.shape, device=mask.device)
-        metrics = {}
-        if config.use_kl_in_reward and self.old is not None and self.reference is not None:
-            kl = kl_estimate(self.old, self.reference, mask, config.kl_estimator)
-            penalty = config.beta * kl
-            metrics["kl"] = float(kl.sum() / mask.sum().clamp(min=1))
         advantages = torch.zeros(mask.shape, device=mask.device)
-        advantages += against_chance(self.expected, deviations=config.in_deviations)[:, None]
-        judged = torch.arange(len(self.rewards), device=mask.device)[self.expected.isnan()]  # against their group
-        if len(judged) or not self.rollouts:
+        advantages += compare_with_success_rate(self.success_rates, deviations=config.in_deviations)[:, None]
+        penalty, metrics = self._kl_penalty()
+        grouped = torch.arange(len(self.rewards), device=mask.device)[self.success_rates.isnan()]
+        if len(grouped) or not self.rollouts:
             step = StepRewards(
-                self.rewards[judged], self.groups[judged], mask[judged], in_loss[judged], penalty[judged],
-                None if self.values is None else self.values[judged],
-            )  # fmt: skip
-            own, returns = config.judge(step, config)
-            advantages[judged] = own[:, None].expand(step.mask.shape) if own.ndim == 1 else own
-            if step.values is not None and returns is not None:
-                fresh = self.caps[judged].isnan()[:, None]
-                self.returns = self.record().index_copy(0, judged, torch.where(fresh, returns, torch.nan))
-                learned = step.in_loss & fresh
-                if learned.any():
-                    metrics["explained_variance"] = explained_variance(step.values, returns, learned)
-                    metrics |= {
-                        "values/mean": float(step.values[learned].mean()),
-                        "returns/mean": float(returns[learned].mean()),
-                    }
+                self.rewards[grouped],
+                self.groups[grouped],
+                mask[grouped],
+                (mask & self.in_loss[:, None])[grouped],
+                penalty[grouped],
+                None if self.values is None else self.values[grouped],
+            )
+            group_advantages, returns = config.advantage_fn(step, config)
+            if group_advantages.ndim == 1:
+                group_advantages = group_advantages[:, None].expand(step.mask.shape)
+            advantages[grouped] = group_advantages
+            if returns is not None:
+                metrics |= self._set_returns(step, returns, grouped)
         self.advantages = torch.where(self.present, advantages, 0.0)
         return metrics
 
+    def _kl_penalty(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return beta x KL of every token, which ``use_kl_in_reward`` subtracts from rewards, [B, T], and metrics."""
+        config, mask = self.config, self.scored
+        if not config.use_kl_in_reward or self.old_logprobs is None or self.reference_logprobs is None:
+            return torch.zeros(mask.shape, device=mask.device), {}
+        kl = kl_estimate(self.old_logprobs, self.reference_logprobs, mask, config.kl_estimator)
+        return config.beta * kl, {"kl": float(kl.sum() / mask.sum().clamp(min=1))}
+
+    def _set_returns(self, step: StepRewards, returns: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+        """Set the targets of the critic from the returns of these samples; return metrics of the critic."""
+        if step.values is None:
+            return {}
+        fresh = self.importance_caps[samples].isnan()[:, None]
+        self.returns = self.empty_table().index_copy(0, samples, torch.where(fresh, returns, torch.nan))
+        learned = step.in_loss & fresh
+        if not learned.any():
+            return {}
+        return {
+            "explained_variance": explained_variance(step.values, returns, learned),
+            "values/mean": float(step.values[learned].mean()),
+            "returns/mean": float(returns[learned].mean()),
+        }
+
     def split(self) -> list[list[int]]:
-        """Splits the samples into ``num_minibatches`` parts.
+        """Split the samples into ``num_minibatches`` parts.
 
         The samples of a group stay side by side, and groups of similar length too.
         """
@@ -160,37 +191,48 @@ class Batch:
         for index, rollout in enumerate(self.rollouts):
             groups.setdefault(rollout.group, []).append(index)
 
-        def longest(group: list[int]) -> int:
+        def longest_response(group: list[int]) -> int:
             return max(len(self.rollouts[index].response_ids) for index in group)
 
-        parts, members = self.config.num_minibatches, list(groups.values())
-        split = [sorted(members[part::parts], key=longest) for part in range(parts)]
-        return [[index for group in part for index in group] for part in split if part]
+        num_minibatches = self.config.num_minibatches
+        members = list(groups.values())
+        minibatches = [sorted(members[i::num_minibatches], key=longest_response) for i in range(num_minibatches)]
+        return [[index for group in minibatch for index in group] for minibatch in minibatches if minibatch]
 
-    def minibatches(self, trained: Sequence[bool]) -> Iterator["Minibatch"]:
-        """Yields the minibatches of one pass over the batch, without those of which nothing is in the loss.
+    def minibatches(self, has_gradient: Sequence[bool]) -> Iterator["Minibatch"]:
+        """Yield the minibatches of one pass over the batch, without those of which nothing is in the loss.
 
         Args:
-            trained: of each sample, whether it has a gradient.
+            has_gradient: one entry per sample.
         """
-        for part in self.split():
-            if self.loss_tokens[part].any():  # else every answer was truncated and is masked
-                yield Minibatch(self, part, [index for index in part if trained[index]])
+        for samples in self.split():
+            if self.loss_tokens[samples].any():  # else every answer was truncated and is masked
+                yield Minibatch(self, samples, [index for index in samples if has_gradient[index]])
+
+
+def _or_nan(number: float | None) -> float:
+    return torch.nan if number is None else number
 
 
 class Minibatch:
     """The samples of one optimizer step.
 
+    The loss of a micro-batch is a sum of terms, each of which returns its loss and its metrics.
+
     Args:
         indices: of all its samples, within the batch.
-        trained: those of them that have a gradient; None: all.
+        trained: the samples that have a gradient; None: all.
 
     Attributes:
-        samples: those that are passed: one at least, so that there is a gradient, even if it is 0.
+        samples: those that go through the forward pass: at least one, so that there is a gradient, even if it is 0.
     """
 
     def __init__(self, batch: Batch, indices: Sequence[int], trained: Sequence[int] | None = None):
-        self.batch, self.indices = batch, list(indices)
+        self.batch = batch
+        self.config = batch.config
+        self.rollouts = batch.rollouts
+        self.pack = batch.pack
+        self.indices = list(indices)
         self.trained = self.indices if trained is None else list(trained)
         self.samples = self.trained or self.indices[:1]
         self.num_tokens = int(batch.loss_tokens[self.indices].sum())
@@ -198,84 +240,169 @@ class Minibatch:
 
     def loss(
         self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss of a micro-batch, as its share of the minibatch's loss, and what was counted on the way.
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a micro-batch, as its share of the minibatch's loss, and its metrics.
 
         Args:
             logprobs, entropy: [B, L] from ``Policy.score``.
             values: [B, L] from the critic, if there is one.
 
         Returns:
-            A scalar to call backward on, and numbers for :func:`mean_metrics` [len(SUMS) + len(MAXIMA)], detached.
+            A scalar to call backward on, and a detached number for each name in SUMS and MAXIMA, for
+            :func:`mean_metrics`.
         """
-        batch, config = self.batch, self.batch.config
-        assert batch.advantages is not None, "set_advantages comes first"
+        batch = self.batch
         rows = torch.tensor(packed.samples, device=logprobs.device)
         mask = packed.mask & batch.in_loss[rows, None]
-        weight = batch.weigh(
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else gather_rows(batch.old_logprobs, packed)
+        weights, metrics = self.importance_term(packed, mask, old_logprobs)
+        policy, policy_metrics = self.policy_term(packed, mask, logprobs, old_logprobs, weights)
+        metrics |= policy_metrics
+        token_loss = policy.loss
+        if batch.reference_logprobs is not None and not self.config.use_kl_in_reward:
+            kl_loss, kl_metrics = self.kl_term(packed, mask, logprobs, batch.reference_logprobs, policy.ratio)
+            token_loss = token_loss + kl_loss
+            metrics |= kl_metrics
+        token_weights = batch.aggregate(
             mask,
             num_tokens=self.num_tokens,
             num_sequences=len(self.indices),
-            max_length=batch.longest,
+            max_length=batch.max_completion_length,
             lengths=batch.lengths[rows],
         )
-        old = logprobs.detach() if batch.old is None else take(batch.old, packed)
-        sampler = take(batch.sampler, packed)
-        sampled = mask & ~sampler.isnan()
-        correction = torch.ones_like(old)
-        if config.correction is not None:
-            level, mode = config.correction
-            cap = config.importance_sampling_cap
-            correction = importance_weights(old, sampler, sampled, mode=mode, cap=cap, level=level)
-        caps = batch.caps[rows, None]
-        fresh = sampled & caps.isnan()
-        stored = importance_weights(old, sampler, sampled, mode="truncate", cap=caps)
-        correction = torch.where(caps.isnan(), correction, stored)
-        out = policy_loss(logprobs, old, take(batch.advantages, packed), mask, config, weights=correction)
-        per_token = out.loss
-        kl, none = torch.zeros_like(logprobs), torch.zeros_like(mask)
-        compared = mask if batch.reference is not None and not config.use_kl_in_reward else none
-        if batch.reference is not None and not config.use_kl_in_reward:
-            kl = kl_estimate(logprobs, take(batch.reference, packed), mask, config.kl_estimator)
-            per_token = per_token + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-        loss = (per_token * weight).sum()
-        if config.entropy_coef:  # a mean over tokens, whatever weight loss_type gives to a token
-            loss = loss - config.entropy_coef * torch.where(mask, entropy, 0.0).sum() / max(self.num_tokens, 1)
-        error, due, moved_far = torch.zeros_like(logprobs), none, none
+        loss = (token_loss * token_weights).sum()
+        if self.config.entropy_coef:
+            loss = loss + self.entropy_term(mask, entropy)
         if values is not None and batch.values is not None and batch.returns is not None:
-            before, returns, clip = take(batch.values, packed), take(batch.returns, packed), config.cliprange_value
-            due = mask & ~returns.isnan()
-            error = value_loss(values, before, returns, due, clip=clip)
-            loss = loss + config.vf_coef * error.sum() / self.critic_tokens
-            moved_far = due & ((values - before).abs() > (torch.inf if clip is None else clip))
-        with torch.no_grad():
-            difference = torch.where(fresh, (old - sampler).abs(), 0.0)
-            sums = {
-                "loss": loss, "passed": mask, "compared": compared, "valued": due, "sampled": fresh,
-                "corrected": none if config.correction is None else fresh,
-                "clip_ratio/low_mean": out.clipped_low, "clip_ratio/high_mean": out.clipped_high,
-                "importance_ratio/mean": out.ratio, "kl": kl, "value_loss": error, "clip_ratio/value": moved_far,
-                "sampling/logp_difference/mean": difference,
-                "sampling/importance_sampling_ratio/mean": correction * fresh,
-            }  # fmt: skip
-            maxima = (out.ratio, difference)
-            numbers = [sums[name].sum().float() for name in SUMS]
-            numbers += [value.max() if value.numel() else value.sum() for value in maxima]
-            return loss, torch.stack(numbers)
+            critic_loss, critic_metrics = self.critic_term(packed, mask, values, batch.values, batch.returns)
+            loss = loss + critic_loss
+            metrics |= critic_metrics
+        return loss, reduce_metrics(metrics | {"loss": loss, "passed": mask})
+
+    def importance_term(
+        self, packed: Packed, mask: torch.Tensor, old_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, TokenMetrics]:
+        """Return the factor [B, L] by which the sampler of a token corrects its loss, and metrics.
+
+        The settings decide for fresh answers; a stored answer has the truncated weight of its own cap.
+        """
+        caps = self.batch.importance_caps[torch.tensor(packed.samples, device=mask.device), None]
+        sampler_logprobs = gather_rows(self.batch.sampler_logprobs, packed)
+        sampled = mask & ~sampler_logprobs.isnan()
+        fresh = sampled & caps.isnan()
+        difference = torch.where(fresh, (old_logprobs - sampler_logprobs).abs(), 0.0)
+        metrics = {
+            "sampled": fresh,
+            "sampling/logp_difference/mean": difference,
+            "sampling/logp_difference/max": difference,
+        }
+        fresh_weights = torch.ones_like(old_logprobs)
+        if self.config.correction is not None:
+            level, mode = self.config.correction
+            cap = self.config.importance_sampling_cap
+            fresh_weights = importance_weights(old_logprobs, sampler_logprobs, sampled, mode=mode, cap=cap, level=level)
+            metrics["corrected"] = fresh
+        stored_weights = importance_weights(old_logprobs, sampler_logprobs, sampled, mode="truncate", cap=caps)
+        weights = torch.where(caps.isnan(), fresh_weights, stored_weights)
+        return weights, metrics | {"sampling/importance_sampling_ratio/mean": weights * fresh}
+
+    def policy_term(
+        self,
+        packed: Packed,
+        mask: torch.Tensor,
+        logprobs: torch.Tensor,
+        old_logprobs: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[PolicyLoss, TokenMetrics]:
+        """Return the policy loss per token with its ratios, and metrics."""
+        assert self.batch.advantages is not None, "set_advantages comes first"
+        advantages = gather_rows(self.batch.advantages, packed)
+        policy = policy_loss(logprobs, old_logprobs, advantages, mask, self.config, weights=weights)
+        return policy, {
+            "clip_ratio/low_mean": policy.clipped_low,
+            "clip_ratio/high_mean": policy.clipped_high,
+            "importance_ratio/mean": policy.ratio,
+            "importance_ratio/max": policy.ratio,
+        }
+
+    def kl_term(
+        self,
+        packed: Packed,
+        mask: torch.Tensor,
+        logprobs: torch.Tensor,
+        reference_logprobs: torch.Tensor,
+        ratio: torch.Tensor,
+    ) -> tuple[torch.Tensor, TokenMetrics]:
+        """Return the KL penalty per token, [B, L], and metrics; ``reference_logprobs`` [B, T] are of the batch."""
+        kl = kl_estimate(logprobs, gather_rows(reference_logprobs, packed), mask, self.config.kl_estimator)
+        loss = self.config.beta * (kl * ratio if self.config.use_bias_correction_kl else kl)
+        return loss, {"compared": mask, "kl": kl}
+
+    def entropy_term(self, mask: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the entropy bonus: a mean over tokens, whatever weights ``loss_type`` gives them."""
+        return -self.config.entropy_coef * torch.where(mask, entropy, 0.0).sum() / max(self.num_tokens, 1)
+
+    def critic_term(
+        self, packed: Packed, mask: torch.Tensor, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor
+    ) -> tuple[torch.Tensor, TokenMetrics]:
+        """Return the loss of the critic's values [B, L], and metrics; the batch has old values and returns [B, T]."""
+        clip = self.config.cliprange_value
+        old_values, returns = gather_rows(old_values, packed), gather_rows(returns, packed)
+        valued = mask & ~returns.isnan()
+        error = value_loss(values, old_values, returns, valued, clip=clip)
+        moved_far = valued & ((values - old_values).abs() > (torch.inf if clip is None else clip))
+        loss = self.config.vf_coef * error.sum() / self.critic_tokens
+        return loss, {"valued": valued, "value_loss": error, "clip_ratio/value": moved_far}
+
+
+class ReferenceAnswers:
+    """Reference answers of one optimizer step; their loss is the mean negative log-probability of their tokens."""
+
+    def __init__(self, rollouts: Sequence[Rollout], device: torch.device):
+        self.rollouts = rollouts
+        self.device = device
+        self.samples = self.trained = list(range(len(rollouts)))
+        self.num_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+
+    def pack(self, samples: Sequence[int]) -> Packed:
+        """Return these samples as a micro-batch."""
+        return pack(self.rollouts, samples, device=self.device)
+
+    def loss(
+        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a micro-batch, as its share of the loss of the step, and its sum over tokens."""
+        surprisal = torch.where(packed.mask, -logprobs, 0.0)
+        return surprisal.sum() / self.num_tokens, {"surprisal": surprisal.detach().sum()}
+
+
+@torch.no_grad()
+def reduce_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sum, or the maximum, of each metric of a micro-batch: a number for each name in SUMS and MAXIMA."""
+    zero = metrics["loss"].new_zeros((), dtype=torch.float32)
+    numbers = {name: metrics[name].sum().float() if name in metrics else zero for name in SUMS}
+    maxima = {name: metrics[name] for name in MAXIMA}
+    return numbers | {name: values.max() if values.numel() else zero for name, values in maxima.items()}
 
 
 def mean_metrics(
-    counted: list[torch.Tensor], optimizer_steps: Sequence[Minibatch], device: torch.device, ranks: RankGroup
+    micro_batches: Sequence[Mapping[str, torch.Tensor]],
+    optimizer_steps: Sequence[Minibatch],
+    device: torch.device,
+    ranks: RankGroup,
 ) -> dict[str, float]:
-    """Returns the metrics of a step from what :meth:`Minibatch.loss` counted in each micro-batch.
+    """Return the metrics of a step from those of its micro-batches, as :meth:`Minibatch.loss` returns them.
 
-    The loss is a mean over optimizer steps, the others are means over tokens or maxima; what has no tokens is missing.
+    The loss is a mean over optimizer steps, the others are means over tokens or maxima; a metric without tokens is
+    missing.
     """
-    # of a step with a single sample, other ranks have seen nothing
-    table = torch.stack(counted) if counted else torch.zeros(1, len(SUMS) + len(MAXIMA), device=device)
+    names = (*SUMS, *MAXIMA)
+    rows = [torch.stack([metrics[name] for name in names]) for metrics in micro_batches]
+    # a rank may have no micro-batch, as in a step with a single sample
+    table = torch.stack(rows) if rows else torch.zeros(1, len(names), device=device)
     sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
-    largest = [max(values) for values in zip(*ranks.gather(table[:, len(SUMS) :].amax(0).tolist()))]
+    maxima = [max(values) for values in zip(*ranks.gather(table[:, len(SUMS) :].amax(0).tolist()))]
     tokens = sums | {"all": sum(minibatch.num_tokens for minibatch in optimizer_steps)}
     row = {"loss": sums["loss"] / len(optimizer_steps)}
     row |= {name: sums[name] / tokens[kind] for name, kind in MEANS.items() if tokens[kind]}
-    return row | {name: value for (name, kind), value in zip(MAXIMA.items(), largest) if tokens[kind]}
+    return row | {name: value for (name, kind), value in zip(MAXIMA.items(), maxima) if tokens[kind]}

@@ -1,9 +1,9 @@
 """The files of a checkpoint.
 
-A kill cannot damage a checkpoint: it is written aside, flushed, then renamed into place. Each has checksums of its
-files, which are compared before any of them is used. With ``parallel: fsdp2`` all ranks write weights and moments, each
-its shards, by torch.distributed.checkpoint; any number of processes reads them. The index of shards, which is torch's,
-is the only pickled file.
+A kill cannot damage a checkpoint: the trainer writes a draft, flushes it, then renames it. Each checkpoint has
+checksums of its files, which are compared before any file is used. With ``parallel: fsdp2`` all ranks write weights and
+moments, each its shards, by torch.distributed.checkpoint; any number of processes reads them. The index of shards,
+which is torch's, is the only pickled file.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SHARDS = "shards"  # folder in a checkpoint to which all ranks have written
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Converts a value to JSON; tensors are moved to ``tensors`` and referred to by name."""
+    """Convert a value to JSON; tensors are moved to ``tensors`` and referred to by name."""
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().contiguous().clone()
@@ -43,7 +43,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Undoes :func:`encode`; tuples come back as lists."""
+    """Undo :func:`encode`; tuples come back as lists."""
     if isinstance(value, list):
         return [decode(v, tensors) for v in value]
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def save_checkpoint(
     ranks: RankGroup | None = None,
     shards: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes ``folder/step-N``, then removes older checkpoints.
+    """Write ``folder/step-N``, then remove older checkpoints.
 
     Args:
         state: made of tensors, strings, numbers, lists and dictionaries.
@@ -77,31 +77,31 @@ def save_checkpoint(
     """
     ranks = ranks or RankGroup()
     target = checkpoint_path(folder, step)
-    aside = draft_of(target)
+    draft = draft_of(target)
     try:
-        with ranks.together():
+        with ranks.fail_together():
             if ranks.rank == 0:
                 folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link leads that leads nowhere yet
-                for leftover in (*folder.glob(".*"), aside):
+                for leftover in (*folder.glob(".*"), draft):
                     shutil.rmtree(leftover, ignore_errors=True)
-                aside.mkdir()
+                draft.mkdir()
                 tensors: dict[str, torch.Tensor] = {}
-                (aside / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
-                save_file(tensors, aside / "tensors.safetensors")
+                (draft / "state.json").write_text(json.dumps(encode(state, tensors)), encoding="utf-8")
+                save_file(tensors, draft / "tensors.safetensors")
         if shards is not None:
-            write_shards(aside, shards, ranks.group)
-        with ranks.together():
+            write_shards(draft, shards, ranks.group)
+        with ranks.fail_together():
             if ranks.rank == 0:
-                (aside / CHECKSUMS).write_text(json.dumps(checksums(aside), indent=1) + "\n", encoding="utf-8")
-                usual_mode(aside)
+                (draft / CHECKSUMS).write_text(json.dumps(checksums(draft), indent=1) + "\n", encoding="utf-8")
+                usual_mode(draft)
                 replace_folder(target)
                 for old in list_checkpoints(folder)[:-keep]:
                     if step_of(old) != spare:
                         remove_folder(old)
     except (OSError, SafetensorError, UserError) as error:  # UserError: another rank told of its error
-        shutil.rmtree(aside, ignore_errors=True)
-        found = list_checkpoints(folder)
-        newest = f"the newest there is {found[-1].name}" if found else "there is none yet"
+        shutil.rmtree(draft, ignore_errors=True)
+        complete = list_checkpoints(folder)
+        newest = f"the newest there is {complete[-1].name}" if complete else "there is none yet"
         raise UserError(
             f"checkpoint {target} cannot be written: {error}; {newest}: make room there, or let it be written to, and "
             "--resume"
@@ -110,19 +110,19 @@ def save_checkpoint(
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
-    """Returns path within the checkpoint -> SHA-256, of all files but the one that holds them."""
-    found = {}
+    """Return path within the checkpoint -> SHA-256, of all files but the one that holds them."""
+    digests = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != CHECKSUMS:
             with path.open("rb") as file:
-                found[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                digests[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints, oldest first."""
-    found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
-    return sorted(found, key=step_of)
+    """Return the complete checkpoints, oldest first."""
+    complete = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
+    return sorted(complete, key=step_of)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -131,20 +131,21 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Returns the state that was saved, without shards.
+    """Return the state that was saved, without shards.
 
     Raises:
         UserError: files are missing or damaged.
     """
     try:
-        found, expected = checksums(path), json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
-        if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
-            raise ValueError(f"{wrong[0]} is {'other than it was written' if wrong[0] in found else 'missing'}")
+        actual = checksums(path)
+        expected = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+        if wrong := sorted(name for name in {*actual, *expected} if actual.get(name) != expected.get(name)):
+            raise ValueError(f"{wrong[0]} is {'other than it was written' if wrong[0] in actual else 'missing'}")
         tensors = load_file(path / "tensors.safetensors")
         return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
@@ -152,7 +153,7 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
-    """Returns the newest checkpoint that is not damaged, and its state; None if there is no checkpoint at all.
+    """Return the newest checkpoint that is not damaged, and its state; None if there is no checkpoint at all.
 
     Raises:
         UserError: all checkpoints are damaged. A run never starts anew because of that.
@@ -173,7 +174,7 @@ def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] |
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Returns the tensors of nested dictionaries by path, such as ``optimizer/NAME/exp_avg``; None is left out."""
+    """Return the tensors of nested dictionaries by path, such as ``optimizer/NAME/exp_avg``; None is left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -184,7 +185,7 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tenso
 
 
 def write_shards(checkpoint: Path, state: Mapping[str, Any], group: Any = None) -> None:
-    """Writes nested dictionaries of tensors; all ranks must call this together.
+    """Write nested dictionaries of tensors; all ranks must call this together.
 
     Args:
         group: torch's process group that the ranks agree in; None: the default one.
@@ -208,7 +209,7 @@ def write_shards(checkpoint: Path, state: Mapping[str, Any], group: Any = None) 
 
 
 def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes :func:`write_shards`.
+    """Undo :func:`write_shards`.
 
     Args:
         present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
@@ -221,11 +222,12 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    own, flat = flatten(present), dict[str, torch.Tensor]()
+    present_tensors = flatten(present)
+    flat: dict[str, torch.Tensor] = {}
     try:
         entries: Any = dcp.FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
         for path, entry in entries.items():
-            weight: Any = own.get(weight_of(path))
+            weight: Any = present_tensors.get(weight_of(path))
             if hasattr(weight, "to_local") and weight.shape == entry.size:
                 flat[path] = torch.empty_like(weight, dtype=entry.properties.dtype)
             else:
@@ -251,7 +253,7 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_of(path: str) -> str:
-    """Returns the path of the weight that a moment or master weight belongs to; of a weight, its own."""
+    """Return the path of the weight that a moment or master weight belongs to; of a weight, its own."""
     parts = path.split("/")
     if "optimizer" not in parts:
         return path

@@ -1,4 +1,4 @@
-"""The checkpointer of a run: it saves and restores the run, and keeps the last finished step when something fails."""
+"""The checkpointer of a run: it saves and restores the run, and saves the last finished step when something fails."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ from rlkernels._files import draft_of, remove_folder, replace_folder
 from rlkernels.weights.checkpoints import BASE
 
 MODELS = ("model", "adapter", "best")  # folders of a run
-FIRST = f"weights/{BASE}"  # folder of the first one in the history of weights
+INITIAL_WEIGHTS = f"weights/{BASE}"  # folder of the first model in the history of weights
 
 
 class Unlogged(BaseModel):
@@ -54,7 +54,7 @@ class Unlogged(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """A checkpoint without weights and moments. The states of accelerators are checked by these."""
+    """A checkpoint without weights and moments. Accelerators check their own states."""
 
     state: RunState
     dtype: str | None = None
@@ -87,8 +87,8 @@ def check_saved(path: Path, saved: Any) -> SavedRun:
 class Checkpointer:
     """Saves and restores everything that a run's next step depends on.
 
-    It first finds the newest checkpoint that is not damaged, and writes nothing. Once the other parts of the run are
-    there, :meth:`restore` takes them.
+    It first finds the newest checkpoint that is not damaged, and writes nothing. :meth:`restore` takes the other parts
+    of the run, after they are made.
 
     Args:
         output_dir: the run directory; this rank writes to the folder of its ``logger``.
@@ -102,8 +102,8 @@ class Checkpointer:
         saved_run: the same, checked.
         saved_step: step of the newest checkpoint, 0 if there is none.
         last: the last finished step.
-        history: of the weights; None: not kept.
-        stop: notes signals, within which the last finished step is saved at once.
+        history: of the weights; None: not recorded.
+        stop: notes signals; within it, a signal saves the last finished step at once.
     """
 
     def __init__(
@@ -117,27 +117,32 @@ class Checkpointer:
         logger: Logger,
         notify: Callable[..., None] = lambda *_: None,
     ):
-        self.config, self.folder, self.ranks, self.state = config, logger.folder, ranks, state
-        self.logger, self.notify = logger, notify
-        self.checkpoints, self.saved_step = output_dir / "checkpoints", 0
+        self.config = config
+        self.folder = logger.folder
+        self.ranks = ranks
+        self.state = state
+        self.logger = logger
+        self.notify = notify
+        self.checkpoints = output_dir / "checkpoints"
+        self.saved_step = 0
         check_weight_history(config.save.weight_history)
         self.history: WeightHistory | None = None
-        self.present: list[Path] = []  # all checkpoints there were; known to rank 0
+        self.present: list[Path] = []  # all checkpoints at the start; known to rank 0
         several = ranks.size > 1
         self._store = ranks.store_for_thread() if several else None
         self._thread_ranks = ranks.for_thread() if ranks.sharded else RankGroup()
         self.last = LastStep(self._store if ranks.sharded else None, ranks.rank, ranks.size)
         self.stop = StopSignal(self._save_early, self._signal_elsewhere if several else None)
         self._early: Path | None = None  # the checkpoint that the thread of a signal wrote
-        found = None
-        with ranks.together():
+        loaded: tuple[Path, Any] | None = None
+        with ranks.fail_together():
             if ranks.rank == 0:
                 check_run_directory(output_dir, resume=resume)
                 self.present = list_checkpoints(self.checkpoints)
-                found = load_newest(self.checkpoints, logger.note) if resume else None
-        self.newest = ranks.first(found and found[0])
-        with ranks.together():
-            self.saved: Any = found[1] if found else self.newest and load_checkpoint(self.newest)
+                loaded = load_newest(self.checkpoints, logger.note) if resume else None
+        self.newest = ranks.broadcast(loaded and loaded[0])
+        with ranks.fail_together():
+            self.saved: Any = loaded[1] if loaded else self.newest and load_checkpoint(self.newest)
             self.saved_run = None if self.newest is None else check_saved(self.newest, self.saved)
 
     def restore(
@@ -148,27 +153,31 @@ class Checkpointer:
         origin: Origin,
         late_progress: Callable[[], dict[str, Any]] = dict,
     ) -> bool:
-        """Take the other parts of the run, and load the checkpoint that it continues from; return whether there is one.
+        """Restore the checkpoint that the run continues from into the run's other parts; return whether it existed.
 
         Args:
             progress: returns what a checkpoint holds beside weights, moments and ``state``, once an update is over.
             load: takes that from a checkpoint.
             late_progress: returns the part of it that evaluations and rows of metrics change.
         """
-        self.policy, self.learner = learner.policy, learner
-        self.progress, self.late_progress = progress, late_progress
-        if (limit := self.config.save.weight_history) is not None:
-            self.history = WeightHistory(self.policy, (self.folder / FIRST).parent, limit, self.ranks, self.logger.note)
+        self.policy = learner.policy
+        self.learner = learner
+        self.progress = progress
+        self.late_progress = late_progress
+        limit = self.config.save.weight_history
+        if limit is not None:
+            folder = (self.folder / INITIAL_WEIGHTS).parent
+            self.history = WeightHistory(self.policy, folder, limit, self.ranks, self.logger.note)
         saved, self.saved = self.saved, None  # to free its memory
         self.origin = origin
         run = self.saved_run
         if self.newest is None or run is None:
             return False
         try:
-            with self.ranks.together():
+            with self.ranks.fail_together():
                 check_origin(run.origin, origin, self.folder, self.config.model.path, self.logger.note)
                 load(saved)
-                vars(self.state).update(asdict(run.state))
+                self.state.load(run.state)
                 if self.state.step > learner.max_steps:
                     raise UserError(
                         f"{self.folder} has done {self.state.step} steps, and these settings make {learner.max_steps}: "
@@ -184,20 +193,21 @@ class Checkpointer:
         return True
 
     def _load_learned(self, path: Path, saved: dict[str, Any]) -> None:
-        """Loads weights and moments; ``saved`` is the checkpoint without shards, which are added to it."""
+        """Load weights and moments; ``saved`` is the checkpoint without shards, which are added to it."""
         if "model" not in saved:
             saved |= read_shards(path, self.learner.state_dict())
-        with self.ranks.together():
-            if (self.learner.critic is None) != (saved.get("critic") is None):
-                had, wanted = ("with", "be gae") if saved.get("critic") else ("without", "not be gae")
+        with self.ranks.fail_together():
+            had_critic = saved.get("critic") is not None
+            if (self.learner.critic is not None) != had_critic:
+                kind, allowed = ("with", "be gae") if had_critic else ("without", "not be gae")
                 raise UserError(
-                    f"{self.folder} was run {had} a critic: algorithm.advantage must {wanted}, got "
+                    f"{self.folder} was run {kind} a critic: algorithm.advantage must {allowed}, got "
                     f"{self.config.algorithm.advantage}"
                 )
             try:
                 self.learner.load_state_dict(saved)
             except (RuntimeError, KeyError) as error:
-                lines = str(error).splitlines()  # torch's first one says that there are others
+                lines = str(error).splitlines()  # torch's first line only announces the others
                 reason = lines[min(1, len(lines) - 1)].strip()
                 raise UserError(
                     f"the checkpoint in {self.folder} is of another model than the settings: {reason}"
@@ -205,14 +215,14 @@ class Checkpointer:
 
     @contextmanager
     def owning_folder(self) -> Iterator[None]:
-        """Makes and locks the run directory, and removes what a killed run left there.
+        """Make and lock the run directory, and remove what a killed run left there.
 
         Raises:
             UserError: another run has the folder or wrote checkpoints since this one was set up, or it cannot be
                 written.
         """
         with ExitStack() as held:
-            with self.ranks.together():
+            with self.ranks.fail_together():
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     held.enter_context(locked(self.folder))
@@ -224,7 +234,7 @@ class Checkpointer:
                     raise unusable_output_dir(self.folder, error.strerror) from error
             if self.history is not None:
                 if self.state.step == 0:
-                    self._write_policy(FIRST)
+                    self._write_policy(INITIAL_WEIGHTS)
                 self.history.begin(self.state.step)
             yield
 
@@ -236,12 +246,13 @@ class Checkpointer:
                 target = path.with_name(f"damaged-{path.name}")
                 remove_folder(target)
                 path.rename(target)
-        for name in (*MODELS, FIRST):  # a killed run may have left drafts
+        for name in (*MODELS, INITIAL_WEIGHTS):  # a killed run may have left drafts
             shutil.rmtree(draft_of(self.folder / name), ignore_errors=True)
 
     def after_step(self, *, done: bool) -> None:
         """Save the run if ``save.save_steps`` asks for it, the run is over, or a signal came."""
-        step, every, signal = self.state.step, self.config.save.save_steps, self._conclude_signal()
+        step, every = self.state.step, self.config.save.save_steps
+        signal = self._conclude_signal()
         if done or signal or (every and step % every == 0):
             with self.state.measure("checkpoint"):
                 self._save(self._contents() if self.last.contents is None else self._renewed(self.last.contents))
@@ -258,15 +269,15 @@ class Checkpointer:
         self.notify("on_save", self.saved_step, path)
 
     def _write_checkpoint(self, contents: dict[str, Any], learned: dict[str, Any], ranks: RankGroup) -> Path:
-        step, sharded = contents["state"]["step"], ranks.sharded
+        step = contents["state"]["step"]
         path = save_checkpoint(
             self.checkpoints,
             step,
-            contents if sharded else contents | learned,
+            contents if ranks.sharded else contents | learned,
             keep=self.config.save.save_total_limit + (self._early is not None),
             spare=best_evaluated(self.state, {step, *map(step_of, list_checkpoints(self.checkpoints))}),
             ranks=ranks,
-            shards=learned if sharded else None,
+            shards=learned if ranks.sharded else None,
         )
         self.saved_step = step
         return path
@@ -307,7 +318,7 @@ class Checkpointer:
         return signal
 
     def _contents(self) -> dict[str, Any]:
-        """Returns everything in a checkpoint but weights and moments; the step that follows does not change it."""
+        """Return everything in a checkpoint but weights and moments; the step that follows does not change it."""
         return self._renewed(copy_nested(self.progress()))
 
     def _renewed(self, contents: dict[str, Any]) -> dict[str, Any]:
@@ -325,15 +336,16 @@ class Checkpointer:
             keeps_copy: where there is room, keep what the block changes in the memory of the host, since it ends no
                 step and so leaves nothing else to save.
         """
-        with self.last.section():
-            step, last = self.state.step, self.last
+        last = self.last
+        with last.section():
+            step_before = self.state.step
             if keeps_copy and last.contents is not None:
                 copy = copy_to_host(self.learner.state_dict())
                 last.learned = copy if all(self.ranks.gather(copy is not None)) else None
             try:
                 yield
             finally:
-                if self.state.step > step:
+                if self.state.step > step_before:
                     with self.state.measure("checkpoint"):
                         if self.history is not None:
                             self.history.add(self.state.step)
@@ -349,14 +361,15 @@ class Checkpointer:
 
     @contextmanager
     def keeping_last_step(self) -> Iterator[None]:
-        """Saves the last finished step on an error inside the block, if its weights still exist."""
-        step, rate = self.state.step, self.config.optimizer.learning_rate
+        """Save the last finished step on an error inside the block, if its weights still exist."""
+        step = self.state.step
         self.learner.changed = False
         try:
             yield
         except Exception as error:
             self._keep(error)
             if isinstance(error, NotFinite):
+                rate = self.config.optimizer.learning_rate
                 raise UserError(
                     f"{error}: optimizer.learning_rate {rate:g} may be too high, after {step} steps; "
                     f"{self.how_to_go_on()}"
@@ -366,8 +379,8 @@ class Checkpointer:
 
     def _keep(self, error: Exception) -> None:
         """Save the last finished step if possible, after an error in the one that follows or in its evaluation."""
-        known = isinstance(error, UserError) or is_shared(error)  # to all ranks
-        if self.ranks.size > 1 and not known:  # several processes save together
+        all_ranks_fail = isinstance(error, UserError) or is_shared(error)
+        if self.ranks.size > 1 and not all_ranks_fail:  # several processes save together
             return
         try:
             self._conclude_signal()
@@ -375,23 +388,24 @@ class Checkpointer:
                 self._save(self.last.contents)
         except UserError as unwritten:
             error.add_note(str(unwritten))
-        self.ranks.first(None)  # none ends before: torchrun then ends the others, even one that is still writing
+        self.ranks.broadcast(None)  # wait: where one rank ends, torchrun ends the others, even one that still writes
 
     def how_to_go_on(self) -> str:
-        """Tells which step a resumed run would continue from."""
+        """Return a sentence on the step from which a resumed run would continue."""
         return f"step {self.saved_step} is saved: --resume continues from it" if self.saved_step else "no step is saved"
 
     def save_models(self) -> None:
-        """Writes the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.
+        """Write the policy to RUN/model and, if an earlier checkpoint was evaluated best, that one to RUN/best.
 
         With ``model.lora``, RUN/adapter gets the adapters of the last step.
         """
-        policy, lora, steps = self.policy, self.config.model.lora, map(step_of, list_checkpoints(self.checkpoints))
+        policy, lora = self.policy, self.config.model.lora
+        steps = set(map(step_of, list_checkpoints(self.checkpoints)))
         self._write_policy("model")
         if lora is not None:
             parts = (adapter_weights(policy.model), policy.model, policy.inference_model, lora)
             self._write("adapter", partial(save_adapter, *parts, base=base_name(self.config.model)))
-        best = self.ranks.first(best_evaluated(self.state, set(steps)))
+        best = self.ranks.broadcast(best_evaluated(self.state, steps))
         if best is not None and best != self.state.step:
             self._load_step(best)
             self._write_policy("best")
@@ -405,7 +419,7 @@ class Checkpointer:
         self._write(name, self.policy.save)
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Replaces a folder of the run by what ``write`` writes, complete or not at all."""
+        """Replace a folder of the run by what ``write`` writes, complete or not at all."""
         folder = self.folder / name
         if self.ranks.rank == 0:
             try:
@@ -418,7 +432,7 @@ class Checkpointer:
 
     def _load_step(self, step: int) -> None:
         path = checkpoint_path(self.checkpoints, step)
-        with self.ranks.together():
+        with self.ranks.fail_together():
             saved = load_checkpoint(path)
         self._load_learned(path, saved)
         self.policy.sync_inference_model()

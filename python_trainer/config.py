@@ -122,13 +122,13 @@ class Config(Section):
         return self
 
     def with_changes(self, section: str, **values: Any) -> "Config":
-        """Returns these settings with others in a section; they are not checked."""
+        """Return these settings with others in a section; they are not checked."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def conflicts(self) -> Iterator[str]:
-        """Yields what sections ask of each other and do not get."""
+        """Yield a sentence for each pair of settings that exclude each other."""
         rollout, algorithm = self.rollout, self.algorithm
-        if algorithm.judge.compares and rollout.num_generations < 2:
+        if algorithm.advantage_fn.compares and rollout.num_generations < 2:
             yield (
                 f"rollout.num_generations must be >= 2 with algorithm.advantage {algorithm.advantage}: it compares the "
                 f"answers of a group, got {rollout.num_generations}"
@@ -153,9 +153,9 @@ class Config(Section):
             yield f"rollout.vllm_server needs rollout.engine vllm, got {rollout.engine}"
         if self.optimizer.offload and self.parallel != "fsdp2":
             yield f"optimizer.offload needs parallel=fsdp2, in one process too, got {self.parallel}"
-        cache, longest = algorithm.overlong_cache, rollout.max_completion_length
-        if cache is not None and cache > longest:
-            yield f"algorithm.overlong_cache must be <= rollout.max_completion_length ({longest}), got {cache}"
+        cache, limit = algorithm.overlong_cache, rollout.max_completion_length
+        if cache is not None and cache > limit:
+            yield f"algorithm.overlong_cache must be <= rollout.max_completion_length ({limit}), got {cache}"
         if algorithm.num_minibatches > rollout.prompts_per_step:
             yield (
                 f"algorithm.num_minibatches must be <= rollout.prompts_per_step ({rollout.prompts_per_step}), "
@@ -165,8 +165,8 @@ class Config(Section):
             yield f"evaluation.sets needs a task with test_path, got {self.task.name}"
         for accelerator in self.accelerators.chosen():
             if self.task.environment is not None and not accelerator.multi_turn:
-                wanted = f"task.environment=null, got {self.task.environment}"
-                yield f"accelerators.enabled: {accelerator.name} needs {wanted}"
+                need = f"task.environment=null, got {self.task.environment}"
+                yield f"accelerators.enabled: {accelerator.name} needs {need}"
             if self.parallel != "none" and not accelerator.divisible:
                 yield f"accelerators.enabled: {accelerator.name} needs parallel=none, got {self.parallel}"
         for accelerator in [*self.accelerators.chosen(), *self.accelerators.recording()]:
@@ -175,7 +175,7 @@ class Config(Section):
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads settings from a YAML file or a nested mapping and checks them; missing ones have their defaults.
+    """Read settings from a YAML file or a nested mapping and check them; missing ones have their defaults.
 
     Args:
         source: file, name of a shipped file (``smoke``), or mapping. In a mapping a task, reward, loss or advantage may
@@ -201,15 +201,15 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a file of settings; a bare name that is no file in the current folder names a shipped one."""
+    """Read a file of settings; a bare name that is no file in the current folder names a shipped one."""
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
         values = UniqueKeys(file.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
-        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise UserError(
-            f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {known}"
+            f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {names}"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date such as 2026-02-30
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
@@ -233,7 +233,7 @@ class UniqueKeys(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # as written: anchors are merged later
         for number, (key, _) in enumerate(node.value):
-            if key.value in [before.value for before, _ in node.value[:number]]:
+            if key.value in [earlier.value for earlier, _ in node.value[:number]]:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
         return node
 
@@ -242,14 +242,14 @@ def expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
     """Return the number of nodes below this one with every alias written out; infinite where one holds itself."""
     if id(node) not in sizes:
         sizes[id(node)] = math.inf  # while it is counted
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        sizes[id(node)] = 1 + sum(expanded_size(part, sizes) for part in parts)
+        items = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [child for item in items for child in (item if isinstance(item, tuple) else (item,))]
+        sizes[id(node)] = 1 + sum(expanded_size(child, sizes) for child in children)
     return sizes[id(node)]
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets one nested key in place."""
+    """Set one nested key in place."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"--set takes key=value, for example optimizer.learning_rate=1e-5, got {override!r}")
@@ -270,7 +270,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
-    """Writes a pydantic error about these values as: key, what is wrong, value."""
+    """Write a pydantic error about these values as: key, what is wrong, value."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         section = section_of(problem["loc"][:-1], values)
@@ -284,7 +284,7 @@ def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
 
 
 def suggest(key: str, section: type[Section]) -> str:
-    """Names the settings that an unknown key may mean: near ones, one of this name elsewhere, or all of the section."""
+    """Return settings that an unknown key may mean: near ones, one of this name elsewhere, or all of the section."""
     last = key.rpartition(".")[2]
     if near := did_you_mean(last, section.model_fields):
         return near
@@ -295,10 +295,11 @@ def suggest(key: str, section: type[Section]) -> str:
 
 
 def section_of(path: Sequence[Any], values: Any) -> type[Section] | None:
-    """Returns the class that holds the settings at a path into these values; None within a list or dictionary."""
+    """Return the class that holds the settings at a path into these values; None within a list or dictionary."""
     section: type[Section] = Config
     for key in path:
-        field, values = section.model_fields.get(key), values.get(key)
+        field = section.model_fields.get(key)
+        values = values.get(key)
         inner = None if field is None else section_in(field.annotation)
         if inner is None or not isinstance(values, Mapping):
             return None
@@ -307,18 +308,18 @@ def section_of(path: Sequence[Any], values: Any) -> type[Section] | None:
 
 
 def describe_settings() -> list[Row]:
-    """Describes every setting: key, type, default and documentation."""
+    """Describe every setting: key, type, default and documentation."""
     return list(describe_section(Config))
 
 
 def dump_config(config: Config) -> str:
-    """Writes the resolved settings as YAML that :func:`load_config` reads back, without passwords in URLs."""
+    """Write the resolved settings as YAML that :func:`load_config` reads back, without passwords in URLs."""
     values = config.model_dump(mode="json")
     return hide_passwords(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1 << 16))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Maps dotted names to values as ``--set`` takes them, without passwords in URLs."""
+    """Map dotted names to values as ``--set`` takes them, without passwords in URLs."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -329,7 +330,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def settings_used(folder: Path) -> dict[str, str]:
-    """Reads the settings of the run in a folder as :func:`flatten` writes them; empty without a run."""
+    """Read the settings of the run in a folder as :func:`flatten` writes them; empty without a run."""
     path = folder / "config.yaml"
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is damaged: it is no regular file")
@@ -337,7 +338,14 @@ def settings_used(folder: Path) -> dict[str, str]:
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
-    """Lists how these settings differ from the run in a folder: ``name: value there -> value here``."""
-    there, here = settings_used(folder), flatten(config.model_dump(mode="json"))
-    names = dict.fromkeys([*here, *there] if there else [])
-    return [f"{n}: {there.get(n, '-')} -> {here.get(n, '-')}" for n in names if there.get(n) != here.get(n)]
+    """List how these settings differ from the run in a folder: ``name: value of the run -> new value``."""
+    used = settings_used(folder)
+    if not used:
+        return []
+    settings = flatten(config.model_dump(mode="json"))
+    names = dict.fromkeys([*settings, *used])
+    return [
+        f"{name}: {used.get(name, '-')} -> {settings.get(name, '-')}"
+        for name in names
+        if used.get(name) != settings.get(name)
+    ]

@@ -20,24 +20,24 @@ class Example:
 
 @dataclass
 class Request:
-    """One prompt to continue, ``num_samples`` times.
+    """One prompt to continue, ``num_generations`` times.
 
-    Sample ``j`` draws its noise with sample id ``sample_id + j``, so give requests ids ``num_samples`` apart.
+    Answer ``j`` draws its noise with sample id ``sample_id + j``, so requests need ids ``num_generations`` apart.
     """
 
     prompt_ids: Sequence[int]
-    prefix_ids: Sequence[int] = field(default_factory=list)  # the start of the answer, kept as it is
-    num_samples: int = 1
+    prefix_ids: Sequence[int] = field(default_factory=list)  # the start of the answer, which stays as it is
+    num_generations: int = 1
     max_new_tokens: int = 256  # after the prefix
     sample_id: int = 0
 
 
 @dataclass(kw_only=True)
 class Group(Request):
-    """The request for one prompt of a step; its answers are judged against each other."""
+    """The request for one prompt of a step; its answers are compared with each other."""
 
     example: Example
-    prompt_key: int  # index of the prompt in the task's training set
+    prompt_index: int  # of the prompt in the task's training set
 
 
 @dataclass
@@ -50,89 +50,107 @@ class Episode:
     messages: Messages = field(default_factory=list)  # in a chat: the messages after the prompt
 
 
+def is_right(accuracy: float) -> bool:
+    """Return whether an answer of this accuracy counts as right."""
+    return accuracy > 0.5
+
+
 @dataclass(eq=False)
 class Rollout:
     """One answer, from the engine to the loss.
 
-    The engine makes it and fills the first part; the scorer fills the second. Each is equal to itself alone.
+    The engine makes it and fills the first part; the scorer fills the second. A rollout equals only itself.
     """
 
     prompt_ids: Sequence[int]
-    response_ids: list[int]  # the given prefix, then what was generated, the end token included when there is one
+    response_ids: list[int]  # the given prefix, then the generated tokens, with the end token if there is one
     prefix_len: int = 0  # how many of response_ids were given
     # of the generated tokens, under softmax(logits / temperature) before top-k and top-p, as in the loss; NaN: unknown
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" (end token or stop string) or "length"; empty while it is being generated
-    # False for each token of response_ids that others wrote (tool output, the user's next turn): context only, and its
-    # entry in logprobs is ignored; None: all tokens are the policy's. Accelerators do not keep it.
+    finish_reason: str = ""  # "stop" (end token or stop string) or "length"; empty during generation
+    # False for each token of response_ids that the policy did not write (tool output, the user's next turn): it is
+    # context only, and its entry in logprobs is ignored. None: the policy wrote all tokens. Accelerators drop the mask.
     response_mask: list[bool] | None = None
     episode: Episode | None = None  # None: no environment
 
-    prompt_key: int = -1  # as of its Group
+    prompt_index: int = -1  # as of its Group
     group: int = 0  # index of its group in the step
     text: str = ""  # the decoded response
     reward: float = 0.0  # shaped reward, which the advantages use
     rewards: dict[str, float | None] = field(default_factory=dict)  # raw value of each reward function
     accuracy: float = 0.0  # raw task accuracy, 0 or 1; filters use this, never the shaped reward
-    merit: float | None = None  # raw reward, which filters use if the task has no right and wrong; else None
-    importance_cap: float | None = None  # of a stored answer: truncates its importance weights; None: fresh
-    expected: float | None = None  # chance of being right that a stored answer is judged against; None: its group
+    filter_score: float | None = None  # raw reward, for filters, if the task has no right and wrong; else None
+    importance_cap: float | None = None  # truncates the importance weights of a stored answer; None: a fresh answer
+    success_rate: float | None = None  # baseline of a stored answer, in (0, 1); None: its group is the baseline
 
     @property
     def ids(self) -> list[int]:
-        """Returns the generated tokens."""
+        """Return the generated tokens."""
         return self.response_ids[self.prefix_len :]
 
     @property
-    def own_ids(self) -> list[int]:
-        """Returns the tokens that the policy has generated, without those of an environment."""
-        mask = self.response_mask or [True] * len(self.response_ids)
-        return [token for token, own in list(zip(self.response_ids, mask))[self.prefix_len :] if own]
+    def policy_ids(self) -> list[int]:
+        """Return the tokens that the policy generated, without those of an environment."""
+        return self.ids if self.response_mask is None else list(compress(self.ids, self._policy_mask))
 
     @property
-    def written(self) -> int:
-        """Returns how many tokens the policy has generated."""
-        return len(self.written_logprobs)
+    def policy_logprobs(self) -> list[float]:
+        """Return the log-probabilities of the tokens that the policy generated."""
+        return self.logprobs if self.response_mask is None else list(compress(self.logprobs, self._policy_mask))
 
     @property
-    def written_logprobs(self) -> list[float]:
-        """Returns the log-probabilities of the tokens that the policy has generated."""
-        mask = self.response_mask
-        return self.logprobs if mask is None else list(compress(self.logprobs, mask[self.prefix_len :]))
+    def num_policy_tokens(self) -> int:
+        """Return how many tokens the policy generated."""
+        return len(self.policy_logprobs)
 
     @property
-    def said(self) -> str | Messages:
-        """Returns the completion for reward functions: the messages of a chat with an environment, else the text."""
+    def _policy_mask(self) -> list[bool]:
+        assert self.response_mask is not None
+        return self.response_mask[self.prefix_len :]
+
+    @property
+    def right(self) -> bool:
+        """Return whether the answer is right, in a task that has right and wrong."""
+        return is_right(self.accuracy)
+
+    @property
+    def completion(self) -> str | Messages:
+        """Return the completion for reward functions: the messages of a chat with an environment, else the text."""
         return self.episode.messages if self.episode and self.episode.messages else self.text
 
-    def judged(self, example: Example) -> Example:
-        """Returns the example, with the environment's reward as a further column."""
+    def with_environment_reward(self, example: Example) -> Example:
+        """Return the example, with the environment's reward as a further column."""
         if self.episode is None:
             return example
         return replace(example, columns=example.columns | {"environment_reward": self.episode.reward})
 
 
-def fresh_ones(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Returns the rollouts that the current policy generated from their first token on."""
+def select_fresh(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return the rollouts that the current policy generated from their first token on."""
     return [rollout for rollout in rollouts if rollout.importance_cap is None and not rollout.prefix_len]
 
 
-def merits(answers: Iterable[Rollout]) -> list[float]:
-    """Returns the numbers that filters compare: accuracies, or raw rewards if nothing is right or wrong."""
-    return [answer.accuracy if answer.merit is None else answer.merit for answer in answers]
+def filter_scores(answers: Iterable[Rollout]) -> list[float]:
+    """Return the numbers that filters compare: accuracies, or raw rewards if the task has no right and wrong."""
+    return [answer.accuracy if answer.filter_score is None else answer.filter_score for answer in answers]
 
 
-def good_ones(answers: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the right answers of a group; if nothing is right or wrong, those above the mean raw reward."""
-    if all(answer.merit is None for answer in answers):
-        return [answer for answer in answers if answer.accuracy > 0.5]
-    worth = merits(answers)
-    mean = statistics.mean(worth)  # exact: no answer of a group without spread is above it
-    return [answer for answer, merit in zip(answers, worth) if merit > mean]
+def select_good(answers: Sequence[Rollout]) -> list[Rollout]:
+    """Return the right answers of a group; if the task has no right and wrong, those above the mean raw reward."""
+    if all(answer.filter_score is None for answer in answers):
+        return [answer for answer in answers if answer.right]
+    scores = filter_scores(answers)
+    mean = statistics.mean(scores)  # exact: no answer of a group without spread is above it
+    return [answer for answer, score in zip(answers, scores) if score > mean]
+
+
+def has_spread(answers: Iterable[Rollout]) -> bool:
+    """Return whether the filter scores of a group differ: else no answer has an advantage."""
+    return len(set(filter_scores(answers))) > 1
 
 
 def by_group(rollouts: Iterable[Rollout]) -> dict[int, list[Rollout]]:
-    """Returns the answers by group, in their order."""
+    """Return the answers by group, in their order."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)

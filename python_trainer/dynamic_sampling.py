@@ -1,8 +1,8 @@
-"""The groups of one step: of one round, or with DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) of several."""
+"""The groups of one step: from one round, or from several with DAPO's dynamic sampling (arXiv 2503.14476, 3.2)."""
 
 from dataclasses import replace
 
-from python_trainer.data import Rollout, by_group, merits
+from python_trainer.data import Rollout, by_group, has_spread
 from python_trainer.rollout.settings import RolloutConfig
 
 
@@ -18,46 +18,46 @@ class StepSampler:
     def __init__(self, settings: RolloutConfig):
         self.settings = settings
         self.rounds = 0
-        self.kept: list[list[Rollout]] = []  # groups with a spread; without dynamic sampling all
+        self.accepted: list[list[Rollout]] = []  # groups with a spread; without dynamic sampling all
         self.dropped: list[list[Rollout]] = []
-        self.ungrouped: list[list[Rollout]] = []  # stored answers, which are judged against a chance
+        self.ungrouped: list[list[Rollout]] = []  # stored answers with a success rate as their baseline
 
     @property
     def missing(self) -> int:
-        """Returns how many prompts the next round should answer; 0 ends the sampling."""
-        size, dynamic = self.settings.prompts_per_step, self.settings.dynamic_sampling
-        if self.rounds >= (self.settings.max_sampling_rounds if dynamic else 1):
+        """Return how many prompts the next round should answer; 0 ends the sampling."""
+        max_rounds = self.settings.max_sampling_rounds if self.settings.dynamic_sampling else 1
+        if self.rounds >= max_rounds:
             return 0
-        return max(size - len(self.kept), 0)
+        return max(self.settings.prompts_per_step - len(self.accepted), 0)
 
     def add(self, rollouts: list[Rollout]) -> None:
-        """Takes the rollouts of one round."""
+        """Take the rollouts of one round."""
         self.rounds += 1
         for members in by_group(rollouts).values():
-            if members[0].expected is not None:
+            if members[0].success_rate is not None:
                 self.ungrouped.append(members)
-            elif len(set(merits(members))) > 1 or not self.settings.dynamic_sampling:
-                self.kept.append(members)
+            elif has_spread(members) or not self.settings.dynamic_sampling:
+                self.accepted.append(members)
             else:
                 self.dropped.append(members)
 
     def generated(self) -> list[Rollout]:
-        """Returns all rollouts of all rounds."""
-        return [rollout for members in (*self.kept, *self.dropped, *self.ungrouped) for rollout in members]
+        """Return all rollouts of all rounds."""
+        return [rollout for members in (*self.accepted, *self.dropped, *self.ungrouped) for rollout in members]
 
     def rollouts(self) -> list[Rollout]:
-        """Returns the rollouts to train on.
+        """Return the rollouts to train on.
 
         These are ``prompts_per_step`` groups, numbered from 0: groups with a spread first, then dropped ones if there
         are too few. Stored answers come on top.
         """
-        lacking = max(self.settings.prompts_per_step - len(self.kept), 0)
-        numbered = enumerate([*self.kept, *self.dropped[:lacking], *self.ungrouped])
+        lacking = max(self.settings.prompts_per_step - len(self.accepted), 0)
+        numbered = enumerate([*self.accepted, *self.dropped[:lacking], *self.ungrouped])
         return [replace(rollout, group=number) for number, group in numbered for rollout in group]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics ``sampling/rounds`` and ``sampling/kept_groups``, a share; none of a single round."""
+        """Return the metrics ``sampling/rounds`` and ``sampling/kept_groups``, a share; none of a single round."""
         if not self.settings.dynamic_sampling:
             return {}
-        drawn = len(self.kept) + len(self.dropped)
-        return {"sampling/rounds": self.rounds, "sampling/kept_groups": len(self.kept) / max(drawn, 1)}
+        drawn = len(self.accepted) + len(self.dropped)
+        return {"sampling/rounds": self.rounds, "sampling/kept_groups": len(self.accepted) / max(drawn, 1)}

@@ -19,7 +19,7 @@ from rlkernels.proof.workload import workload_of_run
 def settle_kernels(
     config: Config, saved: Mapping[str, Any] | None, ranks: RankGroup, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Chooses the kernels of a run on a GPU, and makes rlkernels take them.
+    """Choose the kernels of a run on a GPU, and make rlkernels take them.
 
     A run that goes on keeps the kernels that it began with, on the same kind of GPU: with these it computes the same.
     Otherwise rank 0 proves, once per machine; ``RLKERNELS_PROVE=off`` skips that. Ranks on different GPUs take the
@@ -33,21 +33,22 @@ def settle_kernels(
     """
     if choose_device(config.model.device).type != "cuda":
         return {}
-    here = verdicts.device_facts(torch.cuda.current_device())
-    before = saved.get("kernels") if saved else None
-    kept: dict[str, str] | None = ranks.first(before["backends"] if before and before["device"] == here else None)
-    if kept is None and len({found["gpu"] for found in ranks.gather(here)}) > 1:
+    device = verdicts.device_facts(torch.cuda.current_device())
+    saved_kernels = (saved or {}).get("kernels") or {"device": None, "backends": None}
+    same_device = saved_kernels["device"] == device
+    chosen: dict[str, str] | None = ranks.broadcast(saved_kernels["backends"] if same_device else None)
+    if chosen is None and len({facts["gpu"] for facts in ranks.gather(device)}) > 1:
         note("the ranks run on different GPUs: all take the kernels of torch")
-        kept = {}
-    if kept is None:
-        kept = ranks.once(lambda: proved(config, note))
-    table = {op: kept.get(op, kept.get(backend.base(op), "torch")) for op in PROVABLE}
+        chosen = {}
+    if chosen is None:
+        chosen = ranks.on_rank0(lambda: prove_kernels(config, note))
+    table = {op: chosen.get(op, chosen.get(backend.base(op), "torch")) for op in PROVABLE}
     backend.use(table)
-    return {"device": here, "backends": table}
+    return {"device": device, "backends": table}
 
 
-def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
-    """Proves the kernels of this run's shapes; returns the backend of every op, for other ops the known one."""
+def prove_kernels(config: Config, note: Callable[[str], None]) -> dict[str, str]:
+    """Prove the kernels of this run's shapes; return the backend of every op, for other ops the known one."""
     device = torch.device("cuda", torch.cuda.current_device())
     backend.use({})
     with warnings.catch_warnings():
@@ -63,10 +64,11 @@ def proved(config: Config, note: Callable[[str], None]) -> dict[str, str]:
     result = prove(needed, device=device, workload=workload, say=lambda line: None)
     for op, reason in result["left_out"].items():
         note(f"{op}: {reason}; the run takes {table[op]}")
-    won = {op: verdict["backend"] for op, verdict in result["verdicts"].items()}
+    winners = {op: verdict["backend"] for op, verdict in result["verdicts"].items()}
     attention = result["verdicts"].get("paged_attention")
-    if attention and attention["candidates"].get("triton", {}).get("cases"):  # it was right, so it was timed
-        won["paged_attention"] = "triton"  # torch's waits for the GPU, so that no pass with it can be recorded
-    ours = [op for op, name in won.items() if name != "torch"]
-    note(f"kernels of rlkernels: {', '.join(ours) or 'none'}; of torch: {', '.join(set(won) - set(ours)) or 'none'}")
-    return table | won
+    if attention and attention["candidates"].get("triton", {}).get("cases"):  # timed, so it was right
+        winners["paged_attention"] = "triton"  # torch's waits for the GPU, so that no pass with it can be recorded
+    by_rlkernels = [op for op, name in winners.items() if name != "torch"]
+    by_torch = set(winners) - set(by_rlkernels)
+    note(f"kernels of rlkernels: {', '.join(by_rlkernels) or 'none'}; of torch: {', '.join(by_torch) or 'none'}")
+    return table | winners

@@ -1,4 +1,4 @@
-"""The update of one step: scored rollouts change the weights of the policy, and of the critic if there is one."""
+"""The update of one step: rollouts change the weights of the policy, and of the critic if there is one."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from python_trainer.algorithms.settings import POLICY_LOSSES
-from python_trainer.batch import Batch, Minibatch, mean_metrics, put
+from python_trainer.batch import Batch, Minibatch, ReferenceAnswers, mean_metrics, scatter_rows
 from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
@@ -36,100 +36,126 @@ class Learner:
     """
 
     def __init__(self, policy: Policy, config: Config, ranks: RankGroup | None = None):
-        self.policy, self.ranks = policy, ranks or RankGroup()
+        self.policy = policy
+        self.ranks = ranks or RankGroup()
         self.algorithm = config.algorithm.with_sampler(config.rollout.engine)
-        self.settings, self.max_steps, self.temperature = config.optimizer, config.max_steps, config.rollout.temperature
+        self.settings = config.optimizer
+        self.max_steps = config.max_steps
+        self.temperature = config.rollout.temperature
         self.max_completion_length = config.rollout.max_completion_length
         self.prefix_in_loss = any(settings.prefix_in_loss for settings in config.accelerators.chosen())
         self.reference = None
         if self.algorithm.beta:
             self.reference = policy if policy.adapted else policy.frozen_copy(self.ranks)
         self.critic = None
-        if self.algorithm.judge.critic:
+        if self.algorithm.advantage_fn.critic:
             self.critic = Critic(policy, config.critic, self.settings, self.ranks)
         self.optimizer = PolicyOptimizer(policy.model, self.settings)
         self.changed = False
 
-    def update(self, rollouts: Sequence[Rollout], number: int, *, rise: float | None = None) -> dict[str, float]:
-        """Takes all optimizer steps on the rollouts of step ``number`` -> metrics.
+    def update(self, rollouts: Sequence[Rollout], number: int, *, lr_scale: float | None = None) -> dict[str, float]:
+        """Take all optimizer steps on the rollouts of step ``number``; return metrics.
 
         Args:
-            rise: of stored answers alone: the share, at most 1, of the full learning rate. The critic does not learn
-                from them: all of them are right, and it would learn that all answers are.
+            lr_scale: multiplier, at most 1, of the full learning rate in an update on stored answers only; None: the
+                schedule decides. The critic does not learn from stored answers: all of them are right, and it would
+                learn that all answers are.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
-        algorithm, settings = self.algorithm, self.settings
-        longest, device = self.max_completion_length, self.policy.device
-        if rise is None:
-            lr = learning_rate(settings, number, self.max_steps)
+        only_stored = lr_scale is not None
+        if lr_scale is None:
+            lr = learning_rate(self.settings, number, self.max_steps)
         else:
-            lr = settings.learning_rate * min(rise, 1.0)
-        batch = Batch(rollouts, algorithm, longest, device, prefix_in_loss=self.prefix_in_loss)
-        norms, tokens = list[float](), 0
-        counted: list[torch.Tensor] = []  # of each micro-batch
+            lr = self.settings.learning_rate * min(lr_scale, 1.0)
+        device = self.policy.device
+        limit = self.max_completion_length
+        batch = Batch(rollouts, self.algorithm, limit, device, prefix_in_loss=self.prefix_in_loss)
+        norms: list[float] = []
+        num_tokens = 0
+        micro_batch_metrics: list[dict[str, torch.Tensor]] = []
         with self.policy.packed_attention():
             self._record_before(batch)
             row = batch.set_advantages()
-            if rise is not None:
+            if only_stored:
                 batch.returns = None
             # rank 0 decides: sums on a GPU have no fixed order, and all ranks must cut the same micro-batches
-            trained = self.ranks.first(self._have_gradient(batch))
-            minibatches = list(batch.minibatches(trained))
-            if minibatches and batch.old is None and algorithm.num_iterations * len(batch.split()) > 1:
+            has_gradient = self.ranks.broadcast(self._have_gradient(batch))
+            minibatches = list(batch.minibatches(has_gradient))
+            one_step = self.algorithm.num_iterations * len(batch.split()) <= 1
+            if minibatches and batch.old_logprobs is None and not one_step:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
-            steps = minibatches * algorithm.num_iterations
-            for minibatch in steps:
-                norm, passed = self._step(minibatch, lr, counted)
-                tokens += passed
+            optimizer_steps = minibatches * self.algorithm.num_iterations
+            for minibatch in optimizer_steps:
+                norm, tokens = self._step(minibatch, lr, micro_batch_metrics)
                 norms.append(norm)
-        self.changed = True  # or will be, by an accelerator
+                num_tokens += tokens
+        self.changed = True  # an accelerator may still change weights
         if norms:
-            row = mean_metrics(counted, steps, device, self.ranks) | row | {"grad_norm": sum(norms) / len(norms)}
-        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(tokens)))}
+            means = mean_metrics(micro_batch_metrics, optimizer_steps, device, self.ranks)
+            row = means | row | {"grad_norm": sum(norms) / len(norms)}
+        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(num_tokens)))}
+
+    def imitate(self, answers: Sequence[Rollout], number: int) -> dict[str, float]:
+        """Take optimizer step ``number`` on reference answers; return metrics, ``loss`` before the step among them.
+
+        Raises:
+            NotFinite: NaN or infinity in loss or gradients.
+        """
+        lr = learning_rate(self.settings, number, self.max_steps)
+        minibatch = ReferenceAnswers(answers, self.policy.device)
+        metrics: list[dict[str, torch.Tensor]] = []
+        with self.policy.packed_attention():
+            norm, num_tokens = self._step(minibatch, lr, metrics)
+        surprisal = float(torch.stack([micro_batch["surprisal"] for micro_batch in metrics]).sum())
+        loss = surprisal / minibatch.num_tokens
+        return {"loss": loss, "grad_norm": norm, "learning_rate": lr, "tokens/trained": num_tokens}
 
     def _have_gradient(self, batch: Batch) -> list[bool]:
-        """Tells of each sample whether it has a gradient; samples without need no pass."""
-        algorithm = self.algorithm
-        kl_in_loss = self.reference is not None and not algorithm.use_kl_in_reward
-        own = algorithm.policy_loss not in POLICY_LOSSES.names  # which may have one where the advantage is 0
-        if self.critic is not None or algorithm.entropy_coef or kl_in_loss or own:
+        """Return for each sample whether it has a gradient; the others need no pass."""
+        kl_in_loss = self.reference is not None and not self.algorithm.use_kl_in_reward
+        # a loss of the user's may have a gradient where the advantage is 0
+        user_loss = self.algorithm.policy_loss not in POLICY_LOSSES.names
+        if self.critic is not None or self.algorithm.entropy_coef or kl_in_loss or user_loss:
             return [True] * len(batch.rollouts)
         assert batch.advantages is not None
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
-    def _step(self, minibatch: Minibatch, lr: float, counted: list[torch.Tensor]) -> tuple[float, int]:
-        """Takes one optimizer step, if everything is finite -> norm of the policy's gradient, tokens of this rank.
+    def _step(
+        self, minibatch: Minibatch | ReferenceAnswers, lr: float, micro_batch_metrics: list[dict[str, torch.Tensor]]
+    ) -> tuple[float, int]:
+        """Take one optimizer step, if everything is finite; return the policy's gradient norm and this rank's tokens.
 
-        It appends the metrics of each micro-batch to ``counted``.
+        It appends the metrics of each micro-batch to ``micro_batch_metrics``.
         """
-        total, tokens = torch.zeros((), device=self.policy.device), 0  # this rank's share of the loss
-        for packed in self._packs(minibatch.batch, minibatch.samples):
+        loss_share = torch.zeros((), device=self.policy.device)  # of this rank
+        num_tokens = 0
+        for packed in self._packs(minibatch, minibatch.samples):
             logprobs, entropy, states = self.policy.score(packed, self.temperature)
             values = self.critic(packed, states) if self.critic else None
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
-            total += loss.detach()
-            if minibatch.trained:  # what has no gradient says nothing of the update
-                counted.append(metrics)
-            tokens += packed.ids.numel()
-        if not math.isfinite(whole := float(self.ranks.sum(total))):
-            raise NotFinite(f"the loss is {whole}")
+            loss_share += loss.detach()
+            if minibatch.trained:  # a sample without a gradient says nothing about the update
+                micro_batch_metrics.append(metrics)
+            num_tokens += packed.ids.numel()
+        if not math.isfinite(total := float(self.ranks.sum(loss_share))):
+            raise NotFinite(f"the loss is {total}")
         self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
         norm = self.optimizer.step(lr)
         self.changed = True
-        if self.critic is not None and minibatch.batch.returns is not None:
+        if self.critic is not None and isinstance(minibatch, Minibatch) and minibatch.batch.returns is not None:
             self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
             self.critic.optimizer.step(lr * self.critic.rate)
-        return norm, tokens
+        return norm, num_tokens
 
-    def _packs(self, batch: Batch, samples: Sequence[int]) -> Iterator[Packed]:
-        """Yields this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
+    def _packs(self, batch: Batch | Minibatch | ReferenceAnswers, samples: Sequence[int]) -> Iterator[Packed]:
+        """Yield this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
         ranks, rollouts, device = self.ranks, batch.rollouts, self.policy.device
-        most, in_order = self.settings.micro_batch_tokens, sorted_by_tokens(rollouts, samples)
-        stretches = split_evenly(rollouts, in_order, ranks.size, device)
-        parts = [list(micro_batches(rollouts, part, most, device)) for part in stretches]
+        in_order = sorted_by_tokens(rollouts, samples)
+        shares = split_evenly(rollouts, in_order, ranks.size, device)
+        parts = [list(micro_batches(rollouts, share, self.settings.micro_batch_tokens, device)) for share in shares]
         for part in parts[ranks.rank]:
             yield batch.pack(part)
         missing = max(map(len, parts)) - len(parts[ranks.rank])
@@ -140,47 +166,50 @@ class Learner:
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:
-        """Records what advantages and loss need before the update: log-probabilities of both models, values."""
-        every = range(len(batch.rollouts))
+        """Record what advantages and loss need before the update: log-probabilities of both models, values."""
+        samples = range(len(batch.rollouts))
         if self.critic is not None or self.algorithm.use_kl_in_reward:
-            self._record_logprobs(batch, every)
+            self._record_logprobs(batch, samples)
         if self.reference is not None:
-            batch.reference = batch.record()
+            reference_logprobs = batch.empty_table()
             with self.reference.packed_attention(), without_adapters(self.reference.model):
-                for packed in self._packs(batch, every):
-                    put(batch.reference, packed, self.reference.score(packed, self.temperature)[0])
-            batch.reference = self.ranks.merge(batch.reference)
+                for packed in self._packs(batch, samples):
+                    logprobs, _, _ = self.reference.score(packed, self.temperature)
+                    scatter_rows(reference_logprobs, packed, logprobs)
+            batch.reference_logprobs = self.ranks.merge(reference_logprobs)
 
     @torch.no_grad()
     def _record_logprobs(self, batch: Batch, samples: Sequence[int]) -> None:
-        """Records log-probabilities before the update, with a critic its values too.
+        """Record log-probabilities before the update, with a critic its values too.
 
         A single optimizer step takes them from its own pass, unless advantages need them earlier.
         """
-        old, values = batch.record(), batch.record()
+        old_logprobs, values = batch.empty_table(), batch.empty_table()
         for packed in self._packs(batch, samples):
             logprobs, _, states = self.policy.score(packed, self.temperature)
-            put(old, packed, logprobs)
+            scatter_rows(old_logprobs, packed, logprobs)
             if self.critic is not None:
-                put(values, packed, self.critic(packed, states))
-        batch.old = self.ranks.merge(old)
+                scatter_rows(values, packed, self.critic(packed, states))
+        batch.old_logprobs = self.ranks.merge(old_logprobs)
         if self.critic is not None:
             batch.values = self.ranks.merge(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns weights and moments."""
+        """Return weights and moments."""
         critic = None
         if self.critic is not None:
             critic = {"model": self.critic.state_dict(), "optimizer": self.critic.optimizer.state_dict()}
         return {"model": self._weights(), "optimizer": self.optimizer.state_dict(), "critic": critic}
 
     def _weights(self) -> dict[str, Any]:
-        """Returns the weights by name; of a policy with adapters those of the adapters alone."""
+        """Return the weights by name; only those of the adapters if only these train."""
         weights = self.policy.model.state_dict()
-        return {name: w for name, w in weights.items() if is_adapter(name)} if self.policy.adapted else weights
+        if not self.policy.adapted:
+            return weights
+        return {name: weight for name, weight in weights.items() if is_adapter(name)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`state_dict`, from any precision or shards; RuntimeError or KeyError for another model."""
+        """Undo :meth:`state_dict`, from any precision or shards; RuntimeError or KeyError for another model."""
         if self.policy.adapted and saved["model"].keys() != self._weights().keys():
             raise KeyError("adapters of other layers, or none")
         load_weights(self.policy.model, saved["model"], partly=self.policy.adapted)

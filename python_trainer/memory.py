@@ -24,9 +24,10 @@ from rlkernels.weights.delta import has_zstandard
 
 USABLE = 0.94  # of a GPU's memory; the rest is for CUDA's context and for gaps between tensors
 PROMPT_TOKENS = 256  # of a prompt, unless the caller knows better
-SEQUENCES, PREFILL_TOKENS = 256, 8192  # most in a pass of generation
-# bytes for each logit of a block, forwards and backwards, and for each logit that a token is drawn from
-LOGIT_BYTES, DRAW_BYTES = {"cuda": 24, "cpu": 8}, {"cuda": 46, "cpu": 6}
+SEQUENCES = 256  # most in a pass of generation
+PREFILL_TOKENS = 8192  # most in a pass of generation
+LOGIT_BYTES = {"cuda": 24, "cpu": 8}  # for each logit of a block, forwards and backwards
+DRAW_BYTES = {"cuda": 46, "cpu": 6}  # for each logit that a token is drawn from
 RECOMPUTES = "model.gradient_checkpointing: auto recomputes activations, which would not fit otherwise"
 
 
@@ -56,19 +57,24 @@ class Shape:
 
     def __init__(self, model: Any, kind: str):
         text = model.config.get_text_config()
-        params, head = list(model.parameters()), model.get_output_embeddings().weight
+        params = list(model.parameters())
+        head = model.get_output_embeddings().weight
         trained = [p.numel() for p in params if p.requires_grad]
-        self.trained, self.largest = sum(trained), max(trained, default=0)
+        self.trained = sum(trained)
+        self.largest = max(trained, default=0)
         self.adapted = sum(layer.base_layer.weight.numel() for _, layer in adapted_layers(model))
         self.total = sum(p.numel() for p in params) - (self.trained if self.adapted else 0)
         self.body = sum(p.numel() for p in model.base_model.parameters()) - (self.trained if self.adapted else 0)
         self.head = head.numel() if head.requires_grad else 0
-        self.vocab, self.item = head.shape[0], head.element_size()
-        self.layers, self.hidden = text.num_hidden_layers, text.hidden_size
+        self.vocab = head.shape[0]
+        self.item = head.element_size()
+        self.layers = text.num_hidden_layers
+        self.hidden = text.hidden_size
         self.layer = (self.total - 2 * head.numel()) // self.layers
         heads = text.num_attention_heads
         size = getattr(text, "head_dim", None) or self.hidden // heads
-        self.query, self.key = heads * size, (getattr(text, "num_key_value_heads", None) or heads) * size
+        self.query = heads * size
+        self.key = (getattr(text, "num_key_value_heads", None) or heads) * size
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
         if experts := getattr(text, "num_experts_per_tok", None):
             self.inner = experts * (getattr(text, "moe_intermediate_size", None) or self.inner)
@@ -78,7 +84,7 @@ class Shape:
 
 
 def read_shape(config: ModelConfig, kind: str) -> Shape:
-    """Reads the sizes of a model from its folder; weights are neither read nor fetched."""
+    """Read the sizes of a model from its folder; weights are neither read nor fetched."""
     model = described_model(config).to(find_dtype(config, torch.device(kind)))
     if config.lora is not None:
         add_adapters(model, config.lora)
@@ -86,14 +92,15 @@ def read_shape(config: ModelConfig, kind: str) -> Shape:
 
 
 def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, prompt: int) -> int:
-    """Estimates the most that a forward and backward pass over a micro-batch takes, beside what is held anyway."""
-    rollout, recompute = config.rollout, config.model.gradient_checkpointing is True
-    answer, samples = rollout.max_completion_length, rollout.num_generations
-    group = prompt + samples * answer
-    most = min(max(config.optimizer.micro_batch_tokens, prompt + answer), rollout.prompts_per_step * group)
-    groups, rest = divmod(most, group)
-    partial = max(rest - prompt, 0) // answer  # answers of a group that is cut
-    pairs = (groups * samples + partial) * answer  # log-probabilities
+    """Estimate the peak of a forward and backward pass over a micro-batch, beside weights and the like."""
+    rollout = config.rollout
+    recompute = config.model.gradient_checkpointing is True
+    answer, num_generations = rollout.max_completion_length, rollout.num_generations
+    group = prompt + num_generations * answer
+    max_tokens = min(max(config.optimizer.micro_batch_tokens, prompt + answer), rollout.prompts_per_step * group)
+    groups, partial_group = divmod(max_tokens, group)
+    partial = max(partial_group - prompt, 0) // answer  # answers of a group that is cut
+    pairs = (groups * num_generations + partial) * answer  # log-probabilities
     tokens = (groups + (partial > 0)) * prompt + pairs
     attention = 2 * (s.query + s.key)  # query, key, value and output
     if s.fused and not recompute:
@@ -106,8 +113,8 @@ def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, 
     at_head = logits * LOGIT_BYTES[kind] + s.head * s.item
     if not recompute:
         return s.layers * layer * tokens + at_head
-    kept = s.layers * s.hidden * s.item * tokens
-    return kept + max(at_head, (layer + 3 * s.inner * s.item) * tokens + s.layer * s.item)
+    layer_inputs = s.layers * s.hidden * s.item * tokens
+    return layer_inputs + max(at_head, (layer + 3 * s.inner * s.item) * tokens + s.layer * s.item)
 
 
 @dataclass
@@ -118,7 +125,7 @@ class Memory:
         parts: what is held, by name; gradients and activations in an update only.
         phases: the most at a time, by phase.
         reserved: what training will take after the KV cache is made.
-        cache_tokens: tokens that the KV cache has room for; None: it is on a server.
+        cache_tokens: tokens that the KV cache has room for; None: there is none, or a server has it.
         longest: tokens of prompt and answer.
     """
 
@@ -131,7 +138,7 @@ class Memory:
 
     @property
     def trouble(self) -> str | None:
-        """Returns why the run cannot work, in half a sentence; None if it can."""
+        """Return why the run cannot work, in half a sentence; None if it can."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         if self.phases[phase] > self.device.memory:
             return f"{phase} takes {self.phases[phase] / 1e9:.1f} GB of {self.device.memory / 1e9:.1f}"
@@ -144,29 +151,40 @@ LOADED = ("weights", "copy for generation", "weights of vLLM")  # before the KV 
 
 
 def held_bytes(config: Config, s: Shape, shards: int) -> dict[str, int]:
-    """Computes what a device holds between passes, and the gradients; ranks of fsdp2 hold shards in float32."""
-    sharded, low = shards > 1 or config.parallel == "fsdp2", s.item < 4
-    whole, moments = s.total * s.item, 8 if sharded or not low else 12  # with float32 masters of low weights
+    """Compute what a device holds between passes, and the gradients; ranks of fsdp2 hold shards in float32."""
+    sharded = shards > 1 or config.parallel == "fsdp2"
+    low_precision = s.item < 4
+    model_bytes = s.total * s.item
+    moments = 12 if low_precision and not sharded else 8  # bytes a weight, with the float32 masters of low precision
     vllm = config.rollout.engine == "vllm" and not config.rollout.vllm_server
     parts = {"weights": (4 if sharded else s.item) * (s.total + (s.trained if s.adapted else 0)) // shards}
     if vllm:
-        parts["weights of vLLM"] = whole
+        parts["weights of vLLM"] = model_bytes
     if (sharded and not vllm) or (s.adapted and not sharded):
-        parts["copy for generation"] = whole if sharded else s.adapted * s.item
+        parts["copy for generation"] = model_bytes if sharded else s.adapted * s.item
     parts["moments and masters"] = moments * s.trained // shards
     parts["gradients"] = 4 * s.trained // shards
     if config.algorithm.beta and not s.adapted:
-        parts["reference"] = whole // shards
-    if config.algorithm.judge.critic and config.critic.separate:
+        parts["reference"] = model_bytes // shards
+    if config.algorithm.advantage_fn.critic and config.critic.separate:
         parts["critic"] = ((4 if sharded else s.item) + moments) * s.body // shards
         parts["gradients"] += 4 * s.body // shards
     return parts
 
 
-def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, model: Any = None) -> Memory:
-    """Computes what each device holds in every phase of a run."""
+def plan_memory(
+    config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, model: Any = None, generates: bool = True
+) -> Memory:
+    """Compute what each device holds in every phase of a run.
+
+    Args:
+        prompt: tokens of a prompt.
+        model: the model itself; None: one like that of the settings is described.
+        generates: False for supervised training, which needs no KV cache.
+    """
     s = read_shape(config.model, device.kind) if model is None else Shape(model, device.kind)
-    rollout, kind = config.rollout, device.kind
+    rollout = config.rollout
+    kind = device.kind
     shards = device.count if config.parallel == "fsdp2" else 1
     parts = held_bytes(config, s, shards)
     sends_deltas = rollout.vllm_server is not None and not s.adapted and has_zstandard()
@@ -185,29 +203,34 @@ def plan_memory(config: Config, device: Device, *, prompt: int = PROMPT_TOKENS, 
     reserved = sum(size for name, size in parts.items() if name not in (LOADED + passing if asleep else LOADED))
     free = max(device.memory - reserved - sum(parts.get(name, 0) for name in LOADED), 0)
     cache = rollout.memory_bytes or (CPU_MEMORY_BYTES if kind == "cpu" else int(free * CUDA_MEMORY_SHARE))
-    cache = 0 if rollout.vllm_server else cache
+    generates_here = generates and not rollout.vllm_server
+    cache = cache if generates_here else 0
     held = sum(size for name, size in parts.items() if name not in passing)
     update = held + parts["gradients"] + (-parts.get("weights of vLLM", 0) if asleep else cache)
-    longest, token = prompt + rollout.max_completion_length, 2 * s.layers * s.key * s.item
+    longest = prompt + rollout.max_completion_length
+    token_bytes = 2 * s.layers * s.key * s.item  # of the KV cache
     phases = {
-        "generation": held + cache + (0 if rollout.vllm_server else generating_bytes(s, config, kind, prompt)),
+        "generation": held + cache + (generating_bytes(s, config, kind, prompt) if generates_here else 0),
         "the update": update + activations,
         # a float32 master is rounded to its weight
         "the optimizer step": update + (9 * s.largest if s.item < 4 and shards == 1 else 0),
     }
-    return Memory(device, parts | {"KV cache": cache}, phases, reserved, cache // token if cache else None, longest)
+    return Memory(
+        device, parts | {"KV cache": cache}, phases, reserved, cache // token_bytes if cache else None, longest
+    )
 
 
 def generating_bytes(s: Shape, config: Config, kind: str, prompt: int) -> int:
-    """Estimates the most that a pass of generation takes, beside the cache: a prefill, or drawing tokens."""
-    prompts, samples = config.rollout.prompts_per_step, config.rollout.num_generations
+    """Estimate the most that a pass of generation takes, beside the cache: a prefill, or drawing tokens."""
+    prompts = config.rollout.prompts_per_step
+    sequences = min(SEQUENCES, prompts * config.rollout.num_generations)
     tokens = min(PREFILL_TOKENS, prompts * prompt)
     prefill = s.item * tokens * (4 * s.hidden + 2 * (s.query + s.key) + 3 * s.inner)
-    return max(prefill, min(SEQUENCES, prompts * samples) * s.vocab * DRAW_BYTES[kind])
+    return max(prefill, sequences * s.vocab * DRAW_BYTES[kind])
 
 
 def device_here(name: str, ranks: int | None = None) -> Device:
-    """Describes the device of this machine that ``model.device`` means, for each of so many ranks; None: all GPUs."""
+    """Describe the device of this machine that ``model.device`` means, for each of so many ranks; None: all GPUs."""
     if choose_device(name).type == "cpu":
         return Device("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
@@ -215,22 +238,22 @@ def device_here(name: str, ranks: int | None = None) -> Device:
 
 
 def parse_gpus(text: str) -> Device:
-    """Reads ``8x80`` or ``80``: GPUs of so many gigabytes, 10^9 bytes each."""
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", text)
-    if found is None or int(found[1] or 1) < 1 or float(found[2]) <= 0:
+    """Read ``8x80`` or ``80``: GPUs of so many gigabytes, 10^9 bytes each."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", text)
+    if match is None or int(match[1] or 1) < 1 or float(match[2]) <= 0:
         raise UserError(f"--gpus must be like 80, or 8x80 for eight of 80 GB, got {text!r}")
-    return Device("cuda", int(float(found[2]) * 1e9), int(found[1] or 1))
+    return Device("cuda", int(float(match[2]) * 1e9), int(match[1] or 1))
 
 
-def needs_recomputing(config: Config, device: Device) -> bool:
-    """Decides whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU where the run would not fit."""
+def needs_recomputing(config: Config, device: Device, *, generates: bool = True) -> bool:
+    """Decide whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU where the run would not fit."""
     if config.model.gradient_checkpointing != "auto" or device.kind == "cpu":
         return False
-    return plan_memory(config, device).trouble is not None
+    return plan_memory(config, device, generates=generates).trouble is not None
 
 
 def memory_lines(memory: Memory) -> list[str]:
-    """Writes a plan in lines, in gigabytes of 10^9 bytes."""
+    """Write a plan in lines, in gigabytes of 10^9 bytes."""
     device = memory.device
     lines = [f"memory of each {device.kind} device ({device.count} of {device.memory / 1e9:.1f} GB), in GB:"]
     lines += [f"  {name:<27}{size / 1e9:9.2f}" for name, size in memory.parts.items()]

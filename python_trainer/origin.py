@@ -1,4 +1,4 @@
-"""What a run begins with, as digests: ranks compare theirs, and a resumed run those in its checkpoint.
+"""Digests of the inputs of a run: ranks compare theirs, and a resumed run those in its checkpoint.
 
 No digest depends on the device, the number of threads, ``model.dtype`` or how weights are divided among files.
 """
@@ -35,7 +35,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
 
 
 class Origin(BaseModel):
-    """What a resumed run must find again as it was.
+    """Inputs that must be the same when a run is resumed.
 
     Attributes:
         tokenizer: a digest of its vocabulary, its rules and its chat template.
@@ -52,14 +52,15 @@ class Origin(BaseModel):
 
 def find_origin(config: Config, policy: Policy, ranks: RankGroup) -> Origin:
     """Return the origin of a run whose policy has just been loaded; all ranks call it together."""
-    origin, lora = Origin(seed=config.seed, tokenizer=digest_tokenizer(policy.tokenizer)), config.model.lora
+    origin = Origin(seed=config.seed, tokenizer=digest_tokenizer(policy.tokenizer))
+    lora = config.model.lora
     if lora is not None or config.algorithm.beta:
-        origin.weights = ranks.once(lambda: digest_weights(policy_folder(config.model.path)))
+        origin.weights = ranks.on_rank0(lambda: digest_weights(policy_folder(config.model.path)))
     origin.lora_alpha = lora.alpha if lora is not None else None
     return origin
 
 
-def check_origin(saved: Origin | None, here: Origin, folder: Path, path: str, note: Callable[[str], None]) -> None:
+def check_origin(saved: Origin | None, origin: Origin, folder: Path, path: str, note: Callable[[str], None]) -> None:
     """Compare the origin in a checkpoint with that of the run that continues from it.
 
     Args:
@@ -74,12 +75,12 @@ def check_origin(saved: Origin | None, here: Origin, folder: Path, path: str, no
         note("the checkpoint does not tell with which seed, tokenizer and base weights the run began: it is older")
         return
     for name, setting in (("seed", "seed"), ("lora_alpha", "model.lora.alpha")):
-        before, now = getattr(saved, name), getattr(here, name)
-        if None not in (before, now) and before != now:
-            raise UserError(f"{setting} must be {before}, with which {folder} began, got {now}")
+        old, new = getattr(saved, name), getattr(origin, name)
+        if None not in (old, new) and old != new:
+            raise UserError(f"{setting} must be {old}, with which {folder} began, got {new}")
     for name in ("tokenizer", "weights"):
-        before, now = getattr(saved, name), getattr(here, name)
-        if None not in (before, now) and before != now:
+        old, new = getattr(saved, name), getattr(origin, name)
+        if None not in (old, new) and old != new:
             raise UserError(
                 f"{folder} began with another {name} than model.path has now ({path}): resume it with that model, or "
                 f"begin a new run with model.path={folder / 'model'}"
@@ -94,7 +95,7 @@ def compare_settings(config: Config, ranks: RankGroup) -> None:
     """
     if ranks.size == 1:
         return
-    with ranks.together():
+    with ranks.fail_together():
         values = flatten(shared_values(config))
         packages = {name: version for name, version in versions().items() if name != "python"}
         shown = values | packages | {"the type of device": choose_device(config.model.device).type}
@@ -112,19 +113,20 @@ def compare_inputs(
     """
     if ranks.size == 1:
         return
-    with ranks.together():
-        found = json.loads(policy.model.config.to_json_string(use_diff=False), object_hook=without_path)
+    with ranks.fail_together():
+        model_config = json.loads(policy.model.config.to_json_string(use_diff=False), object_hook=without_path)
         hidden = {
-            "the configuration of the model": digest_value([found, policy.eos_token_ids]),
+            "the configuration of the model": digest_value([model_config, policy.eos_token_ids]),
             "the tokenizer": origin.tokenizer,
             "the checkpoint": checkpoint and hashlib.sha256((checkpoint / "checksums.json").read_bytes()).hexdigest(),
         }
-        if not ranks.sharded:  # else rank 0 has sent them to all
+        if not ranks.sharded:  # if sharded, rank 0 has sent them to all
             hidden["the initial weights"] = digest_weights(policy_folder(config.model.path))
         for split, ids in prompts.ids.items():
             hidden[f"the {split} prompts"] = digest_examples(getattr(prompts.task, split), ids)
-        for one in prompts.sets:
-            hidden[f"the prompts of evaluation.{one.name}"] = digest_examples(one.examples, one.ids)
+        for prompt_set in prompts.sets:
+            digest = digest_examples(prompt_set.examples, prompt_set.ids)
+            hidden[f"the prompts of evaluation.{prompt_set.name}"] = digest
         for name, function in prompts.task.reward_functions.items():
             if isinstance(folder := getattr(function, "folder", None), Path):
                 hidden[f"the reward model {name}"] = digest_weights(folder)
@@ -137,13 +139,15 @@ def digest_tokenizer(tokenizer: Any) -> str:
 
 def digest_weights(folder: Path) -> str:
     """Return a digest of the tensors in a folder of weights, and of the folders below if it holds an adapter."""
-    base, below = adapter_base(folder), None
+    base = adapter_base(folder)
+    below = None
     if base == folder:
         files = weight_files(folder)
     else:
-        files, below = [folder / "adapter_model.safetensors"], digest_weights(base)
+        files = [folder / "adapter_model.safetensors"]
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        below = digest_value([below, {key: adapter.get(key) for key in ("r", "lora_alpha", "use_rslora")}])
+        scaling = {key: adapter.get(key) for key in ("r", "lora_alpha", "use_rslora")}
+        below = digest_value([digest_weights(base), scaling])
     tensors = []
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -183,7 +187,8 @@ def digest_code(values: Iterable[str]) -> str:
     for root in (Path(__file__).parent, Path(rlkernels.__file__).parent):
         for file in sorted(root.rglob("*.py")):
             digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    for name in sorted({found[1] for value in values for found in PLUGIN.finditer(value)} & sys.modules.keys()):
+    plugins = {match[1] for value in values for match in PLUGIN.finditer(value)}
+    for name in sorted(plugins & sys.modules.keys()):
         source = getattr(sys.modules[name], "__file__", None)
         if source and Path(source).is_file():
             digest.update(name.encode() + Path(source).read_bytes())

@@ -18,22 +18,23 @@ from python_trainer.tasks.base import Task
 
 
 def load_tasks(config: Config, device: torch.device) -> list[Task]:
-    """Loads the task of a run, then those of ``evaluation.sets`` in their order; reward models go to the device.
+    """Load the task of a run, then those of ``evaluation.sets`` in their order; reward models go to the device.
 
     Raises:
         UserError: a file, function or setting of a task cannot be used.
     """
-    main = config.task.load()
-    tasks = [main]
-    tasks += [config.task.model_copy(update={"test_path": path}).load() for path in config.evaluation.sets.values()]
+    train_task = config.task.load()
+    tasks = [train_task]
+    for path in config.evaluation.sets.values():
+        tasks.append(config.task.model_copy(update={"test_path": path}).load())
     for settings in config.accelerators.chosen():
-        settings.check_task(main)
-    models: dict[str, Any] = {}
+        settings.check_task(train_task)
+    reward_models: dict[str, Any] = {}
     for task in tasks:
         for name, function in task.reward_functions.items():
-            if hasattr(function, "to"):  # a model, of which all tasks share one
-                task.reward_functions[name] = models.setdefault(name, function)
-                models[name].to(device)
+            if hasattr(function, "to"):  # a model, which all tasks share
+                task.reward_functions[name] = reward_models.setdefault(name, function)
+                reward_models[name].to(device)
     return tasks
 
 
@@ -63,85 +64,99 @@ class Prompts:
     def __init__(
         self, config: Config, tasks: Sequence[Task], policy: Policy, state: RunState, note: Callable[[str], None]
     ):
-        self.config, self.policy, self.state, self.note = config, policy, state, note
-        self.task, *others = tasks
+        self.config = config
+        self.policy = policy
+        self.state = state
+        self.note = note
+        self.task, *set_tasks = tasks
         policy.chat_template_kwargs = config.task.chat_template_kwargs
         self.ids: dict[str, list[list[int]]] = {}
         for split in ("train", "test", "gate"):
             examples = getattr(self.task, split)
-            kept, self.ids[split] = self._encode_fitting(split, examples)
-            if len(kept) < len(examples):
-                fewer: dict[str, Any] = {split: kept}
-                self.task = replace(self.task, **fewer)
+            fitting, self.ids[split] = self._encode_fitting(split, examples)
+            if len(fitting) < len(examples):
+                changes: dict[str, Any] = {split: fitting}
+                self.task = replace(self.task, **changes)
         if not self.ids["train"]:
             raise UserError(f"task {self.task.name} has no training prompts")
         self.sets: list[PromptSet] = []
-        for name, task in zip(config.evaluation.sets, others):
-            fitting = self._encode_fitting(f"evaluation.sets.{name}", task.test)
-            self.sets.append(PromptSet(f"set {name}", task, *fitting, config.evaluation))
+        for name, task in zip(config.evaluation.sets, set_tasks):
+            examples, ids = self._encode_fitting(f"evaluation.sets.{name}", task.test)
+            self.sets.append(PromptSet(f"set {name}", task, examples, ids, config.evaluation))
 
     def draw(self, count: int) -> list[int]:
-        """Returns the numbers of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
-        first, self.state.prompts = self.state.prompts, self.state.prompts + count
+        """Return the indices of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
+        first = self.state.prompts
+        self.state.prompts += count
         return prompt_order(self.config.seed, first, count, len(self.ids["train"]))
 
-    def groups(self, keys: Sequence[int], first: int = 0) -> list[Group]:
-        """Returns the usual request for answers to each of these training prompts.
+    def groups(self, prompt_indices: Sequence[int], first: int = 0) -> list[Group]:
+        """Return the usual request for answers to each of these training prompts.
 
         Args:
-            first: prompts that have been asked before with the same seed, so that every sample has noise of its own.
+            first: how many prompts had the same seed before, so that every answer has noise of its own.
         """
-        count, longest = self.config.rollout.num_generations, self.config.rollout.max_completion_length
-        examples, prompts = self.task.train, self.ids["train"]
+        rollout = self.config.rollout
         return [
-            Group(prompts[key], [], count, longest, i * count, example=examples[key], prompt_key=key)
-            for i, key in enumerate(keys, first)
+            Group(
+                self.ids["train"][index],
+                num_generations=rollout.num_generations,
+                max_new_tokens=rollout.max_completion_length,
+                sample_id=number * rollout.num_generations,
+                example=self.task.train[index],
+                prompt_index=index,
+            )
+            for number, index in enumerate(prompt_indices, first)
         ]
 
     def split(self, name: str) -> PromptSet:
-        """Returns the prompts of a split for an evaluation: test with its settings, others with one sample each."""
+        """Return the prompts of a split for an evaluation: test with its settings, others with one sample each."""
         sampling = self.config.evaluation if name == "test" else EvaluationConfig()
         return PromptSet(name, self.task, getattr(self.task, name), self.ids[name], sampling)
 
     def text(self, rollout: Rollout) -> str:
-        """Returns the training prompt of a rollout, as :meth:`text_of` writes it."""
-        return self.text_of(self.task.train[rollout.prompt_key])
+        """Return the training prompt of a rollout, as :meth:`text_of` writes it."""
+        return self.text_of(self.task.train[rollout.prompt_index])
 
     def text_of(self, example: Example) -> str:
-        """Returns the prompt of an example as written; of messages their contents, without a template."""
+        """Return the prompt of an example as written; of messages their contents, without a template."""
         (prompt,) = self._opened([example])
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
     def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
-        """Encodes prompts; returns those that leave room for the longest answer, and their token ids."""
+        """Return the examples whose prompts leave room for the longest answer, and their token ids."""
         prompts = self._opened(examples)
         ids = self.policy.encode(prompts)
-        if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
+        chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        continued = sum(chat[-1]["role"] == "assistant" for chat in chats)
+        if continued:
             self.note(
-                f"{begun} of {len(prompts)} {name} prompts end in a message of the assistant, which answers continue"
+                f"{continued} of {len(prompts)} {name} prompts end in a message of the assistant, which answers "
+                "continue"
             )
-        longest = self.config.rollout.max_completion_length
-        room = self.policy.room(longest)
-        kept = [row for row, prompt in enumerate(ids) if len(prompt) <= room]
-        if self.config.task.overlong == "drop" and len(kept) < len(ids):
-            worst = max(range(len(ids)), key=lambda row: len(ids[row]))
-            counts = f"{len(ids) - len(kept)} of {len(ids)} {name} prompts dropped (task.overlong)"
+        max_completion_length = self.config.rollout.max_completion_length
+        room = self.policy.room(max_completion_length)
+        fitting = [row for row, prompt in enumerate(ids) if len(prompt) <= room]
+        if self.config.task.overlong == "drop" and len(fitting) < len(ids):
+            longest = max(range(len(ids)), key=lambda row: len(ids[row]))
+            counts = f"{len(ids) - len(fitting)} of {len(ids)} {name} prompts dropped (task.overlong)"
             about = f"{counts}: more than {room} tokens"
-            if not kept:
+            if not fitting:
                 raise UserError(f"{about}; none is left")
-            self.note(f"{about}; the longest is {examples[worst].place or worst} with {len(ids[worst])}")
-            examples, ids = [examples[row] for row in kept], [ids[row] for row in kept]
+            self.note(f"{about}; the longest is {examples[longest].place or longest} with {len(ids[longest])}")
+            examples = [examples[row] for row in fitting]
+            ids = [ids[row] for row in fitting]
         for index, (example, prompt) in enumerate(zip(examples, ids)):
             if not 0 < len(prompt) <= room:
                 raise UserError(
                     f"prompt {example.place or f'{index} of the {name} split'} has {len(prompt)} tokens; with "
-                    f"rollout.max_completion_length {longest} and {self.policy.limited_by} of {self.policy.max_length} "
-                    f"tokens it may have 1 to {room}: {str(example.prompt)[:60]!r}"
+                    f"rollout.max_completion_length {max_completion_length} and {self.policy.limited_by} of "
+                    f"{self.policy.max_length} tokens it may have 1 to {room}: {str(example.prompt)[:60]!r}"
                 )
         return examples, ids
 
     def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
-        """Returns the prompts of examples, as the environment opens them."""
+        """Return the prompts of examples, as the environment opens them."""
         if self.config.task.environment is None:
             return [example.prompt for example in examples]
         make = ENVIRONMENTS.resolve(self.config.task.environment)

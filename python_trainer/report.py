@@ -24,6 +24,7 @@ from rich.text import Text
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
+from python_trainer.data import is_right
 from python_trainer.errors import UserError
 from python_trainer.run_directory import (
     ENDS,
@@ -52,7 +53,7 @@ SHOWN_STEPS = 8  # of a run, with sample answers
 
 
 def report(folders: Sequence[Path], console: Console | None = None) -> None:
-    """Prints the table of all runs; writes report.html and accuracy.png there, or beside the first of several."""
+    """Print the table of all runs; write report.html and accuracy.png there, or beside the first of several."""
     console = console or Console()
     runs = find_runs(folders)
     rows = summary_rows(runs)
@@ -97,17 +98,18 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     """Return every run in these folders or below them, in the order of their paths."""
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise UserError(f"there is no folder {missing[0]}")
-    runs, paths = [], [path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
-    homes = list(dict.fromkeys(path.parent.absolute() for path in paths))  # the current folder has a name then, too
-    alike = Counter(home.name for home in homes)
+    paths = [path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
+    homes = list(dict.fromkeys(path.parent.absolute() for path in paths))  # absolute: "." has no name
+    same_name = Counter(home.name for home in homes)
+    runs = []
     for home in homes:
         name = home.parent.name if home.name.startswith("seed-") else home.name
-        if name == home.name and alike[name] > 1:  # x/run and y/run are no seeds of one variant
+        if name == home.name and same_name[name] > 1:  # x/run and y/run are not seeds of one variant
             name = str(home.relative_to(os.path.commonpath(homes)))
         if not (rows := read_metrics(home)):
             continue
         summary, ended = summary_of(home, rows)
-        # a plug-in's words are those that the run itself has written: a report imports nothing that a run names
+        # the texts of plug-ins are in the run's summary: a report imports nothing that a run names
         texts = registered_counters() | summary["counters"]
         counters = {text: sum(row.get(metric) or 0.0 for row in rows) for metric, text in texts.items()}
         runs.append(Run(name, home, summary, counters, earlier_cost(rows), ended))
@@ -125,15 +127,16 @@ def earlier_cost(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return what a report needs of summary.json, from the rows until it is written; and whether the run has ended."""
-    last, settings = rows[-1], settings_used(folder)
-    found = read_summary(folder / "summary.json")
-    ended = bool(found) and found["steps"] >= last["step"]
+    """Return the summary of a run, from its rows until summary.json is written; and whether the run has ended."""
+    last = rows[-1]
+    settings = settings_used(folder)
+    written = read_summary(folder / "summary.json")
+    ended = bool(written) and written["steps"] >= last["step"]
 
     def total(metric: str) -> float:
         return sum(row.get(metric) or 0.0 for row in rows)
 
-    # before training, and later; all on the same prompts, as the last one of an unfinished run has not seen others
+    # all on the same prompts: only the final evaluation of a finished run answers more
     start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]
     final = later[-1] if later else {}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
@@ -149,12 +152,12 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
         "seconds_to_target": None, "tokens_to_target": None,
         "target_accuracy": target if isinstance(target, float | int) else None,
         "device": "-", "versions": {}, "counters": {},
-        **(found if ended else {}),  # that of older runs may tell less
+        **(written if ended else {}),  # older runs may have written less
     }, ended  # fmt: skip
 
 
 class Summary(BaseModel):
-    """What a report reads of summary.json; that of an older run may tell less."""
+    """The part of summary.json that a report reads; older runs may have written less."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     steps: int
@@ -179,7 +182,7 @@ class Summary(BaseModel):
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what a run has written at its end; empty if it has not. UserError if a report cannot use it."""
+    """Return the summary that a run wrote at its end; empty without one. UserError if a report cannot use it."""
     text = read_text(path)
     if text is None:
         return {}
@@ -192,7 +195,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def registered_counters() -> dict[str, str]:
-    """Return metric -> the words of its row, for the shipped accelerators."""
+    """Return the text of each metric's row, for the shipped accelerators."""
     return {metric: text for kind in ACCELERATORS.registered() for metric, text in kind.counters.items()}
 
 
@@ -227,9 +230,9 @@ def difference_of_runs(after: Sequence[Any], before: Sequence[Any]) -> Interval:
     if len(lengths) != 1 or not lengths.pop():
         raise ValueError("runs must answer the same prompts, at least one, to be compared")
     values = numpy.stack([a - b for a, b in pairs], 1)  # [N, runs]
-    kinds, counts = numpy.unique(values, axis=0, return_counts=True)  # equal rows are drawn together
+    distinct, counts = numpy.unique(values, axis=0, return_counts=True)  # equal rows are drawn at once
     generator = numpy.random.default_rng(0)
-    means = generator.multinomial(len(values), counts / len(values), size=10_000) @ kinds / len(values)
+    means = generator.multinomial(len(values), counts / len(values), size=10_000) @ distinct / len(values)
     runs = values.shape[1]
     weights = generator.multinomial(runs, [1 / runs] * runs, size=len(means)) / runs
     low, high = numpy.quantile((means * weights).sum(1), [0.025, 0.975])
@@ -248,65 +251,68 @@ def show(value: float | None, form: str = "{:.3f}") -> str:
 
 def compare_accuracy(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
     """Return final accuracy minus that of the plain runs of the same seeds; None if they cannot be paired."""
-    before = {run.folder.name: read_evaluations(run.folder).get("final") for run in plain}
-    pairs = [(read_evaluations(run.folder).get("final"), before.get(run.folder.name)) for run in runs]
-    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    if not known or len({len(values) for pair in known for values in pair}) != 1:
+    plain_answers = {run.folder.name: read_evaluations(run.folder).get("final") for run in plain}
+    pairs = []
+    for run in runs:
+        answers, baseline = read_evaluations(run.folder).get("final"), plain_answers.get(run.folder.name)
+        if answers is not None and baseline is not None:
+            pairs.append((answers, baseline))
+    if not pairs or len({len(values) for pair in pairs for values in pair}) != 1:
         return None
-    after, plain_values = zip(*known)
-    return difference_of_runs(after, plain_values)
+    return difference_of_runs(*zip(*pairs))
 
 
 def verdicts(runs: Sequence[Run]) -> list[str]:
     """Return a sentence on each variant against the baseline; without a baseline, on each variant by itself."""
     variants = by_variant(runs)
     if BASELINE not in variants or len(variants) == 1:
-        return [describe_alone(name, mine) for name, mine in variants.items()]
+        return [describe_variant(name, seeds) for name, seeds in variants.items()]
     plain = variants[BASELINE]
-    return [describe_against(name, mine, plain) for name, mine in variants.items() if name != BASELINE]
+    return [describe_against(name, seeds, plain) for name, seeds in variants.items() if name != BASELINE]
 
 
-def describe_alone(name: str, runs: Sequence[Run]) -> str:
+def describe_variant(name: str, runs: Sequence[Run]) -> str:
     """Return ``run: accuracy 54.0 % -> 84.0 % in 12 steps, 110 s, 98,304 generated tokens``.
 
     Rewards take the place of an accuracy that stays 0, as it does where no answer is right or wrong.
     """
-    before, after = (mean_of(runs, f"eval_accuracy_{part}") for part in ENDS)
-    gained = "no evaluation" if before is None else f"accuracy {before:.1%} -> {show(after, '{:.1%}')}"
-    found = [run.summary["evaluation"] for run in runs]
-    if before == after == 0 and all("start" in evaluations for evaluations in found):  # has them once a run has ended
-        first, last = (fmean(on_all_prompts(evaluations[part], "reward") for evaluations in found) for part in ENDS)
-        gained = f"reward {first:.3f} -> {last:.3f}"
+    start, final = (mean_of(runs, f"eval_accuracy_{end}") for end in ENDS)
+    gain = "no evaluation" if start is None else f"accuracy {start:.1%} -> {show(final, '{:.1%}')}"
+    evaluations = [run.summary["evaluation"] for run in runs]  # without "start" until the run has ended
+    if start == final == 0 and all("start" in evaluation for evaluation in evaluations):
+        start, final = (fmean(on_all_prompts(evaluation[end], "reward") for evaluation in evaluations) for end in ENDS)
+        gain = f"reward {start:.3f} -> {final:.3f}"
     steps, seconds, tokens = (mean_of(runs, key) or 0.0 for key in ("steps", "training_s", "generated_tokens"))
     seeds = f", means of {len(runs)} seeds" if len(runs) > 1 else ""
-    return f"{name}: {gained} in {steps:.0f} steps, {seconds:,.0f} s, {tokens:,.0f} generated tokens{seeds}"
+    return f"{name}: {gain} in {steps:.0f} steps, {seconds:,.0f} s, {tokens:,.0f} generated tokens{seeds}"
 
 
 def describe_against(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> str:
     """Return ``rhyme: 45 % fewer generated tokens, 30 % less time, accuracy 1.3 points lower (95 %: -2.2 to -0.4)``."""
 
-    def change(key: str, less: str, unit: str) -> str:
-        ours, theirs = mean_of(runs, key), mean_of(plain, key)
-        if not ours or not theirs:
+    def change(key: str, fewer: str, unit: str) -> str:
+        value, baseline = mean_of(runs, key), mean_of(plain, key)
+        if not value or not baseline:
             return f"{unit} unknown"
-        share = ours / theirs - 1
-        return f"{abs(share):.0%} {less if share < 0 else 'more'} {unit}"
+        share = value / baseline - 1
+        return f"{abs(share):.0%} {fewer if share < 0 else 'more'} {unit}"
 
-    found = compare_accuracy(runs, plain)
-    if found is None:
+    difference = compare_accuracy(runs, plain)
+    if difference is None:
         accuracy = "accuracy not comparable (no evaluations of the same prompts and seeds)"
     else:
-        span = f"95 %: {100 * found.low:+.1f} to {100 * found.high:+.1f} points"
-        direction = "lower" if found.value < 0 else "higher"
-        told_apart = not found.low <= 0 <= found.high
-        points = f"{abs(100 * found.value):.1f} points {direction}" if told_apart else "not told apart"
+        span = f"95 %: {100 * difference.low:+.1f} to {100 * difference.high:+.1f} points"
+        direction = "lower" if difference.value < 0 else "higher"
+        significant = not difference.low <= 0 <= difference.high
+        points = f"{abs(100 * difference.value):.1f} points {direction}" if significant else "not told apart"
         accuracy = f"accuracy {points} ({span})"
-    tokens, seconds = change("generated_tokens", "fewer", "generated tokens"), change("training_s", "less", "time")
+    tokens = change("generated_tokens", "fewer", "generated tokens")
+    seconds = change("training_s", "less", "time")
     return f"{name}: {tokens}, {seconds}, {accuracy}"
 
 
 def caveats(runs: Sequence[Run]) -> list[str]:
-    """Return what keeps the numbers from being compared, or from being final."""
+    """Return the reasons why numbers are not comparable, or not final."""
     lines = [f"{run.label} has not ended: the report covers its {run.summary['steps']} steps so far" for run in runs
              if not run.ended]  # fmt: skip
     for run in runs:
@@ -315,10 +321,10 @@ def caveats(runs: Sequence[Run]) -> list[str]:
             lines.append(
                 f"{run.label} learned from earlier runs: their {tokens} tokens and {seconds} s count as its own"
             )
-    steps = {name: fmean(run.summary["steps"] for run in mine) for name, mine in by_variant(runs).items()}
+    steps = {name: fmean(run.summary["steps"] for run in seeds) for name, seeds in by_variant(runs).items()}
     if len(steps) > 1 and max(steps.values()) > 1.02 * min(steps.values()):
-        made = ", ".join(f"{name} {count:.0f}" for name, count in steps.items())
-        lines.append(f"the variants made different numbers of steps ({made}): compare the curves, not the ends")
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in steps.items())
+        lines.append(f"the variants made different numbers of steps ({counts}): compare the curves, not the ends")
     return lines
 
 
@@ -329,20 +335,25 @@ def table_rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
 
 
 def summary_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return rows (name, mean over the seeds of each variant), as text, without those that say nothing anywhere."""
+    """Return rows (name, mean over the seeds of each variant), as text, without rows of nothing but 0 and -."""
     variants = by_variant(runs)
-    rows = table_rows([summary_column(mine, variants.get(BASELINE)) for mine in variants.values()])
+    rows = table_rows([summary_column(seeds, variants.get(BASELINE)) for seeds in variants.values()])
     return [row for row in rows if not {*row[1:]} <= {"-", "0", "0 %"}]
 
 
 def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str, str]:
-    """Return row -> mean over the seeds of one variant, as text."""
+    """Return the mean over the seeds of one variant, as text, by row."""
     total = fmean(run.summary["training_s"] for run in runs)  # without earlier runs
-    parts = {"generation": mean_of(runs, "rollout_s"), "training": mean_of(runs, "train_s")}
-    parts["accelerators"] = fmean(sum(run.summary["accelerator_s"].values()) for run in runs)
+    seconds_of = {
+        "generation": mean_of(runs, "rollout_s"),
+        "training": mean_of(runs, "train_s"),
+        "accelerators": fmean(sum(run.summary["accelerator_s"].values()) for run in runs),
+    }
     change = None if plain is None or plain is runs else compare_accuracy(runs, plain)
-    own, base = mean_of(runs, "seconds_to_target"), None if plain is None else mean_of(plain, "seconds_to_target")
-    found = {
+    to_target = mean_of(runs, "seconds_to_target")
+    baseline_to_target = None if plain is None else mean_of(plain, "seconds_to_target")
+    speed = baseline_to_target / to_target if baseline_to_target and to_target else None
+    column = {
         "seeds": str(len(runs)),
         "accuracy before": show(mean_of(runs, "eval_accuracy_start")),
         "accuracy after": show(mean_of(runs, "eval_accuracy_final")),
@@ -354,22 +365,23 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     for name in finals[0]:
         metric = name.removeprefix("eval/")
         if metric != "accuracy" and not name.startswith("eval_all/") and all(name in final for final in finals):
-            found[f"{metric} after"] = show(fmean(final.get(f"eval_all/{metric}", final[name]) for final in finals))
-    found |= {
+            column[f"{metric} after"] = show(fmean(final.get(f"eval_all/{metric}", final[name]) for final in finals))
+    column |= {
         "steps": show(mean_of(runs, "steps"), "{:.0f}"),
         "seconds, all": show(mean_of(runs, "wall_s"), "{:.1f}"),
         "seconds without evaluation": show(mean_of(runs, "training_s"), "{:.1f}"),
-        "seconds to target": show(own, "{:.1f}"),
+        "seconds to target": show(to_target, "{:.1f}"),
         "tokens to target": show(mean_of(runs, "tokens_to_target"), "{:,.0f}"),
-        "speed to target, times baseline": show(base / own if base and own else None, "{:.2f}"),
+        "speed to target, times baseline": show(speed, "{:.2f}"),
     }
     for kind in ("generated", "prefill", "cached", "trained"):
-        found[f"{kind} tokens"] = show(mean_of(runs, f"{kind}_tokens"), "{:,.0f}")
-    for name, seconds in parts.items():
-        found[f"share of {name}"] = show(100 * (seconds or 0.0) / total if total else None, "{:.0f} %")
-    for words in dict.fromkeys(words for run in runs for words in run.counters):
-        found[words] = show(fmean(run.counters.get(words, 0.0) for run in runs), "{:,.0f}")
-    return found
+        column[f"{kind} tokens"] = show(mean_of(runs, f"{kind}_tokens"), "{:,.0f}")
+    for name, seconds in seconds_of.items():
+        share = 100 * (seconds or 0.0) / total if total else None
+        column[f"share of {name}"] = show(share, "{:.0f} %")
+    for text in dict.fromkeys(text for run in runs for text in run.counters):
+        column[text] = show(fmean(run.counters.get(text, 0.0) for run in runs), "{:,.0f}")
+    return column
 
 
 def draw_curves(runs: Sequence[Run]) -> "Figure":
@@ -377,14 +389,14 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
-    both = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, 2, sharey=True)
     target = next((run.summary["target_accuracy"] for run in runs if run.summary["target_accuracy"]), None)
-    for axes, (x, words) in zip(both, AXES.items()):
-        for colour, (name, mine) in zip(COLOURS * len(runs), by_variant(runs).items()):
-            charged = ", after an earlier run" if any(run.earlier["tokens"] for run in mine) else ""
+    for axes, (x, words) in zip(panels, AXES.items()):
+        for colour, (name, seeds) in zip(COLOURS * len(runs), by_variant(runs).items()):
+            charged = ", after an earlier run" if any(run.earlier["tokens"] for run in seeds) else ""
             text = re.sub("^_", " _", escape_controls(name, keep="")).replace("$", r"\$")  # no formula
             label: str | None = text + charged
-            for run in mine:
+            for run in seeds:
                 rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
                 if rows:
                     points = [row[x] + run.charge(x) for row in rows], [row["eval/accuracy"] for row in rows]
@@ -396,38 +408,44 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
         axes.locator_params("x", nbins=5)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    both[0].set_ylabel("accuracy on test prompts")
-    if both[0].get_legend_handles_labels()[0]:
-        figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    panels[0].set_ylabel("accuracy on test prompts")
+    if panels[0].get_legend_handles_labels()[0]:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
 def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return (step, answers) of up to SHOWN_STEPS steps, evenly spread, the last among them."""
-    found = sorted(read_samples(run.folder).items())
-    count = min(len(found), SHOWN_STEPS)
-    return [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)] if count > 1 else found
+    steps = sorted(read_samples(run.folder).items())
+    count = min(len(steps), SHOWN_STEPS)
+    if count <= 1:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def answers_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (prompt, answer before training, answer after) of test prompts; none before the last evaluation."""
     start, final = (read_answers(run.folder).get(name, []) for name in ENDS)
-    pairs = [(before, after) for before, after in zip(start, final) if before.get("prompt") == after.get("prompt")]
-    return [(str(b.get("prompt")), str(b.get("answer")), str(a.get("answer"))) for b, a in pairs]
+    rows = []
+    for first, last in zip(start, final):
+        if first.get("prompt") == last.get("prompt"):
+            rows.append((str(first.get("prompt")), str(first.get("answer")), str(last.get("answer"))))
+    return rows
 
 
 def answer_lines(runs: Sequence[Run]) -> list[str]:
-    """Return what the terminal shows of answers before and after; nothing of several runs, whose page has them."""
+    """Return the answers before and after training for the terminal; none of several runs, whose page has them."""
     lines = []
     for row in answers_of(runs[0]) if len(runs) == 1 else ():
-        prompt, before, after = (shorten(text, LINE_CHARACTERS, placeholder=" ...") for text in row)
-        lines += [f"prompt: {prompt}", f"  before: {before}", f"  after:  {after}"]
+        prompt, start, final = (shorten(text, LINE_CHARACTERS, placeholder=" ...") for text in row)
+        lines += [f"prompt: {prompt}", f"  before: {start}", f"  after:  {final}"]
     return lines
 
 
 def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: Path) -> str:
     """Return the page: verdict, curves, summary, sample answers, settings, versions."""
-    variants, settings = list(by_variant(runs)), table_rows([settings_used(run.folder) for run in runs])
+    variants = list(by_variant(runs))
+    settings = table_rows([settings_used(run.folder) for run in runs])
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -435,6 +453,7 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.tests["right"] = is_right
     text = environment.get_template("report.html.jinja").render(
         title=", ".join(variants),
         runs=runs,
@@ -447,6 +466,6 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
         same=[row[:2] for row in settings if len({*row[1:]}) == 1],
         made=table_rows([{"device": run.summary["device"], **run.summary["versions"]} for run in runs]),
         steps=[(run, samples_of(run)) for run in runs],
-        answers=[(run, found) for run in runs if (found := answers_of(run))],
+        answers=[(run, rows) for run in runs if (rows := answers_of(run))],
     )
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import Annotated, Any
@@ -51,16 +51,22 @@ class RunState:
     timer: InitVar[Callable[[], float]] = time.perf_counter
 
     def __post_init__(self, timer: Callable[[], float]) -> None:
-        self._timer, self._inner = timer, [0.0]
+        self._timer = timer
+        self._inner = [0.0]  # seconds of nested stretches, by level
         self.start_clock()
 
+    def load(self, saved: "RunState") -> None:
+        """Take the fields of a state that a checkpoint holds."""
+        for name, value in asdict(saved).items():
+            setattr(self, name, value)
+
     def start_clock(self) -> None:
-        """Lets the wall time go on from that of the newest checkpoint."""
+        """Let the wall time go on from that of the newest checkpoint."""
         self._began = self._timer() - self.wall_s
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Counts the time within it for ``name``. Nested stretches count for the inner name only."""
+        """Count the time within it for ``name``. Nested stretches count for the inner name only."""
         start = self._timer()
         self._inner.append(0.0)
         try:
@@ -72,25 +78,25 @@ class RunState:
 
     @property
     def wall_seconds(self) -> float:
-        """Returns the seconds since training began, without loading the model."""
+        """Return the seconds since training began, without loading the model."""
         return self._timer() - self._began
 
     @property
     def training_seconds(self) -> float:
-        """Returns the wall time without evaluations."""
+        """Return the wall time without evaluations."""
         return self.wall_seconds - self.seconds.get("eval", 0.0)
 
     def count(self, name: str, amount: float) -> None:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
 
-    def metrics_since(self, before: Mapping[str, Any]) -> dict[str, float]:
-        """Returns seconds and tokens since the state was ``before``, as a dictionary.
+    def metrics_since(self, earlier: Mapping[str, Any]) -> dict[str, float]:
+        """Return seconds and tokens since an ``earlier`` state, given as a dictionary.
 
         The rates are those of training: evaluations and saving, which comes after a row is written, do not count.
         """
-        spent = {name: seconds - before["seconds"].get(name, 0.0) for name, seconds in self.seconds.items()}
+        spent = {name: seconds - earlier["seconds"].get(name, 0.0) for name, seconds in self.seconds.items()}
         training = sum(spent.values()) - spent.get("eval", 0.0) - spent.get("checkpoint", 0.0)
-        tokens = {name: count - before["counts"].get(name, 0) for name, count in self.counts.items()}
+        tokens = {name: count - earlier["counts"].get(name, 0) for name, count in self.counts.items()}
         generated = tokens["generated_tokens"]
         return {
             **{f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()},
@@ -101,7 +107,7 @@ class RunState:
 
 
 def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
-    """Returns the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
+    """Return the step out of ``steps`` with the best evaluation, the later of equals; None if none was evaluated.
 
     All evaluations count the same prompts. The accuracy decides, or the reward if nothing is right or wrong.
     """
@@ -110,14 +116,16 @@ def best_evaluated(state: RunState, steps: Collection[int]) -> int | None:
 
 
 def summarise(state: RunState, target: float | None, device: torch.device) -> dict[str, Any]:
-    """Returns the main part of summary.json.
+    """Return the main part of summary.json.
 
     ``wall_s`` covers everything from the first evaluation to the last; ``training_s`` is the same without
     evaluations, whose time is ``eval_s``. Token counts leave evaluations out. ``eval_accuracy_start`` and ``_final``
     cover all test prompts. ``seconds_to_target`` is on the clock of ``training_s``, until the first evaluation whose
     ``eval/accuracy`` is at least ``target``: the accuracy on the prompts that every evaluation answers.
     """
-    prefix, seconds, wall_s = "accelerator/", state.seconds, state.wall_seconds
+    prefix = "accelerator/"
+    seconds = state.seconds
+    wall_s = state.wall_seconds
     accuracies = (row[1] for row in state.evaluations)
     reached = (cost for accuracy, cost in zip(accuracies, state.costs) if target is not None and accuracy >= target)
     seconds_to_target, tokens_to_target = next(reached, (None, None))
@@ -139,13 +147,13 @@ def summarise(state: RunState, target: float | None, device: torch.device) -> di
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and the packages that decide what a run computes."""
+    """Return the versions of Python and the packages that decide what a run computes."""
     modules = {"rlkernels": rlkernels, "torch": torch, "transformers": transformers}
     return {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
 
 
 def device_name(device: torch.device) -> str:
-    """Returns ``cuda: NVIDIA ...`` or ``cpu: model name, n threads``."""
+    """Return ``cuda: NVIDIA ...`` or ``cpu: model name, n threads``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     name = platform.processor() or platform.machine()

@@ -1,7 +1,6 @@
 """Supervised steps on the reference answers of a task: ``python -m python_trainer sft``.
 
-For base policies that hardly ever answer right: the model it writes is a ``model.path`` to train on. The learner trains
-on reference answers as if each had an advantage of 1: its gradient is then that of their mean log-probability.
+For base policies that hardly ever answer right: the model it writes is a ``model.path`` to train on.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from python_trainer.algorithms.settings import ADVANTAGES, Advantage, AlgorithmConfig
+from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Example, Messages, Rollout
@@ -20,19 +19,14 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
-from python_trainer.model.loading import ignored_settings
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.model.policy import load_policy
-from python_trainer.model.precision import set_matmul_precision
-from python_trainer.origin import find_origin
-from python_trainer.parts import resolve_settings
+from python_trainer.parts import load_run_policy, resolve_settings
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run_directory import read_metrics
 from python_trainer.run_state import RunState, summarise
 from python_trainer.tasks.base import check_text
 
 HELD_OUT = 64  # test examples whose loss is measured before and after
-LEARN_ALL = Advantage(lambda step, settings: (torch.ones_like(step.rewards), None))
 
 
 class Sft:
@@ -52,39 +46,36 @@ class Sft:
             raise UserError(f"sft runs in one process: parallel must be none, got {config.parallel}")
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
-        self.config, self.folder, self.state = config, output_dir, RunState()
+        self.config = config
+        self.folder = output_dir
+        self.state = RunState()
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)
         self.checkpointer = Checkpointer(
             config, output_dir, resume=resume, ranks=RankGroup(), state=self.state, logger=self.logger
         )
         task = config.task.load()
-        algorithm = AlgorithmConfig(advantage=ADVANTAGES.give("sft", LEARN_ALL), importance_sampling="none")
-        # as if a server generated: there is no KV cache
-        chosen = config.with_changes("rollout", engine="vllm", vllm_server=["none"], temperature=1.0)
-        chosen = chosen.model_copy(update={"algorithm": algorithm})
-        chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note)
-        self.policy = load_policy(chosen.model)
-        if ignored := ignored_settings(self.policy.inference_model):
-            self.logger.note(ignored)
-        origin = find_origin(chosen, self.policy, RankGroup())
+        # nothing generates, and neither a reference model nor a critic is needed
+        chosen = config.with_changes("rollout", engine="paged", vllm_server=None, temperature=1.0)
+        chosen = chosen.model_copy(update={"algorithm": AlgorithmConfig()})
+        chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note, generates=False)
+        self.policy, origin = load_run_policy(chosen, RankGroup(), self.logger.note)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
-        set_matmul_precision(config.model.matmul_precision)
-        self.rows, self.held_out = self.answers("train", task.train), self.answers("test", task.test[:HELD_OUT])
+        self.rows = self.answers("train", task.train)
+        self.held_out = self.answers("test", task.test[:HELD_OUT])
         if not self.rows:
             raise UserError(f"task {task.name} has no training examples")
         order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens))
         self.logger.max_steps = len(self.batches)
         self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
-        progress = {"sft_steps": len(self.batches)}  # which no checkpoint of train has: those are refused
+        progress = {"sft_steps": len(self.batches)}  # checkpoints of train lack it, and so are refused
         self.checkpointer.restore(self.learner, lambda: progress, lambda saved: saved["sft_steps"], origin)
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
-        """Returns what the policy should have answered: the column ``answer`` of each example, then the end token.
+        """Return the reference answer to each example: its column ``answer``, then the end token.
 
-        Without the column the last message of a chat is the answer, if it is the assistant's.
-
-        Too long ones end the run or, with task.overlong=drop, are left out.
+        Without the column the last message of a chat is the answer, if it is the assistant's. Answers that are too
+        long end the run or, with task.overlong=drop, are left out.
 
         Raises:
             UserError: an example has no such column, or an empty prompt.
@@ -116,7 +107,7 @@ class Sft:
         return rows
 
     def run(self) -> dict[str, Any]:
-        """Takes all steps, writes the model, and returns what is in summary.json.
+        """Take all steps, write the model, and return the contents of summary.json.
 
         Raises:
             UserError: another run has the folder; NaN or infinity in a gradient.
@@ -143,18 +134,17 @@ class Sft:
             return summary
 
     def step(self) -> dict[str, float]:
-        """Takes the next optimizer step; returns its metrics."""
-        before = self.state.seconds.get("train", 0.0)
+        """Take the next optimizer step; return its metrics."""
+        seconds_before = self.state.seconds.get("train", 0.0)
         with self.state.measure("train"):
-            rows = [self.rows[index] for index in self.batches[self.state.step]]
-            learned = self.learner.update(rows, self.state.step + 1)
-        self.state.count("trained_tokens", learned["tokens/trained"])
-        seconds = self.state.seconds["train"] - before
+            answers = [self.rows[index] for index in self.batches[self.state.step]]
+            metrics = self.learner.imitate(answers, self.state.step + 1)
+        self.state.count("trained_tokens", metrics["tokens/trained"])
+        seconds = self.state.seconds["train"] - seconds_before
         return {
-            # the sampler's log-probabilities are said to be 0
-            "sft/loss": learned["sampling/logp_difference/mean"],
-            **{name: learned[name] for name in ("grad_norm", "learning_rate", "tokens/trained")},
-            "tokens_per_second": learned["tokens/trained"] / seconds,
+            "sft/loss": metrics["loss"],
+            **{name: metrics[name] for name in ("grad_norm", "learning_rate", "tokens/trained")},
+            "tokens_per_second": metrics["tokens/trained"] / seconds,
             "time/train_s": seconds,
             "time/training_s": self.state.training_seconds,
             "time/wall_s": self.state.wall_seconds,
@@ -162,13 +152,16 @@ class Sft:
 
     @torch.no_grad()
     def held_out_loss(self) -> dict[str, float]:
-        """Returns the mean of -log p over all answer tokens of held-out examples as a metric; empty without any."""
-        policy, rows, most = self.policy, self.held_out, self.config.optimizer.micro_batch_tokens
-        total, count = 0.0, sum(len(row.response_ids) for row in rows)
+        """Return the mean of -log p over all answer tokens of held-out examples as a metric; empty without any."""
+        policy, rows = self.policy, self.held_out
+        num_tokens = sum(len(row.response_ids) for row in rows)
+        surprisal = 0.0
         with self.state.measure("eval"), policy.packed_attention():
-            for part in micro_batches(rows, range(len(rows)), most, policy.device):
-                total -= float(policy.score(pack(rows, part, device=policy.device), 1.0)[0].sum())
-        return {"held_out_loss": total / count} if count else {}
+            limit = self.config.optimizer.micro_batch_tokens
+            for part in micro_batches(rows, range(len(rows)), limit, policy.device):
+                logprobs, _, _ = policy.score(pack(rows, part, device=policy.device), 1.0)
+                surprisal -= float(logprobs.sum())
+        return {"held_out_loss": surprisal / num_tokens} if num_tokens else {}
 
 
 def _prompt_and_answer(example: Example) -> tuple[str | Messages, Any]:

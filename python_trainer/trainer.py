@@ -22,25 +22,20 @@ from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
-from python_trainer.evaluation import Evaluator, Scorer
-from python_trainer.kernels import settle_kernels
 from python_trainer.keyed import keyed_seed
-from python_trainer.learner import Learner
 from python_trainer.logger import Logger, choose_samples, group_spread, rollout_statistics
-from python_trainer.model.loading import dtype_name, ignored_settings
-from python_trainer.model.policy import choose_device
-from python_trainer.model.precision import set_matmul_precision
+from python_trainer.model.loading import dtype_name
 from python_trainer.model.turns import missing_stop_token
-from python_trainer.origin import compare_inputs, compare_settings, find_origin
-from python_trainer.parts import make_engine, resolve_settings
-from python_trainer.prompts import Prompts, load_tasks
+from python_trainer.origin import compare_settings
+from python_trainer.parts import Builder
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_state import RunState, summarise
 from python_trainer.tasks.base import Task
 
-REHEARSAL_RISE = 5  # updates on stored answers alone until their learning rate is the full one
-FAR_APART = 0.5  # log-probabilities of sampler and trainer; rounding to 4 or 8 bits stays below
-COUNTED = ("generated_tokens", "prefill_tokens", "cached_tokens")  # of the engine's counters
+REHEARSAL_WARMUP_UPDATES = 5  # updates on stored answers only, until they have the full learning rate
+MAX_LOGPROB_GAP = 0.5  # largest gap between sampler and trainer that rounding to 4 or 8 bits explains
+CUT_OFF_SHARE = 0.5  # of the answers, from which on they may lack a stop token
+ENGINE_COUNTERS = ("generated_tokens", "prefill_tokens", "cached_tokens")  # that a run adds up
 
 
 class Trainer:
@@ -78,8 +73,7 @@ class Trainer:
     ):
         if not isinstance(config, Config):
             raise UserError(f"config must be a Config, as load_config returns one, got {config!r:.80}")
-        self.config, self.ranks = config, ranks or RankGroup()
-        ranks, output_dir = self.ranks, Path(output_dir)
+        ranks = ranks or RankGroup()
         if config.parallel != ranks.name:
             raise UserError(
                 f"ranks must be of the kind that config.parallel names ({config.parallel}), got {ranks.name}: "
@@ -87,56 +81,63 @@ class Trainer:
                 "started"
             )
         compare_settings(config, ranks)
+        output_dir = Path(output_dir)
+        self.config = config
+        self.ranks = ranks
         self.folder = ranks.folder(output_dir)
         console = console if ranks.rank == 0 else Console(quiet=True)
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
-        self.state, self.done, self.rehearsed = RunState(timer=timer), False, False
+        self.state = RunState(timer=timer)
+        self.done = False
+        self.rehearsed = False
         self.unlogged: dict[str, Any] | None = None  # the last step, until its row is written
-        self.noted: set[str] = set()  # oddities of a step
-        note = self.logger.note
+        self.noted: set[str] = set()  # kinds of warnings that were printed
         self.checkpointer = Checkpointer(
             config, output_dir, resume=resume, ranks=ranks, state=self.state, logger=self.logger, notify=self.notify
         )  # fmt: skip
-        with ranks.together():
+        with ranks.fail_together():
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
-            tasks = load_tasks(config, choose_device(config.model.device))
-        chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
-        self.kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
-        self.policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
-        if ignored := ignored_settings(self.policy.inference_model):
-            note(ignored)
-        origin = find_origin(config, self.policy, ranks)
-        self.engine = make_engine(chosen, self.policy, output_dir, ranks)
-        set_matmul_precision(chosen.model.matmul_precision)
-        with ExitStack() as unless_ready:
-            unless_ready.callback(self.engine.close)
-            self.engine.on_progress = self.logger.log_work  # of several processes the first tells of its part
-            with ranks.together():
-                self.prompts = Prompts(config, tasks, self.policy, self.state, note)
-                self.learner = Learner(self.policy, chosen, ranks)
-                self.accelerators = config.accelerators.make()
-            compare_inputs(config, self.policy, self.prompts, origin, self.checkpointer.newest, ranks)
-            self.scorer = Scorer(config, self.prompts, ranks)
-            self.evaluator = Evaluator(self.scorer, self.engine, self.logger, self.notify)
-            self.run_context = RunContext(
-                config=config, folder=self.folder, task=self.task, prompts=self.prompts.ids["train"],
-                policy=self.policy, optimizer=self.learner.optimizer, engine=self.engine, answer=self.answer_once,
-                judge=self.scorer.judge, evaluate_each=self.evaluator.evaluate_each, once=ranks.once, note=note,
-                seconds=lambda: self.state.training_seconds,
-            )  # fmt: skip
-            parts = (self.progress, self.load_progress, origin, self.late_progress)
-            if self.checkpointer.restore(self.learner, *parts):
+        builder = Builder(config, output_dir, ranks, self.state, self.logger, self.checkpointer, self.notify)
+        parts = builder.build()
+        self.kernels = parts.kernels
+        self.policy = parts.policy
+        self.engine = parts.engine
+        self.prompts = parts.prompts
+        self.learner = parts.learner
+        self.accelerators = parts.accelerators
+        self.scorer = parts.scorer
+        self.evaluator = parts.evaluator
+        self.run_context = RunContext(
+            config=config,
+            folder=self.folder,
+            task=self.task,
+            prompts=self.prompts.ids["train"],
+            policy=self.policy,
+            optimizer=self.learner.optimizer,
+            engine=self.engine,
+            answer=self.answer_once,
+            score_stored=self.scorer.score_stored,
+            evaluate_each=self.evaluator.evaluate_each,
+            on_rank0=ranks.on_rank0,
+            note=self.logger.note,
+            seconds=lambda: self.state.training_seconds,
+        )
+        with ExitStack() as unless_restored:
+            unless_restored.callback(self.engine.close)
+            if self.checkpointer.restore(
+                self.learner, self.progress, self.load_progress, parts.origin, self.late_progress
+            ):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
-            self.logged = asdict(self.state)  # at the newest row of metrics
-            unless_ready.pop_all()
+            unless_restored.pop_all()
+        self.logged = asdict(self.state)  # at the newest row of metrics
 
     @property
     def task(self) -> Task:
         return self.prompts.task
 
     def run(self) -> dict[str, Any]:
-        """Trains to the end -> what is in summary.json.
+        """Train to the end; return the contents of summary.json.
 
         Raises:
             UserError: another run has the folder, or something in the settings or in a reward function ended this one.
@@ -149,8 +150,8 @@ class Trainer:
                 if state.step == 0:
                     for accelerator in self.timed(self.accelerators):  # on the run's clock and token counts
                         accelerator.begin(self.run_context)
-                recorded = None if state.step == 0 else state.step - (self.unlogged is not None)
-                with self.checkpointer.stop, self.logger.recording(recorded):
+                last_row = None if state.step == 0 else state.step - (self.unlogged is not None)
+                with self.checkpointer.stop, self.logger.recording(last_row):
                     self.done = self.finished()
                     if state.step == 0:
                         self.log(self.evaluator.evaluate("start"))
@@ -158,7 +159,7 @@ class Trainer:
                         self.close_step(self.unlogged)
                         self.checkpointer.after_step(done=self.done)
                     elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
-                        row = self.evaluator.evaluate("final")  # max_steps was larger then
+                        row = self.evaluator.evaluate("final")  # max_steps was larger before
                         self.log(row)
                         self.notify("on_step", state.step, row)
                         self.checkpointer.after_step(done=True)
@@ -168,21 +169,24 @@ class Trainer:
                 if self.policy.streams_weights:
                     self.engine.sleep()  # for its memory
                 self.checkpointer.save_models()
-                summary = summarise(state, self.config.evaluation.target_accuracy, self.policy.device) | {
-                    "dtype": dtype_name(self.policy.inference_model.dtype),
-                    "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
-                    "counters": {
-                        metric: text
-                        for settings in self.config.accelerators.chosen()
-                        for metric, text in settings.counters.items()
-                    },
-                }
+                summary = self.summary()
                 self.logger.write_summary(summary)
                 self.notify("on_end", summary)
                 return summary
 
+    def summary(self) -> dict[str, Any]:
+        """Return the contents of summary.json."""
+        counters: dict[str, str] = {}
+        for settings in self.config.accelerators.chosen():
+            counters |= settings.counters
+        return summarise(self.state, self.config.evaluation.target_accuracy, self.policy.device) | {
+            "dtype": dtype_name(self.policy.inference_model.dtype),
+            "accelerators": {a.name: a.summary() for a in self.accelerators if a.enabled},
+            "counters": counters,
+        }
+
     def step(self, number: int) -> dict[str, float]:
-        """Trains on one batch of prompts -> its row of metrics.jsonl.
+        """Train on one batch of prompts; return its row of metrics.jsonl.
 
         Raises:
             Interrupted: a signal came, and the step is saved.
@@ -192,8 +196,9 @@ class Trainer:
             self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
             while sampler.missing:
-                asked = self.state.prompts - self.logged["prompts"]  # in this step
-                groups = self.plan(context, self.prompts.groups(self.prompts.draw(sampler.missing), asked))
+                drawn = self.state.prompts - self.logged["prompts"]  # in earlier rounds of this step
+                prompt_indices = self.prompts.draw(sampler.missing)
+                groups = self.plan(context, self.prompts.groups(prompt_indices, drawn))
                 with self.state.measure("rollout"):
                     rollouts = self.generate(groups, context.seed)
                 with self.state.measure("reward"):
@@ -209,7 +214,7 @@ class Trainer:
                 row = {name: float(value) for name, value in context.telemetry.items()}
                 self.unlogged = {"row": row, "samples": samples, "since": self.logged, "rehearsed": self.rehearsed}
             row = self.close_step(self.unlogged)
-        self.note_oddities(number, row, rollouts)
+        self.warn(number, row, rollouts)
         self.checkpointer.after_step(done=self.done)
         return row
 
@@ -227,54 +232,58 @@ class Trainer:
         self.notify("on_step", self.state.step, row)
         return row
 
-    def note_oddities(self, number: int, row: dict[str, float], rollouts: Sequence[Rollout]) -> None:
-        """Warn about suspicious metrics of a step, once about each."""
-        found, clipped = dict[str, str](), row.get("completions/clipped_ratio", 0.0)
-        cut = [rollout.own_ids for rollout in rollouts if rollout.finish_reason == "length"] if clipped > 0.5 else []
-        if (token := missing_stop_token(self.policy, cut)) is not None:
+    def warn(self, number: int, row: dict[str, float], rollouts: Sequence[Rollout]) -> None:
+        """Warn once about suspicious metrics."""
+        warnings: dict[str, str] = {}
+        clipped = row.get("completions/clipped_ratio", 0.0)
+        cut_off: list[list[int]] = []
+        if clipped > CUT_OFF_SHARE:
+            cut_off = [rollout.policy_ids for rollout in rollouts if rollout.finish_reason == "length"]
+        if (token := missing_stop_token(self.policy, cut_off)) is not None:
             text = self.policy.tokenizer.decode([token])
-            found["stop token"] = (
+            warnings["stop token"] = (
                 f"in step {number} {clipped:.0%} of the answers were cut at rollout.max_completion_length, and most of "
                 f"these hold {text!r}, which does not end answers: if it should, add {token} to eos_token_id in "
                 "generation_config.json of the model"
             )
         elif number == 1 and clipped == 1:
-            found["length"] = "no answer of the first step ended within rollout.max_completion_length"
-        apart = row.get("sampling/logp_difference/mean", 0.0)
-        if apart > FAR_APART:
-            found["engine"] = (
+            warnings["length"] = "no answer of the first step ended within rollout.max_completion_length"
+        gap = row.get("sampling/logp_difference/mean", 0.0)
+        if gap > MAX_LOGPROB_GAP:
+            warnings["engine"] = (
                 f"in step {number} rollout.engine samples from another model than the one that trains: "
-                f"log-probabilities differ by {apart:.2f} on average, which is usually below 0.05"
+                f"log-probabilities differ by {gap:.2f} on average, which is usually below 0.05"
             )
-        for kind in found.keys() - self.noted:
+        for kind in warnings.keys() - self.noted:
             self.noted.add(kind)
-            self.logger.note(found[kind])
+            self.logger.note(warnings[kind])
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        """Lets accelerators change the requests."""
+        """Let accelerators change the requests."""
         for accelerator in self.timed(self.accelerators):
             groups = accelerator.plan(context, groups)
         return groups
 
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
-        """Returns the engine's answers, in the order of the requests, and counts its tokens."""
-        settings, before = self.config.rollout, self.engine.stats
+        """Return the engine's answers, in the order of the requests, and count its tokens."""
+        settings = self.config.rollout
+        stats_before = self.engine.stats
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, seed, tuple(settings.stop))
         rollouts = self.engine.generate(requests, sampling)
         if self.engine.lengths:
             self.engine.lengths.observe(requests, rollouts)
-        for name in COUNTED:
-            self.state.count(name, self.engine.stats[name] - before[name])
+        for name in ENGINE_COUNTERS:
+            self.state.count(name, self.engine.stats[name] - stats_before[name])
         return rollouts
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        """Returns the scored rollouts as accelerators want them trained on, with stored answers."""
+        """Let accelerators change the scored rollouts and add stored answers; return the rollouts to train on."""
         for accelerator in self.timed(reversed(self.accelerators)):
             rollouts = accelerator.collect(context, rollouts)
         return rollouts
 
     def train_on_stored(self, context: StepContext) -> None:
-        """Updates on stored answers alone, before the step generates; the learning rate rises with each update."""
+        """Update on stored answers only, before the step generates; the learning rate rises with each update."""
         batches: list[list[Rollout]] = []
         for accelerator in self.timed(self.accelerators):
             batches += accelerator.before_step(context)
@@ -286,25 +295,25 @@ class Trainer:
                 self.engine.sleep()
             for number, batch in enumerate(batches, 1):
                 with self.state.measure("train"):
-                    learned = self.learner.update(batch, context.step, rise=number / REHEARSAL_RISE)
-                self.state.count("trained_tokens", learned["tokens/trained"])
+                    metrics = self.learner.update(batch, context.step, lr_scale=number / REHEARSAL_WARMUP_UPDATES)
+                self.state.count("trained_tokens", metrics["tokens/trained"])
                 self.logger.log_work(number, len(batches), "stored answers in batches")
             self.engine.policy_updated()
 
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
-        """Trains the policy, and tells engine and accelerators."""
+        """Train the policy, then call engine and accelerators."""
         with self.state.measure("rollout"):
             self.engine.sleep()
         with self.state.measure("train"):
-            learned = self.learner.update(rollouts, context.step)
-        self.state.count("trained_tokens", learned["tokens/trained"])
-        context.telemetry |= learned
+            metrics = self.learner.update(rollouts, context.step)
+        self.state.count("trained_tokens", metrics["tokens/trained"])
+        context.telemetry |= metrics
         self.engine.policy_updated()
         for accelerator in self.timed(self.accelerators):
             accelerator.after_update(context)
 
     def evaluate_if_due(self) -> dict[str, float]:
-        """Evaluates after a step if it is due, and finds out whether the run is over -> metrics."""
+        """Evaluate after a step if that is due, and note whether the run is over; return metrics."""
         self.done = self.finished()
         if self.done:
             return self.evaluator.evaluate("final")
@@ -313,38 +322,39 @@ class Trainer:
         return self.evaluator.evaluate() if due else {}
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
-        """Returns the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
+        """Return the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
         return fmean(self.evaluator.answer(self.prompts.split(split), slice(limit)).accuracy)
 
-    def answer_once(self, prompt_keys: Sequence[int], attempt: int) -> list[Rollout]:
-        """Returns one whole answer to each of these training prompts, scored; another attempt has other noise."""
-        groups = self.prompts.groups(prompt_keys)
+    def answer_once(self, prompt_indices: Sequence[int], attempt: int) -> list[Rollout]:
+        """Return one whole answer to each of these training prompts, scored; another attempt has other noise."""
+        groups = self.prompts.groups(prompt_indices)
         for group in groups:
-            group.num_samples, group.sample_id = 1, group.prompt_key
+            group.num_generations = 1
+            group.sample_id = group.prompt_index
         rollouts = self.generate(groups, keyed_seed(self.config.seed, "answer once", attempt))
         self.scorer.score(groups, rollouts)
         return rollouts
 
     def context(self, number: int) -> StepContext:
-        """Returns what accelerators may see in a step."""
+        """Return what accelerators may see in a step."""
         return StepContext(self.run_context, number, keyed_seed(self.config.seed, "step", number))
 
     def finished(self) -> bool:
-        """Tells whether steps or time are used up; the same on all ranks."""
-        limit, state = self.config.max_seconds, self.state
-        late = limit is not None and state.step > 0 and self.state.training_seconds >= limit
-        return self.ranks.first(late or state.step >= self.config.max_steps)
+        """Return whether steps or time are used up; the same on all ranks."""
+        state, max_seconds = self.state, self.config.max_seconds
+        out_of_time = max_seconds is not None and state.step > 0 and state.training_seconds >= max_seconds
+        return self.ranks.broadcast(out_of_time or state.step >= self.config.max_steps)
 
     def log(self, row: dict[str, float]) -> None:
-        """Adds totals to a row of metrics and writes it; the row after it counts from here."""
+        """Add totals to a row of metrics and write it; the next row counts from here."""
         row |= self.totals()
         self.logger.log(self.state.step, row)
         self.logged = asdict(self.state)
 
     def totals(self) -> dict[str, float]:
-        """Returns seconds, tokens and bytes since the run began, as metrics."""
-        sent = self.engine.stats.get("weight_bytes")
-        return ({} if sent is None else {"total/weight_bytes": sent}) | {
+        """Return seconds, tokens and bytes since the run began, as metrics."""
+        weight_bytes = self.engine.stats.get("weight_bytes")
+        return ({} if weight_bytes is None else {"total/weight_bytes": weight_bytes}) | {
             "time/wall_s": self.state.wall_seconds,
             "time/training_s": self.state.training_seconds,
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
@@ -362,42 +372,43 @@ class Trainer:
 
     def late_progress(self) -> dict[str, Any]:
         """Return the part of the progress that evaluations and rows of metrics change."""
-        return {"lengths": vars(self.engine.lengths) if self.engine.lengths else None, "unlogged": self.unlogged}
+        lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
+        return {"lengths": lengths, "unlogged": self.unlogged}
 
     def load_progress(self, saved: dict[str, Any]) -> None:
-        """Undoes :meth:`progress` and :meth:`late_progress`.
+        """Undo :meth:`progress` and :meth:`late_progress`.
 
         Raises:
-            UserError: it is of other accelerators, or they know prompts by numbers that are other prompts now.
+            UserError: the run had other accelerators, or their prompt indices mean other prompts now.
         """
         names = sorted(accelerator.name for accelerator in self.accelerators if accelerator.enabled)
         if sorted(saved["enabled"]) != names:
             raise UserError(f"{self.folder} was run with the accelerators {sorted(saved['enabled'])}, not {names}")
-        others = saved["prompts"] != self.task.fingerprint
-        if others and names:
+        prompts_differ = saved["prompts"] != self.task.fingerprint
+        if prompts_differ and names:
             raise UserError(
                 f"{self.folder} was run on other training prompts than task has now, also where those too long for "
                 f"rollout were left out, and what its accelerators {names} have learned is of those: resume it with "
                 f"task and rollout of its config.yaml, or begin a new run with model.path={self.folder / 'model'}"
             )
-        if others:
+        if prompts_differ:
             self.logger.note("the training prompts are others than before")
         for accelerator in self.accelerators:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
         self.unlogged = saved.get("unlogged")
         if self.engine.lengths and saved["lengths"]:
-            vars(self.engine.lengths).update(saved["lengths"])
+            self.engine.lengths.load_state_dict(saved["lengths"])
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all callbacks, on the first rank; an error ends all ranks.
+        """Call a method of all callbacks, on rank 0; an error ends all ranks.
 
         Raises:
             UserError: a callback raised an exception.
         """
         if not self.callbacks:
             return
-        with self.ranks.together():
+        with self.ranks.fail_together():
             for callback in self.callbacks if self.ranks.rank == 0 else ():
                 try:
                     getattr(callback, method)(self, *arguments)
@@ -406,7 +417,7 @@ class Trainer:
                     raise UserError(f"callback {name} raised {type(error).__name__}: {error}") from error
 
     def timed(self, accelerators: Iterable[Accelerator]) -> Iterator[Accelerator]:
-        """Yields accelerators one by one; the time until the next one counts as theirs."""
+        """Yield accelerators one by one; the time until the next one counts as theirs."""
         for accelerator in accelerators:
             with self.state.measure(f"accelerator/{accelerator.name}"):
                 yield accelerator

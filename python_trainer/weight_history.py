@@ -22,17 +22,18 @@ def check_weight_history(limit: int | None) -> None:
         raise UserError("save.weight_history needs zstandard: pip install 'rlkernels[weights]', or leave it null")
 
 
-def follows(delta: bytes, other: bytes) -> bool:
-    """Tell by their checksums whether the old weights of a delta are the new ones of another."""
+def follows(delta: bytes, earlier: bytes) -> bool:
+    """Return, by their checksums, whether the old weights of a delta are the new ones of an earlier delta."""
     old = {name: [piece.before for piece in entry.pieces] for name, entry in Delta(delta).entries.items()}
-    return old == {name: [piece.after for piece in entry.pieces] for name, entry in Delta(other).entries.items()}
+    new = {name: [piece.after for piece in entry.pieces] for name, entry in Delta(earlier).entries.items()}
+    return old == new
 
 
 class WeightHistory:
-    """Keeps the weights after every step, exact to the bit, as ``rlkernels.weights.History`` reads them.
+    """Records the weights after every step, exact to the bit, as ``rlkernels.weights.History`` reads them.
 
-    It holds a copy of the weights on the host. Where the deltas would exceed the limit, or cannot be written, it ends
-    with one warning; the run goes on.
+    It holds a copy of the weights on the host. If the deltas exceed the limit, or cannot be written, it ends with one
+    warning, and the run goes on.
 
     Args:
         folder: RUN/weights, of rank 0.
@@ -40,13 +41,18 @@ class WeightHistory:
         note: shows a warning.
 
     Attributes:
-        keeps: the next step is kept; known to all ranks.
+        keeps: whether it records the next step; known to all ranks.
     """
 
     def __init__(self, policy: Policy, folder: Path, limit: int, ranks: RankGroup, note: Callable[[str], None]):
-        self.policy, self.folder, self.limit, self.ranks, self.note = policy, folder, limit, ranks, note
-        self._last: dict[str, torch.Tensor] | None = None  # on rank 0: after the last step, while they are kept
-        self._bytes, self.keeps = 0, False
+        self.policy = policy
+        self.folder = folder
+        self.limit = limit
+        self.ranks = ranks
+        self.note = note
+        self._last: dict[str, torch.Tensor] | None = None  # on rank 0: weights after the last step; None: it has ended
+        self._bytes = 0  # of all deltas
+        self.keeps = False
 
     def begin(self, step: int) -> None:
         """Go on after a step of the run; 0: the first model, which is there already. All ranks call together.
@@ -59,7 +65,7 @@ class WeightHistory:
         self._agree(weights)
 
     def add(self, step: int) -> None:
-        """Keep the weights after a step. All ranks call together."""
+        """Record the weights after a step. All ranks call together."""
         if not self.keeps:
             return
         self.policy.sync_inference_model()
@@ -75,7 +81,7 @@ class WeightHistory:
 
     def _agree(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         deque(weights, 0)  # on the other ranks: all gather them
-        self.keeps = self.ranks.first(self._last is not None)
+        self.keeps = self.ranks.broadcast(self._last is not None)
 
     def _begin(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         try:
@@ -93,11 +99,13 @@ class WeightHistory:
         except (OSError, ValueError) as error:
             self.note(f"save.weight_history: {self.folder} cannot go on after step {step}: {error}")
             return
-        self._last, self._bytes = weights, sum(file.stat().st_size for file in files.values())
+        self._last = weights
+        self._bytes = sum(file.stat().st_size for file in files.values())
 
     def _add(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         assert self._last is not None
-        delta, last, self._last = encode(weights, self._last), self._last, None
+        last, self._last = self._last, None
+        delta = encode(weights, last)
         self._bytes += len(delta)
         if self._bytes > self.limit:
             self.note(f"save.weight_history: {self.folder} ends at step {step - 1}: {self.limit} bytes are used up")

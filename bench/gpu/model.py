@@ -173,7 +173,7 @@ def decode(size: Size, device: torch.device) -> Message:
     def generate(length: int) -> list[Any]:
         engine.policy_updated()  # prompts are computed anew
         requests = [
-            Request(ids, num_samples=SAMPLES, max_new_tokens=length, sample_id=SAMPLES * i)
+            Request(ids, num_generations=SAMPLES, max_new_tokens=length, sample_id=SAMPLES * i)
             for i, ids in enumerate(prompts)
         ]
         with torch.no_grad():

@@ -31,7 +31,7 @@ from python_trainer import load_config
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.accelerators.rhyme.accelerator import REHEARSAL_BATCH, REHEARSALS
 from python_trainer.accelerators.rhyme.replay import in_batches
-from python_trainer.accelerators.rhyme.sampling import CAP
+from python_trainer.accelerators.rhyme.sampling import MAX_IMPORTANCE_WEIGHT
 from python_trainer.data import Rollout, by_group
 from python_trainer.sft import Sft
 from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
@@ -95,8 +95,8 @@ class SampledFirst(Accelerator):
         if context.step > 1:
             return []
         alone = [
-            replace(answer, group=answer.prompt_key, logprobs=[float("nan")] * len(answer.ids), expected=0.5,
-                    importance_cap=CAP)
+            replace(answer, group=answer.prompt_index, logprobs=[float("nan")] * len(answer.ids), success_rate=0.5,
+                    importance_cap=MAX_IMPORTANCE_WEIGHT)
             for answer in self.right
         ]  # fmt: skip
         context.telemetry["rhyme/rehearsed_answers"] = float(REHEARSALS * len(alone))

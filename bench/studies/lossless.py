@@ -107,7 +107,7 @@ def p_values(seed: int) -> tuple[list[float | None], dict[str, Any]]:
     drawn = (len(prompt), len(prefix), temperature, top_p, top_k, block_size, int(drafts))
     engine = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20, block_size=block_size)
     engine.drafter = drafter
-    request = Request(prompt, prefix, num_samples=DRAWS, max_new_tokens=2)
+    request = Request(prompt, prefix, num_generations=DRAWS, max_new_tokens=2)
     answers = [answer.ids for answer in engine.generate([request], SamplingParams(temperature, top_p, top_k, seed))]
 
     def exact(ids: list[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What makes training cheaper, by name. To add one: a file or folder, and a line in ``ACCELERATORS``.
+"""Accelerators, which make training cheaper, by name. To add one: a file or folder, and a line in ``ACCELERATORS``.
 
-One of somebody else's is a module with a subclass of ``AcceleratorSettings`` and a subclass of
-``python_trainer.accelerators.base.Accelerator``, and ``accelerators.enabled: [module:Class]`` names the first.
+A plug-in is a module with a subclass of ``AcceleratorSettings`` and a subclass of
+``python_trainer.accelerators.base.Accelerator``; ``accelerators.enabled: [module:Class]`` names the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class AcceleratorsConfig(Section):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
-        """Makes a class with a section for each registered plug-in, and for others that are enabled."""
+        """Make a class with a section for each registered plug-in, and for others that are enabled."""
         enabled = values.get("enabled")
         kinds = dict.fromkeys(ACCELERATORS.registered())
         for name in map(ACCELERATORS.name_of, enabled) if isinstance(enabled, list | tuple) else ():
@@ -54,29 +54,33 @@ class AcceleratorsConfig(Section):
         return with_sections(tuple(kinds))
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
-        """Returns these settings as values with others enabled; only enabled and registered plug-ins have sections."""
-        known = set(AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields)
-        return self.model_dump(mode="json", include=known) | {"enabled": list(enabled)}
+        """Return these settings as values with others enabled; only enabled and registered plug-ins have sections."""
+        fields = set(AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields)
+        return self.model_dump(mode="json", include=fields) | {"enabled": list(enabled)}
 
     def chosen(self) -> list[AcceleratorSettings]:
-        """Returns the settings of the enabled ones, in the order in which they run."""
+        """Return the settings of the enabled ones, in the order in which they run."""
         return [getattr(self, ACCELERATORS.resolve(name).name) for name in self.enabled]
 
     def recording(self) -> list[AcceleratorSettings]:
-        """Returns the settings of those that are not enabled, and take part to record the run."""
-        others = (getattr(self, kind.name) for kind in ACCELERATORS.registered())
-        return [settings for settings in others if settings.recorder and settings not in self.chosen()]
+        """Return the settings of accelerators that are not enabled, but record the run."""
+        registered = (getattr(self, kind.name) for kind in ACCELERATORS.registered())
+        return [settings for settings in registered if settings.recorder and settings not in self.chosen()]
 
     def make(self) -> list[Any]:
-        """Makes the enabled accelerators, and after them those that record the run."""
-        made = [(settings.accelerator, settings) for settings in self.chosen()]
-        made += [(settings.recorder, settings) for settings in self.recording()]
-        return [(resolve_name(kind) if isinstance(kind, str) else kind)(settings) for kind, settings in made]
+        """Make the enabled accelerators, and after them those that record the run."""
+        classes = [(settings.accelerator, settings) for settings in self.chosen()]
+        classes += [(settings.recorder, settings) for settings in self.recording()]
+        accelerators = []
+        for kind, settings in classes:
+            make = resolve_name(kind) if isinstance(kind, str) else kind
+            accelerators.append(make(settings))
+        return accelerators
 
 
 @cache
 def with_sections(kinds: tuple[type[AcceleratorSettings], ...]) -> type[AcceleratorsConfig]:
-    """Returns the configuration with a section for each of these."""
+    """Return the configuration with a section for each of these."""
     sections: dict[str, Any] = {}
     for kind in kinds:
         name = getattr(kind, "name", None)

@@ -20,12 +20,12 @@ class RunContext:
     """The parts of a run that accelerators use.
 
     Attributes:
-        prompts: token ids of the training prompts; a prompt key is an index into it, and into ``task.train``.
-        answer: (prompt keys, number of the attempt) -> one whole answer each by the policy, scored.
-        judge: (examples, texts, token ids) -> what each answer is worth to the loss.
+        prompts: token ids of the training prompts; a prompt index is an index into it, and into ``task.train``.
+        answer: (prompt indices, number of the attempt) -> one whole answer each by the policy, scored.
+        score_stored: (examples, texts, token ids) -> scores of stored answers, with rewards as the advantages see them.
         evaluate_each: (split, rows) -> for each prompt of "gate" or "test" 1 if it is answered right, else 0, or the
             raw reward if nothing is right or wrong; the noise is the same every time.
-        once: calls a function on rank 0 alone -> what it returned, on all ranks; for files and databases.
+        on_rank0: calls a function on rank 0 -> what it returned, on all ranks; for files and databases.
         note: prints a line for the user.
         seconds: -> seconds of training so far, without evaluations.
     """
@@ -38,9 +38,9 @@ class RunContext:
     optimizer: "PolicyOptimizer"
     engine: "Engine"
     answer: Callable[[Sequence[int], int], list[Rollout]]
-    judge: Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]
+    score_stored: Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]
     evaluate_each: Callable[[str, range], list[float]]
-    once: Callable[[Callable[[], Any]], Any]
+    on_rank0: Callable[[Callable[[], Any]], Any]
     note: Callable[[str], None]
     seconds: Callable[[], float]
 
@@ -55,7 +55,7 @@ class StepContext:
     telemetry: dict[str, float] = field(default_factory=dict)
 
     def count(self, metric: str, amount: float) -> None:
-        """Adds to a metric, which grows over the rounds of dynamic sampling."""
+        """Add to a metric, which grows over the rounds of dynamic sampling."""
         self.telemetry[metric] = self.telemetry.get(metric, 0.0) + amount
 
 
@@ -76,23 +76,23 @@ class Accelerator:
         return self.settings.name
 
     def begin(self, run: RunContext) -> None:
-        """Prepares a new run, on its clock. A resumed run calls :meth:`load_state_dict` instead."""
+        """Prepare a new run, on its clock. A resumed run calls :meth:`load_state_dict` instead."""
 
     def before_step(self, context: StepContext) -> list[list[Rollout]]:
-        """Returns batches of stored answers to train on alone, an update each, before the step generates.
+        """Return batches of stored answers to train on alone, an update each, before the step generates.
 
-        They say at which rate their prompt is answered right, ``expected``, which they are judged against.
+        Each has a ``success_rate``, that of its prompt, which is its baseline.
         """
         return []
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
-        """Changes prefixes, lengths, numbers of answers or drafts before generation."""
+        """Change prefixes, lengths, numbers of answers or drafts before generation."""
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        """Shapes rewards, remembers answers, mixes in others, after scoring and before advantages.
+        """Shape rewards, remember answers, and mix in others, after scoring and before advantages.
 
-        A stored answer joins the group whose number it has. One with ``expected`` is a group of its own.
+        A stored answer joins the group whose number it has. One with a ``success_rate`` is a group of its own.
         """
         return rollouts
 
@@ -100,15 +100,15 @@ class Accelerator:
         """Act on the new weights. This hook alone may change them, and then ends with ``engine.policy_updated()``."""
 
     def summary(self) -> dict[str, Any]:
-        """Returns what a finished run should know, for ``accelerators.NAME`` in summary.json."""
+        """Return what a finished run should know, for ``accelerators.NAME`` in summary.json."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything a resumed run needs, as tensors, strings, numbers, lists and dictionaries.
+        """Return everything a resumed run needs, as tensors, strings, numbers, lists and dictionaries.
 
         Later steps must not change its tensors in place. Its lists and dictionaries are copied.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undoes :meth:`state_dict`."""
+        """Undo :meth:`state_dict`."""

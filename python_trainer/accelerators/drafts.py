@@ -15,7 +15,7 @@ from python_trainer.rollout.engine import Engine
 from rlkernels import RolloutHistory
 
 MEASURED_PASSES = ((32, 8), (8, 8), (8, 1))  # sequences, tokens of each; the largest first
-HISTORY_TOKENS = 10_000_000  # of answers that are kept; the oldest and least rewarded go first
+HISTORY_TOKENS = 10_000_000  # most tokens in the history; the oldest and least rewarded answers go first
 
 
 class Drafts(Accelerator):
@@ -26,29 +26,31 @@ class Drafts(Accelerator):
     def __init__(self, settings: DraftsSettings):
         super().__init__(settings)
         self.history = RolloutHistory(max_tokens=HISTORY_TOKENS)
-        self.visits: dict[int, int] = {}  # prompt key -> steps that it was part of
-        # what a forward pass costs on top of its tokens, in tokens; None: the engine does not tell
+        self.visits: dict[int, int] = {}  # prompt index -> steps with this prompt
+        # cost of a forward pass beside that of its tokens, in tokens; None: the engine cannot measure it
         self.pass_overhead: float | None = None
         self.counted_step = 0
-        self.before: dict[str, float] = {}  # the engine's counters when that step began
+        self.stats_before: dict[str, float] = {}  # the engine's counters when that step began
 
     def plan(self, context: StepContext, groups: list[Group]) -> list[Group]:
         engine = context.run.engine
         if self.pass_overhead is None:
             self.pass_overhead = measure_overhead(engine)
         if context.step != self.counted_step:  # not a further round of dynamic sampling
-            self.counted_step, self.before = context.step, engine.stats
-        longest = self.settings.max_draft_tokens
-        engine.drafter = Drafter(self.history, max_tokens=longest, pass_overhead=self.pass_overhead)
+            self.counted_step = context.step
+            self.stats_before = engine.stats
+        max_tokens = self.settings.max_draft_tokens
+        engine.drafter = Drafter(self.history, max_tokens=max_tokens, pass_overhead=self.pass_overhead)
         return groups
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         context.run.engine.drafter = None  # evaluations have prompts of their own
         for rollout in rollouts:
-            epoch = self.visits.get(rollout.prompt_key, 0)
+            epoch = self.visits.get(rollout.prompt_index, 0)
             self.history.add(rollout.prompt_ids, rollout.response_ids, reward=rollout.reward, epoch=epoch)
-        self.visits |= {key: self.visits.get(key, 0) + 1 for key in {rollout.prompt_key for rollout in rollouts}}
-        spent = {name: count - self.before[name] for name, count in context.run.engine.stats.items()}
+        for prompt in {rollout.prompt_index for rollout in rollouts}:
+            self.visits[prompt] = self.visits.get(prompt, 0) + 1
+        spent = {name: count - self.stats_before[name] for name, count in context.run.engine.stats.items()}
         context.telemetry |= {
             "drafts/tokens_per_step": spent["generated_tokens"] / max(spent["sample_steps"], 1),
             "drafts/acceptance": spent["accepted_tokens"] / max(spent["draft_tokens"], 1),
@@ -68,15 +70,16 @@ class Drafts(Accelerator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history = RolloutHistory.from_bytes(state["history"])
         self.history.resize(HISTORY_TOKENS)
-        self.visits, self.pass_overhead = state["visits"], state["pass_overhead"]
+        self.visits = state["visits"]
+        self.pass_overhead = state["pass_overhead"]
 
 
 def measure_overhead(engine: Engine) -> float | None:
-    """Measures what a forward pass costs on top of its tokens, in tokens; None: the engine cannot tell."""
+    """Measure the cost of a forward pass beside that of its tokens, in tokens; None: the engine cannot measure."""
     seconds: dict[int, float] = {}
     for sequences, tokens in MEASURED_PASSES:
-        taken = engine.pass_seconds(sequences, tokens)
-        if taken is None:  # told of the first, so that nothing is timed in vain
+        pass_seconds = engine.pass_seconds(sequences, tokens)
+        if pass_seconds is None:  # stop before timing the rest
             return None
-        seconds[sequences * tokens] = taken
+        seconds[sequences * tokens] = pass_seconds
     return pass_overhead(seconds)

@@ -35,23 +35,23 @@ class AcceleratorSettings(Section):
 
     @property
     def recorder(self) -> Any:
-        """Names what takes part to record the run where this is not enabled, as ``accelerator``; None: nothing."""
+        """Return the class that records the run if this accelerator is not enabled, as ``accelerator``; None: none."""
         return None
 
     @property
     def prefix_in_loss(self) -> bool:
-        """Returns whether the loss includes the prefixes that it gives to answers."""
+        """Return whether the loss includes the prefixes that it gives to answers."""
         return False
 
     def conflicts(self, config: Any) -> str | None:
-        """Names a setting of the whole configuration that it cannot go with, and its value; None: there is none."""
+        """Return a sentence about a setting of the whole configuration that excludes it; None: there is none."""
         return None
 
     def check_task(self, task: Task) -> None:
-        """Raises UserError where the task has too few prompts for it."""
+        """Raise UserError where the task has too few prompts for it."""
 
     def longest_draft(self) -> int:
-        """Returns the most tokens of a draft that the engine verifies at once; 0: there are no drafts."""
+        """Return the most tokens of a draft that the engine verifies at once; 0: there are no drafts."""
         return 0
 
 

@@ -15,7 +15,7 @@ from python_trainer.errors import UserError
 
 
 class Aggregation(Protocol):
-    """Computes the weight of every token's loss in the loss of the whole batch.
+    """Compute the weight of every token's loss in the loss of the whole batch.
 
     Args:
         mask: bool [B, T] of this part of the batch.
@@ -35,42 +35,42 @@ class Aggregation(Protocol):
 
 
 def token_mean(mask: torch.Tensor, *, num_tokens: int, **_: object) -> torch.Tensor:
-    """Weighs a token by 1 / all tokens (DAPO, arXiv 2503.14476)."""
+    """Weigh a token by 1 / all tokens (DAPO, arXiv 2503.14476)."""
     return mask.float() / max(num_tokens, 1)
 
 
 def sequence_token_sum(mask: torch.Tensor, *, num_sequences: int, **_: object) -> torch.Tensor:
-    """Weighs a token by 1 / all sequences."""
+    """Weigh a token by 1 / all sequences."""
     return mask.float() / max(num_sequences, 1)
 
 
 def sequence_token_mean(mask: torch.Tensor, *, num_sequences: int, lengths: torch.Tensor, **_: object) -> torch.Tensor:
-    """Weighs a token by 1 / (all sequences x tokens of its own) (GRPO, arXiv 2402.03300)."""
+    """Weigh a token by 1 / (all sequences x tokens of its own) (GRPO, arXiv 2402.03300)."""
     return mask.float() / (lengths[:, None].clamp(min=1) * max(num_sequences, 1))
 
 
 def constant(mask: torch.Tensor, *, num_sequences: int, max_length: int, **_: object) -> torch.Tensor:
-    """Weighs a token by 1 / (all sequences x longest answer allowed) (Dr. GRPO, arXiv 2503.20783)."""
+    """Weigh a token by 1 / (all sequences x longest answer allowed) (Dr. GRPO, arXiv 2503.20783)."""
     return mask.float() / (max(num_sequences, 1) * max_length)
 
 
 def clip(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
 ) -> torch.Tensor:
-    """Returns -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (PPO, arXiv 1707.06347, eq. 7).
+    """Return -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (PPO, arXiv 1707.06347, eq. 7).
 
     With ``delta`` the first r is at most that (dual clip; INTELLECT-2, arXiv 2505.07291). With
     ``importance_sampling_level: sequence`` r is the geometric mean over the answer (GSPO, arXiv 2507.18071, eq. 7).
     """
-    free = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
     low, high = settings.clip_range
-    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
+    return -torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages)
 
 
 def cispo(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig
 ) -> torch.Tensor:
-    """Returns -sg(min(r, 1 + epsilon_high)) A log pi, sg without gradient (CISPO, arXiv 2506.13585, eq. 4).
+    """Return -sg(min(r, 1 + epsilon_high)) A log pi, sg without gradient (CISPO, arXiv 2506.13585, eq. 4).
 
     No token loses its gradient, but its weight is bounded. There is no lower bound, as in the paper's runs and TRL.
     """
@@ -96,7 +96,7 @@ def policy_loss(
     *,
     weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Computes ``settings.policy_loss`` of every token.
+    """Compute ``settings.policy_loss`` of every token.
 
     Args:
         logprobs: [B, T], differentiable.
@@ -119,13 +119,14 @@ def policy_loss(
     loss = POLICY_LOSSES.resolve(settings.policy_loss)(logprobs, ratio, advantages, settings)
     if loss.shape != mask.shape:  # a mean would count as the loss of every token
         raise UserError(f"policy_loss must return a loss per token, {list(mask.shape)}, got {list(loss.shape)}")
-    loss = torch.where(mask, loss if weights is None else loss * torch.where(mask, weights, 0.0), 0.0)
-    seen, (low, high) = ratio.detach(), settings.clip_range
+    if weights is not None:
+        loss = loss * torch.where(mask, weights, 0.0)
+    low, high = settings.clip_range
     return PolicyLoss(
-        loss=loss,
+        loss=torch.where(mask, loss, 0.0),
         ratio=torch.where(mask, ratio, 0.0),
-        clipped_low=mask & (seen < low) & (advantages < 0),
-        clipped_high=mask & (seen > high) & (advantages > 0),
+        clipped_low=mask & (ratio.detach() < low) & (advantages < 0),
+        clipped_high=mask & (ratio.detach() > high) & (advantages > 0),
     )
 
 
@@ -138,7 +139,7 @@ def importance_weights(
     cap: float | torch.Tensor = 2.0,
     level: str = "token",
 ) -> torch.Tensor:
-    """Computes pi_old / pi_sampler, detached, to correct for a sampler that differs from the trained policy.
+    """Compute pi_old / pi_sampler, detached, to correct for a sampler that differs from the trained policy.
 
     A ratio per token is biased and has little variance. The ratio of the whole sequence is unbiased but for the cap,
     and farther from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
@@ -158,22 +159,22 @@ def importance_weights(
 
 
 def k1(r: torch.Tensor) -> torch.Tensor:
-    """Returns r = log pi - log pi_ref itself. Unbiased."""
+    """Return r = log pi - log pi_ref itself. Unbiased."""
     return r
 
 
 def k2(r: torch.Tensor) -> torch.Tensor:
-    """Returns r^2 / 2. Less variance and some bias."""
+    """Return r^2 / 2. Less variance and some bias."""
     return 0.5 * r * r
 
 
 def k3(r: torch.Tensor) -> torch.Tensor:
-    """Returns exp(-r) + r - 1. Unbiased and never negative."""
+    """Return exp(-r) + r - 1. Unbiased and never negative."""
     return torch.expm1(-r) + r
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimates KL(pi || pi_ref) per token, from sampled ones (J. Schulman, "Approximating KL divergence", 2020).
+    """Estimate KL(pi || pi_ref) per token, from sampled ones (J. Schulman, "Approximating KL divergence", 2020).
 
     In a *loss* its gradient counts: that of ``k1`` is zero in expectation, that of ``k2`` is exact on policy, that of
     ``k3`` is biased towards the forward KL.
@@ -195,7 +196,7 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> torch.Tensor:
-    """Computes half the squared error [B, T] of the critic, 0 where masked.
+    """Compute half the squared error [B, T] of the critic, 0 where masked.
 
     With ``clip``, how far a value may move from its old one, it is the larger of that and the clipped one (PPO).
     """
@@ -203,6 +204,6 @@ def value_loss(
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns))
     error = (values - returns) ** 2
     if clip is not None:
-        held = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (held - returns) ** 2)
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - returns) ** 2)
     return 0.5 * error

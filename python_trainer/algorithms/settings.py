@@ -15,15 +15,15 @@ Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 @dataclass(frozen=True)
 class Advantage:
-    """How much better an answer, or what was done from a token on, was than was to be expected.
+    """An estimator of how much better an answer, or the rest of it from a token on, was than expected.
 
     Called with :class:`~python_trainer.algorithms.advantages.StepRewards` and the settings of the algorithm; returns
-    the advantages, [B] of answers or [B, T] of tokens, and what a critic should have predicted, [B, T] or None.
+    the advantages, [B] of answers or [B, T] of tokens, and the targets of a critic, [B, T] or None.
     """
 
-    function: str | Callable[[Any, "AlgorithmConfig"], tuple[Any, Any]]  # itself, or module:function where it lies
-    compares: bool = False  # the answers of a group: there must be two at least
-    critic: bool = False  # needs the values of one
+    function: str | Callable[[Any, "AlgorithmConfig"], tuple[Any, Any]]  # the function, or its module:function
+    compares: bool = False  # compares the answers of a group: there must be at least two
+    critic: bool = False  # needs the values of a critic
 
     def __call__(self, step: Any, settings: "AlgorithmConfig") -> tuple[Any, Any]:
         function = resolve_name(self.function) if isinstance(self.function, str) else self.function
@@ -33,10 +33,10 @@ class Advantage:
 ADVANTAGES: Registry[Advantage] = Registry(
     "advantage",
     {
-        "group": Advantage(f"{HOME}.advantages:against_group", compares=True),
-        "rloo": Advantage(f"{HOME}.advantages:against_others", compares=True),
-        "gae": Advantage(f"{HOME}.advantages:against_critic", critic=True),
-        "reinforce++": Advantage(f"{HOME}.advantages:against_batch"),
+        "group": Advantage(f"{HOME}.advantages:compare_with_group", compares=True),
+        "rloo": Advantage(f"{HOME}.advantages:compare_with_others", compares=True),
+        "gae": Advantage(f"{HOME}.advantages:compare_with_critic", critic=True),
+        "reinforce++": Advantage(f"{HOME}.advantages:compare_with_batch"),
     },
     of=Advantage,
 )
@@ -117,29 +117,30 @@ class AlgorithmConfig(Section):
     """The cap of importance_sampling."""
 
     def with_sampler(self, engine: str) -> "AlgorithmConfig":
-        """Returns settings with ``auto`` replaced: the trainer's own engine needs no correction."""
+        """Return settings with ``auto`` replaced: the trainer's own engine needs no correction."""
         if self.importance_sampling != "auto":
             return self
         return self.model_copy(update={"importance_sampling": "token_truncate" if engine == "vllm" else "none"})
 
     @property
-    def judge(self) -> Advantage:
+    def advantage_fn(self) -> Advantage:
+        """Return the estimator that ``advantage`` names."""
         return ADVANTAGES.resolve(self.advantage)
 
     @property
     def correction(self) -> tuple[str, str] | None:
-        """Returns (level, mode) of ``importance_sampling``; None without a correction, and while it is ``auto``."""
+        """Return (level, mode) of ``importance_sampling``; None without a correction, and while it is ``auto``."""
         level, _, mode = self.importance_sampling.partition("_")
         return (level, mode) if mode else None
 
     @property
     def in_deviations(self) -> bool:
-        """Returns whether advantages are in standard deviations of the rewards."""
+        """Return whether advantages are in standard deviations of the rewards."""
         return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Returns the lowest and highest probability ratio that is not clipped."""
+        """Return the lowest and highest probability ratio that is not clipped."""
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ LET_GO = 0.5
 
 @contextmanager
 def start(parallel: str, device: str = "auto", *, timeout: float = DDP_TIMEOUT) -> Iterator[RankGroup]:
-    """Joins the processes of a run, within it; a group of one where torchrun started none.
+    """Join the processes of a run, within it; a group of one where torchrun started none.
 
     Args:
         timeout: seconds that a process waits for another one.
@@ -44,27 +44,28 @@ def start(parallel: str, device: str = "auto", *, timeout: float = DDP_TIMEOUT) 
     from python_trainer.distributed.sharded import ShardedGroup
 
     store = _join(launch, timedelta(seconds=timeout))
-    alone, watch = False, None
+    fails_alone = False
+    watch = None
     try:
         ranks = RankGroup("ddp") if parallel == "ddp" else ShardedGroup()
-        with ranks.together():
+        with ranks.fail_together():
             if choose_device(device).type == "cuda":
-                number, there = launch.local_rank, torch.cuda.device_count()
-                if number >= there:
+                num_gpus = torch.cuda.device_count()
+                if launch.local_rank >= num_gpus:
                     raise UserError(
-                        f"--nproc-per-node of torchrun must be at most {there}, the number of GPUs here; there is none "
-                        f"for process {number}"
+                        f"--nproc-per-node of torchrun must be at most {num_gpus}, the number of GPUs here; there is "
+                        f"none for process {launch.local_rank}"
                     )
-                torch.cuda.set_device(number)
+                torch.cuda.set_device(launch.local_rank)
         with Watch(ranks, store, timeout) as watch:
             yield ranks
     except BaseException as error:
         if watch and watch.finding and is_timed_out(error):
             error.add_note(watch.finding)
-        alone = size > 1 and not (isinstance(error, Interrupted) or is_shared(error))
+        fails_alone = size > 1 and not (isinstance(error, Interrupted) or is_shared(error))
         raise
     finally:
-        if not alone:  # NCCL would wait for the others, who wait for this one: it ends, and torchrun ends them
+        if not fails_alone:  # else NCCL waits for the others, who wait for this rank; torchrun ends them after it
             dist.destroy_process_group()
         if size > 1:
             time.sleep(LET_GO)

@@ -16,7 +16,7 @@ from python_trainer.model.settings import ModelConfig
 
 T = TypeVar("T")
 
-ALONE = "no rank waits for others within together(): one that has failed there would not come"
+NO_COLLECTIVE = "no collective within fail_together(): a failed rank would never reach it"
 
 
 class RankGroup:
@@ -31,20 +31,21 @@ class RankGroup:
 
     Attributes:
         rank, size: this process is number ``rank`` out of ``size``.
-        sharded: each rank has a part of the weights and moments only; all must compute as many micro-batches.
+        sharded: each rank holds a part of weights and moments; all must compute equally many micro-batches.
         entered: collectives that this rank has entered here; ``waits``: it has not left the newest one.
     """
 
     sharded = False
-    stores = 0  # made in this process
+    stores = 0  # how many this process has made
 
     def __init__(self, name: str = "none"):
         self.name = name
         self.rank, self.size = (0, 1) if name == "none" else (dist.get_rank(), dist.get_world_size())
-        self.entered, self.waits = 0, False
+        self.entered = 0
+        self.waits = False
         self.group: dist.ProcessGroup | None = None  # None: torch's default one
-        self._apart = False  # within together()
-        self._aside: TemporaryDirectory[str] | None = None
+        self._fails_together = False  # within fail_together()
+        self._temporary: TemporaryDirectory[str] | None = None
 
     def for_thread(self) -> "RankGroup":
         """Return the same ranks for a thread beside the main one, whose calls need not come in the main one's order."""
@@ -61,43 +62,47 @@ class RankGroup:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        assert not self._apart, ALONE
-        self.entered, self.waits = self.entered + 1, True
+        assert not self._fails_together, NO_COLLECTIVE
+        self.entered += 1
+        self.waits = True
         try:
             yield
         finally:
             self.waits = False
 
     def gather(self, value: T) -> list[T]:
-        """Returns the value of every rank, by rank."""
-        found: list[Any] = [value] * self.size
+        """Return the value of every rank, by rank."""
+        values: list[Any] = [value] * self.size
         with self._collective():
             if self.size > 1:
-                dist.all_gather_object(found, value, group=self.group)
-        return found
+                dist.all_gather_object(values, value, group=self.group)
+        return values
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Makes all ranks fail where one fails; nothing within it may wait for other ranks.
+    def fail_together(self) -> Iterator[None]:
+        """Make all ranks fail where one fails; nothing within the block may wait for other ranks.
 
-        An error is raised as it is where it came up, and elsewhere as an error of its kind, or a UserError.
+        The failed rank raises its error as it is; the others raise an error of its kind, or a UserError.
         """
         if self.size == 1:
             yield
             return
-        assert not self._apart, ALONE
-        problem, mine = None, None  # the error, and what ranks without one raise for it
-        self._apart = True
+        assert not self._fails_together, NO_COLLECTIVE
+        problem: Exception | None = None
+        report: tuple[type[Exception], str] | None = None  # the error that other ranks raise for it
+        self._fails_together = True
         try:
             yield
         except Exception as error:
-            problem, kind, name = error, kind_of(error), type(error).__name__
-            mine = (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
+            problem = error
+            name = type(error).__name__
+            kind = kind_of(error)
+            report = (UserError, f"{name}: {error}") if kind is None else (kind, str(error) or name)
         finally:
-            self._apart = False
-        for rank, report in enumerate(self.gather(mine)):
-            if problem is None and report is not None:
-                kind, text = report
+            self._fails_together = False
+        for rank, rank_report in enumerate(self.gather(report)):
+            if problem is None and rank_report is not None:
+                kind, text = rank_report
                 problem = kind(f"process {rank} of {self.size}: {text}")
         if problem is not None:
             mark_shared(problem)
@@ -112,48 +117,47 @@ class RankGroup:
         Raises:
             UserError: they differ; on all ranks.
         """
-        every = self.gather({**shown, **hidden})
-        others = [rank for rank, facts in enumerate(every) if facts != every[0]]
-        if not others:
+        rank_facts = self.gather({**shown, **hidden})
+        differing = [rank for rank, facts in enumerate(rank_facts) if facts != rank_facts[0]]
+        if not differing:
             return
-        names = dict.fromkeys(name for facts in every for name in facts)
-        values = {name: [every[rank].get(name, "missing") for rank in (0, others[0])] for name in names}
-        differing = [
-            f"{name} ({there}, not {here})" if name in shown else name
-            for name, (here, there) in values.items()
-            if here != there
-        ]
-        who = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))} of {self.size}"
-        verb = "differ" if len(others) > 1 else "differs"
-        error = UserError(f"{who} {verb} from process 0 in {', '.join(differing)}")
+        problems = []
+        for name in dict.fromkeys(name for facts in rank_facts for name in facts):
+            expected, value = (rank_facts[rank].get(name, "missing") for rank in (0, differing[0]))
+            if value != expected:
+                problems.append(f"{name} ({value}, not {expected})" if name in shown else name)
+        plural = len(differing) > 1
+        processes = f"process{'es' if plural else ''} {', '.join(map(str, differing))} of {self.size}"
+        verb = "differ" if plural else "differs"
+        error = UserError(f"{processes} {verb} from process 0 in {', '.join(problems)}")
         mark_shared(error)
         raise error
 
-    def first(self, value: T) -> T:
-        """Returns the value of rank 0."""
-        sent = [value]
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
+        values = [value]
         with self._collective():
             if self.size > 1:
-                dist.broadcast_object_list(sent, src=0, group=self.group)
-        return sent[0]
+                dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
-    def once(self, function: Callable[[], T]) -> T:
-        """Returns what the call of rank 0 returns: it alone calls, and what fails there fails on all ranks."""
-        found: Any = None
-        with self.together():
+    def on_rank0(self, function: Callable[[], T]) -> T:
+        """Call the function on rank 0 only, and return its result on all ranks; if it fails, all ranks fail."""
+        result: Any = None
+        with self.fail_together():
             if self.rank == 0:
-                found = function()
-        return self.first(found)
+                result = function()
+        return self.broadcast(result)
 
     def folder(self, output_dir: Path) -> Path:
-        """Returns where this rank writes: rank 0 into the run directory, others into a folder that goes in the end."""
+        """Return where this rank writes: rank 0 to the run directory, others to a temporary folder."""
         if self.rank == 0:
             return output_dir
-        self._aside = self._aside or TemporaryDirectory(prefix="rlkernels-rank-")
-        return Path(self._aside.name)
+        self._temporary = self._temporary or TemporaryDirectory(prefix="rlkernels-rank-")
+        return Path(self._temporary.name)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
@@ -162,34 +166,34 @@ class RankGroup:
         return total
 
     def merge(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns numbers of which each rank knows some and has NaN in the place of the others."""
+        """Return a tensor of which each rank knows some numbers, and has NaN in place of the others."""
         known = ~values.isnan()
         total = self.sum(torch.where(known, values, 0.0))
         return torch.where(self.sum(known.float()) > 0, total, torch.nan)
 
     @torch.no_grad()
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        """Adds up the gradients of all ranks, where the backward pass has not."""
+        """Add up the gradients of all ranks, unless the backward pass has done so."""
         if self.size == 1:
             return
         # a rank without samples has no gradients at all, a parameter that nothing uses has none anywhere
         used = self.sum(torch.tensor([float(w.grad is not None) for w in weights], device=weights[0].device))
         sums = []
-        for weight, has in zip(weights, used.tolist()):
-            if has:
+        for weight, is_used in zip(weights, used.tolist()):
+            if is_used:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 sums.append(dist.all_reduce(weight.grad, async_op=True))
         for work in sums:
             work.wait()
 
     def load(self, config: ModelConfig, *, offload: bool = False) -> Policy:
-        """Loads the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together."""
-        with self.together():
+        """Load the policy, as :func:`python_trainer.model.policy.load_policy`; all ranks call it together."""
+        with self.fail_together():
             return load_policy(config)
 
     def copy(self, module: Any, *, trains: bool) -> Any:
-        """Copies a plain module; each rank has as much of it as of the policy's model."""
+        """Copy a plain module; each rank has as much of it as of the policy's model."""
         return copy.deepcopy(module).requires_grad_(trains)
 
     def shard(self, module: torch.nn.Module) -> None:
-        """Cuts a module that is whole so far, before an optimizer is made of its parameters."""
+        """Cut a whole module into shards, before an optimizer takes its parameters."""

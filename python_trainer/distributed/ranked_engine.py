@@ -22,13 +22,14 @@ class RankedEngine(WrappedEngine):
     def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup | None = None):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
-        self._others = dict.fromkeys(engine.stats, 0.0)  # what the other ranks counted
-        # submitted, with one and the same sampling
-        self._requests, self._groups, self._sampling = list[Request](), list[list[Rollout]](), SamplingParams()
+        self._remote_stats = dict.fromkeys(engine.stats, 0.0)  # counted by the other ranks
+        self._requests: list[Request] = []  # submitted, all with the same sampling
+        self._groups: list[list[Rollout]] = []  # their rollouts
+        self._sampling = SamplingParams()
 
     @property
     def stats(self) -> dict[str, float]:
-        return {name: count + self._others[name] for name, count in self.inner.stats.items()}
+        return {name: count + self._remote_stats[name] for name, count in self.inner.stats.items()}
 
     def policy_updated(self) -> None:
         self.policy.sync_inference_model()
@@ -48,19 +49,20 @@ class RankedEngine(WrappedEngine):
             return self.inner.poll(count)
         requests, groups, ranks = self._requests, self._groups, self.ranks
         self._requests, self._groups = [], []
-        before, own = self.inner.stats, list[Rollout]()
-        self.inner.on_progress = self.on_progress  # of this rank's part
+        stats_before = self.inner.stats
+        answers: list[Rollout] = []  # by this rank
+        self.inner.on_progress = self.on_progress  # reports this rank's part
         parts = divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size)
-        if self.policy.streams_weights:  # all ranks gather them, also those without a request
+        if self.policy.streams_weights:  # all ranks gather them, even those without a request
             self.inner.load_weights()
-        with ranks.together():
+        with ranks.fail_together():
             if ranks.rank < len(parts):
-                own = self.inner.generate([requests[i] for i in parts[ranks.rank]], self._sampling)
-        spent = {name: count - before[name] for name, count in self.inner.stats.items()}
-        results = [ranks.first((own, spent))] if self.on_first_rank else ranks.gather((own, spent))
-        for rank, (part, (answers, counts)) in enumerate(zip(parts, results)):
-            for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), answers, strict=True):
-                vars(rollout).update(vars(answer))  # another process generated it in a copy
+                answers = self.inner.generate([requests[i] for i in parts[ranks.rank]], self._sampling)
+        counts = {name: count - stats_before[name] for name, count in self.inner.stats.items()}
+        results = [ranks.broadcast((answers, counts))] if self.on_first_rank else ranks.gather((answers, counts))
+        for rank, (part, (rank_answers, rank_counts)) in enumerate(zip(parts, results)):
+            for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), rank_answers, strict=True):
+                vars(rollout).update(vars(answer))  # another process generated a copy of the rollout
             if rank != ranks.rank:
-                self._others = {name: count + counts[name] for name, count in self._others.items()}
+                self._remote_stats = {name: count + rank_counts[name] for name, count in self._remote_stats.items()}
         return list(chain.from_iterable(groups))

@@ -44,33 +44,39 @@ class ShardedGroup(RankGroup):
         Every rank has all weights for generation, in the model's type, and cuts its shards from those.
         """
         self.offload = offload
-        with self.together():
-            device, folder = choose_device(config.device), policy_folder(config.path)
+        with self.fail_together():
+            device = choose_device(config.device)
+            folder = policy_folder(config.path)
             dtype = find_dtype(config, device)
-            tokenizer, model = read_tokenizer(folder, config), model_without_weights(config, dtype)
+            tokenizer = read_tokenizer(folder, config)
+            model = model_without_weights(config, dtype)
             read = dict(named_weights(read_model(folder, config, dtype)[0])) if self.rank == 0 else {}
-            if others := sorted(read.keys() ^ {name for name, _ in named_weights(model)}) if self.rank == 0 else []:
+            names = {name for name, _ in named_weights(model)}
+            if self.rank == 0 and (differing := sorted(read.keys() ^ names)):
                 raise UserError(
                     f"model.path: {folder} cannot be loaded with parallel: fsdp2, its weights and its config.json do "
-                    f"not agree on {others[0]}; if that is tied to another, tie_word_embeddings must be as in the files"
+                    f"not agree on {differing[0]}; if that is tied to another, tie_word_embeddings must be as in the "
+                    "files"
                 )
-            whole = empty_copy(model, device).requires_grad_(False)
-            copy_weights(whole, read.items())
+            full_model = empty_copy(model, device).requires_grad_(False)
+            copy_weights(full_model, read.items())
             read.clear()
-            shapes = {name: [str(weight.dtype), *weight.shape] for name, weight in named_weights(whole)}
+            shapes = {name: [str(weight.dtype), *weight.shape] for name, weight in named_weights(full_model)}
         self.check_equal({}, {"the shapes of the weights": shapes})  # else what rank 0 sends fits no other
-        for _, weight in named_weights(whole):
+        for _, weight in named_weights(full_model):
             dist.broadcast(weight, 0)
         self.mesh = init_device_mesh(device.type, (self.size,))
-        with self.together():
+        with self.fail_together():
             if config.lora is not None:
                 inject_adapters(model, config.lora)
             adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-            sharded, weights = self._sharded_copy(model, device), dict(named_weights(whole))
+            sharded = self._sharded_copy(model, device)
+            weights = dict(named_weights(full_model))
             copied = {name: weights[plain_name(name)] for name, _ in named_weights(sharded) if name not in adapters}
             copy_weights(sharded, [*copied.items(), *adapters.items()])
-            policy = Policy(whole, tokenizer, name=str(folder))
-        policy.model, policy.adapted = sharded.eval(), config.lora is not None
+            policy = Policy(full_model, tokenizer, name=str(folder))
+        policy.model = sharded.eval()
+        policy.adapted = config.lora is not None
         if config.gradient_checkpointing is True:
             recompute_activations(sharded)
         return policy
@@ -81,13 +87,13 @@ class ShardedGroup(RankGroup):
         return copied
 
     def _sharded_copy(self, module: Any, device: torch.device, *, trains: bool | None = None) -> Any:
-        """Copies a module, cut while it takes no memory, with uninitialised shards."""
+        """Copy a module, cut while it takes no memory, with uninitialised shards."""
         copied = empty_copy(module, META)
         if trains is not None:
             copied.requires_grad_(trains)
         self.shard(copied)
         on_host = self.offload and any(p.requires_grad for p in copied.parameters())
-        buffers = [(part, dict(part._buffers)) for part in copied.modules()]  # which sharding has moved to the device
+        buffers = [(part, dict(part._buffers)) for part in copied.modules()]  # sharding has moved them to the device
         copied.to_empty(device="cpu" if on_host else device)
         for part, values in buffers:
             part._buffers.update(values)
@@ -115,7 +121,7 @@ class ShardedGroup(RankGroup):
                     part.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        """Frees weights that a pass without a backward pass left gathered; backward passes have added up gradients."""
+        """Free weights that a pass without a backward pass left gathered; backward passes have added up gradients."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -1,4 +1,4 @@
-"""The interface of everything that generates answers with the current policy."""
+"""The interface of engines, which generate answers with the current policy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.ordering import LengthHistory
 
-REPORTS = 50  # reports of progress within one call of generate
+PROGRESS_REPORTS = 50  # within one call of generate
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class SamplingParams:
 
 
 class Engine(ABC):
-    """Answers requests: :meth:`submit` queues them, :meth:`poll` works and hands out what is finished.
+    """Answers requests: :meth:`submit` queues them, :meth:`poll` generates and returns finished answers.
 
-    An engine that has raised while it generated is not used again.
+    After an error during generation an engine must not be used again.
 
     Attributes:
         max_positions: most tokens of a sequence, prompt and answer together; an answer that reaches it ends there.
-        limited_by: what that limit is, for messages: "the limit of ...".
+        limited_by: name of that limit, for messages: "the limit of ...".
         policy_version: how often the weights have changed.
         drafter: guesses tokens that the engine then verifies; None: no drafts.
-        keep_answers: answers will be continued, so what is computed of them stays in the cache, where it can.
-        lengths: of earlier answers, told by the caller, decide the order of work; None: the order of the requests.
-        on_first_rank: of several processes rank 0 alone asks the engine, for all of them.
-        on_progress: called with the numbers of finished answers and of all within :meth:`generate`; None: nobody.
+        keep_answers: later requests continue the answers, so their keys and values stay in the cache if possible.
+        lengths: of earlier answers; longer ones are generated first. None: the order of the requests.
+        on_first_rank: rank 0 alone calls the engine, for all ranks.
+        on_progress: called within :meth:`generate` with the numbers of finished and of all answers; None: not called.
     """
 
     max_positions: int
@@ -57,7 +57,7 @@ class Engine(ABC):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts since the engine was made.
+        """Return counts since the engine was made.
 
         ``generated_tokens``; ``prefill_tokens`` computed of prompts and prefixes; ``cached_tokens`` of those that were
         found in the cache or shared; ``forward_passes``; ``preemptions``; with drafts ``sample_steps``, each pass once
@@ -68,9 +68,9 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """Queues requests -> the rollouts that :meth:`poll` will fill, the samples of one request side by side.
+        """Queue requests; return the rollouts that :meth:`poll` will fill, those of one request side by side.
 
-        More may be submitted while others are being generated, with the same ``sampling``.
+        Further requests may be submitted during generation, with the same ``sampling``.
 
         Raises:
             UserError: a request does not fit into the KV cache. Nothing has been queued then.
@@ -78,52 +78,54 @@ class Engine(ABC):
 
     @abstractmethod
     def _work(self, count: int) -> list[Rollout]:
-        """Generates until at least ``count`` rollouts are finished, or all -> those."""
+        """Generate until at least ``count`` rollouts are finished, or all; return those."""
 
     def poll(self, at_least: int = 1) -> list[Rollout]:
-        """Generates until so many rollouts are finished, or all -> those, each once; empty where nothing is left."""
-        found, self._ready = self._ready, []
-        return found + self._work(at_least - len(found)) if len(found) < at_least else found
+        """Generate until so many rollouts are finished, or all; return those, each once, or none at the end."""
+        finished, self._ready = self._ready, []
+        if len(finished) < at_least:
+            finished += self._work(at_least - len(finished))
+        return finished
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """Submits, and polls until all is there -> finished rollouts, in the order of the requests."""
+        """Submit requests, and poll until all are finished; return the rollouts in the order of the requests."""
         rollouts = self.submit(requests, sampling)
         missing = set(rollouts)
-        others: list[Rollout] = []  # answers to earlier submissions, for the next poll
-        part = len(missing) if self.on_progress is None else -(-len(missing) // REPORTS)
+        earlier: list[Rollout] = []  # answers to earlier submissions, for the next poll
+        per_poll = len(missing) if self.on_progress is None else -(-len(missing) // PROGRESS_REPORTS)
         while missing:
-            for rollout in self.poll(min(part, len(missing))):
+            for rollout in self.poll(min(per_poll, len(missing))):
                 if rollout not in missing:
-                    others.append(rollout)
+                    earlier.append(rollout)
                 missing.discard(rollout)
             if self.on_progress is not None:
                 self.on_progress(len(rollouts) - len(missing), len(rollouts))
-        self._ready += others
+        self._ready += earlier
         return rollouts
 
     def policy_updated(self) -> None:
-        """Tells that the weights have changed: the engine uses nothing again that it computed with the old ones.
+        """Forget everything that was computed with the old weights, because the weights have changed.
 
         To be called when every answer is finished.
         """
         self.policy_version += 1
 
     def pass_seconds(self, sequences: int, tokens: int) -> float | None:
-        """Measures a forward pass over so many new tokens of each of so many sequences, in seconds; None: unknown."""
+        """Measure a forward pass over so many new tokens of each of so many sequences, in seconds; None: unknown."""
         return None
 
     def load_weights(self) -> None:  # noqa: B027
-        """Takes over the policy's weights where it has old ones; ranks with an engine each call it together."""
+        """Take over the policy's weights if they have changed; ranks with an engine each call it together."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Frees what it can of the device's memory; the next request wakes it."""
+        """Free as much memory of the device as possible; the next request wakes the engine."""
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of files and connections; a later call makes them again."""
+        """Close files and connections; a later call opens them again."""
 
 
 def _of_inner(name: str) -> Any:
-    """Forwards an attribute to ``self.inner``."""
+    """Forward an attribute to ``self.inner``."""
     return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
@@ -145,32 +147,34 @@ class StopStrings:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, strings: Sequence[str]):
         assert tokenizer is not None, "stop strings need the engine's tokenizer"
-        self.tokenizer, self.strings = tokenizer, strings
+        self.tokenizer = tokenizer
+        self.strings = strings
         # a token brings at least one byte; a few more tokens for a character that starts before the string
         self.window = max(len(string.encode()) for string in strings) + 4
 
     def ends(self, response_ids: Sequence[int]) -> bool:
-        """Tells whether the last token completes a stop string; one that was there before does not count."""
+        """Return whether the last token completes a stop string; an earlier stop string does not count."""
         tail = list(response_ids[-self.window :])
-        now, before = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (tail, tail[:-1]))
-        return any(now.count(string) > before.count(string) for string in self.strings)
+        text = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+        shorter = self.tokenizer.decode(tail[:-1], clean_up_tokenization_spaces=False)
+        return any(text.count(string) > shorter.count(string) for string in self.strings)
 
 
 def new_rollouts(request: Request) -> list[Rollout]:
-    """Makes the rollouts that an engine fills for a request: one a sample, which begins with the given prefix."""
+    """Return the rollouts that an engine fills for a request; each begins with the given prefix."""
     return [
         Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids))
-        for _ in range(request.num_samples)
+        for _ in range(request.num_generations)
     ]
 
 
 def check_requests(
     requests: Sequence[Request], sampling: SamplingParams, *, max_positions: int, vocab_size: int, room: int
 ) -> None:
-    """Raises UserError for a request that does not fit into the KV cache, which holds ``room`` tokens."""
+    """Raise UserError for a request that does not fit into the KV cache, which holds ``room`` tokens."""
     assert sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0, sampling
     for request in requests:
-        assert request.num_samples >= 0 and request.max_new_tokens >= 0, request
+        assert request.num_generations >= 0 and request.max_new_tokens >= 0, request
         context = [*request.prompt_ids, *request.prefix_ids]
         assert 0 < len(context) <= max_positions and 0 <= min(context) <= max(context) < vocab_size, request
         longest = min(len(context) + request.max_new_tokens, max_positions)

@@ -1,4 +1,4 @@
-"""Answers of several turns: an engine generates the policy's, an environment writes the observations in between."""
+"""Answers of several turns: an engine generates the policy's turns, an environment writes observations between them."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ ANCHORS = (".", "0", "a", "\n")  # one of them does not merge with the text's fi
 
 
 def initial_prompt(make: type[Environment], example: Example) -> str | Messages:
-    """Returns the prompt of an episode."""
+    """Return the prompt of an episode."""
     place = example.place or repr(example.prompt)[:60]
     try:
         prompt = make().reset(example)
@@ -41,7 +41,7 @@ def _describe(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer in the making."""
+    """An answer that is not finished."""
 
     rollout: Rollout
     episode: Episode  # of the rollout
@@ -54,7 +54,8 @@ class _Answer:
     deadline: float = math.inf  # for a step
 
     def end(self, reason: str) -> Rollout:
-        self.rollout.finish_reason, self.environment = reason, None
+        self.rollout.finish_reason = reason
+        self.environment = None
         return self.rollout
 
 
@@ -79,13 +80,16 @@ class EpisodeEngine(WrappedEngine):
     def __init__(self, inner: Engine, make: type[Environment], policy: Policy, *, max_turns: int):
         super().__init__(inner)
         inner.keep_answers = True
-        self.make, self.policy, self.max_turns, self.timeout = make, policy, max_turns, make.timeout
+        self.make = make
+        self.policy = policy
+        self.max_turns = max_turns
+        self.timeout = make.timeout
         self._sampling = SamplingParams()
-        self._turns: dict[Rollout, _Answer] = {}  # being generated, by the inner engine's rollout
-        self._stepping: dict[Future[Any], _Answer] = {}  # whose environment is at work, by the step's result
+        self._turns: dict[Rollout, _Answer] = {}  # in generation, by the rollout of the inner engine
+        self._stepping: dict[Future[Any], _Answer] = {}  # in a step of their environment, by its result
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """Queues requests, each a :class:`Group`, with whose example the environment begins."""
+        """Queue requests, each a :class:`Group`, with whose example the environment begins."""
         turns = self.inner.submit(requests, sampling)
         self._sampling = sampling
         answers = [answer for request in requests for answer in self._begin(request)]
@@ -95,8 +99,10 @@ class EpisodeEngine(WrappedEngine):
     def _begin(self, request: Request) -> Iterator[_Answer]:
         assert isinstance(request, Group), request
         for number, rollout in enumerate(new_rollouts(request)):
-            episode, mask = Episode(), [True] * rollout.prefix_len
-            rollout.episode, rollout.response_mask = episode, mask
+            episode = Episode()
+            mask = [True] * rollout.prefix_len
+            rollout.episode = episode
+            rollout.response_mask = mask
             yield _Answer(rollout, episode, mask, request.example, request.sample_id + number, request.max_new_tokens)
 
     def _work(self, count: int) -> list[Rollout]:
@@ -108,7 +114,7 @@ class EpisodeEngine(WrappedEngine):
         return done
 
     def _start_steps(self, turns: Sequence[Rollout]) -> Iterator[Rollout]:
-        """Lets the environments answer turns that are generated -> answers whose turn was cut off, which ends them."""
+        """Let the environments answer generated turns; return answers that ended because their turn was cut off."""
         for turn in turns:
             answer = self._turns.pop(turn)
             rollout, episode = answer.rollout, answer.episode
@@ -122,30 +128,36 @@ class EpisodeEngine(WrappedEngine):
             if turn.finish_reason == "length":
                 yield answer.end("length")
             else:
-                answer.deadline, step = time.monotonic() + self.timeout, Future[Any]()
+                answer.deadline = time.monotonic() + self.timeout
+                step = Future[Any]()
                 self._stepping[step] = answer
                 threading.Thread(target=self._step, args=(answer, text, step), daemon=True).start()
 
     def _step(self, answer: _Answer, text: str, step: Future[Any]) -> None:
-        """Runs in a thread: the environment reacts to a turn, or raises an error, which is the step's result too."""
+        """Run in a thread: the environment reacts to a turn, or raises an error, which is the step's result too."""
         try:
             if answer.environment is None:
                 environment = self.make()
                 prompt = environment.reset(answer.example)
-                answer.environment, answer.opening = environment, None if isinstance(prompt, str) else prompt
-            found: Any = answer.environment.step(text)
+                answer.environment = environment
+                answer.opening = None if isinstance(prompt, str) else prompt
+            result: Any = answer.environment.step(text)
         except BaseException as error:
-            found = error
-        step.set_result(found)
+            result = error
+        step.set_result(result)
 
     def _request_turns(self) -> list[Rollout]:
-        """Takes the results of steps, and requests the next turns -> answers that are at their end."""
-        done, requests, answers = [], list[Request](), list[_Answer]()
-        for answer, found in self._finished_steps():
-            if isinstance(found, BaseException):
-                answer.episode.failure = _describe(found)
+        """Take the results of steps, and request the next turns; return answers that have ended."""
+        done: list[Rollout] = []
+        requests: list[Request] = []
+        answers: list[_Answer] = []  # of the requests
+        for answer, result in self._finished_steps():
+            if isinstance(result, BaseException):
+                answer.episode.failure = _describe(result)
                 done.append(answer.end("length"))
-            elif (request := self._next_turn(answer, *_check_step(found))) is None:
+                continue
+            request = self._next_turn(answer, *_check_step(result))
+            if request is None:
                 done.append(answer.rollout)
             else:
                 requests.append(request)
@@ -155,7 +167,7 @@ class EpisodeEngine(WrappedEngine):
         return done
 
     def _finished_steps(self) -> Iterator[tuple[_Answer, Any]]:
-        """Yields results of steps, and errors of late ones; waits a little if nothing is generated meanwhile."""
+        """Yield results of steps, and errors of late ones; wait a little if nothing is generated meanwhile."""
         wait(self._stepping, timeout=0 if self._turns else IDLE_SECONDS)
         for step, answer in list(self._stepping.items()):
             if step.done() or answer.deadline < time.monotonic():
@@ -164,15 +176,15 @@ class EpisodeEngine(WrappedEngine):
                 yield answer, step.result() if step.done() else late
 
     def _next_turn(self, answer: _Answer, observation: str | Messages, reward: float, over: bool) -> Request | None:
-        """Makes the request for the next turn; None: the answer is at its end."""
+        """Return the request for the next turn; None: the answer has ended."""
         rollout, episode = answer.rollout, answer.episode
         episode.reward += reward
         if over or episode.turns >= self.max_turns:
             answer.end("stop" if over else "length")
             return None
         messages = None if answer.opening is None else continued(answer.opening, episode.messages)
-        before = [*rollout.prompt_ids, *rollout.response_ids]
-        ids = encode_observation(self.policy, before, messages, observation)
+        conversation_ids = [*rollout.prompt_ids, *rollout.response_ids]
+        ids = encode_observation(self.policy, conversation_ids, messages, observation)
         length = len(rollout.response_ids) + len(ids)
         room = min(answer.limit + rollout.prefix_len, self.max_positions - len(rollout.prompt_ids)) - length
         if room < 1:
@@ -186,29 +198,30 @@ class EpisodeEngine(WrappedEngine):
         return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
 
 
-def continued(opening: Messages, said: Messages) -> Messages:
-    """Return a conversation whose first answer continues the last message of ``opening`` if that is the assistant's."""
+def continued(opening: Messages, messages: Messages) -> Messages:
+    """Return a conversation; its first answer continues the last message of ``opening`` if the assistant wrote that."""
     if opening[-1]["role"] != "assistant":
-        return [*opening, *said]
-    return [*opening[:-1], opening[-1] | {"content": opening[-1]["content"] + said[0]["content"]}, *said[1:]]
+        return [*opening, *messages]
+    content = opening[-1]["content"] + messages[0]["content"]
+    return [*opening[:-1], opening[-1] | {"content": content}, *messages[1:]]
 
 
-def _check_step(found: Any) -> tuple[str | Messages, float, bool]:
-    """Returns the result of a step."""
-    match found:
+def _check_step(result: Any) -> tuple[str | Messages, float, bool]:
+    """Return observation, reward and whether the episode is over."""
+    match result:
         case (str() | list() as observation, int() | float() as reward, bool() as over) if math.isfinite(reward):
             return observation, float(reward), over
     raise UserError(
-        f"task.environment: step returned {found!r:.120}; allowed: (text or messages, finite reward, True or False)"
+        f"task.environment: step returned {result!r:.120}; allowed: (text or messages, finite reward, True or False)"
     )
 
 
 def encode_observation(
-    policy: Policy, ids: Sequence[int], messages: Messages | None, said: str | Messages
+    policy: Policy, ids: Sequence[int], messages: Messages | None, observation: str | Messages
 ) -> list[int]:
-    """Returns token ids of what is said after a turn of the policy, up to where its next turn begins.
+    """Return the token ids of an observation after a turn of the policy, up to where its next turn begins.
 
-    Of a chat: what the template writes after the turn, without the end of the turn where the policy wrote one.
+    In a chat these are the template's text after the turn, without the end of the turn if the policy wrote one.
 
     Args:
         ids: of the conversation up to the end of the turn, which stay as they are.
@@ -218,19 +231,19 @@ def encode_observation(
         UserError: messages outside of a chat, or a template that refuses them or does not show the assistant's.
     """
     if messages is not None:
-        return encode_after(policy, ids, _text_after_turn(policy, messages, as_messages(said), ids[-1]))
-    if not isinstance(said, str):
-        raise UserError(f"an environment said messages to a prompt that is text: {said!r:.80}; allowed: text")
-    return encode_after(policy, ids, said)
+        return encode_after(policy, ids, _text_after_turn(policy, messages, as_messages(observation), ids[-1]))
+    if not isinstance(observation, str):
+        raise UserError(f"an environment said messages to a prompt that is text: {observation!r:.80}; allowed: text")
+    return encode_after(policy, ids, observation)
 
 
-def as_messages(said: str | Messages) -> Messages:
-    """Returns text as a message of the user."""
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+def as_messages(observation: str | Messages) -> Messages:
+    """Return text as a message of the user."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
 
 def encode_after(policy: Policy, ids: Sequence[int], text: str) -> list[int]:
-    """Returns the token ids of a text that continues these tokens.
+    """Return the token ids of a text that continues these tokens.
 
     By itself it would get other ones: SentencePiece puts a space in front, and some tokens strip what follows them.
     """
@@ -238,26 +251,27 @@ def encode_after(policy: Policy, ids: Sequence[int], text: str) -> list[int]:
     def encode(text: str) -> list[int]:
         return list(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    before = policy.tokenizer.decode(list(ids[-TAIL:]), clean_up_tokenization_spaces=False)
-    for anchor in (before, *ANCHORS):
-        head, whole = encode(anchor), encode(anchor + text)
-        if whole[: len(head)] == head:
-            return whole[len(head) :]
+    tail = policy.tokenizer.decode(list(ids[-TAIL:]), clean_up_tokenization_spaces=False)
+    for anchor in (tail, *ANCHORS):
+        anchor_ids = encode(anchor)
+        joined_ids = encode(anchor + text)
+        if joined_ids[: len(anchor_ids)] == anchor_ids:
+            return joined_ids[len(anchor_ids) :]
     return encode(text)
 
 
-def _text_after_turn(policy: Policy, messages: Messages, said: Messages, last: int) -> str:
-    """Returns what the template writes after the policy's turn, which ended in the token ``last``."""
-    closing, text = after_turn(policy, messages, said)
+def _text_after_turn(policy: Policy, messages: Messages, observation: Messages, last: int) -> str:
+    """Return the template's text after the policy's turn, which ended in the token ``last``."""
+    closing, text = after_turn(policy, messages, observation)
     if last not in policy.eos_token_ids:
         return text
     # the policy's end token replaces what closes the turn: up to an end token, or to some other special token
     ends = [policy.tokenizer.decode([token]) for token in policy.eos_token_ids]
     special = [token.content for token in policy.tokenizer.added_tokens_decoder.values() if token.special]
     for tokens in (ends, special):
-        if found_ends := [closing.index(token) + len(token) for token in tokens if token in closing]:
-            return text[min(found_ends) :]
+        if positions := [closing.index(token) + len(token) for token in tokens if token in closing]:
+            return text[min(positions) :]
     # some templates close a turn only where another follows, or by the token that opens the next
-    rest = text.lstrip()
-    own = policy.tokenizer.decode([last])
-    return rest.removeprefix(own) if rest.startswith(own) else text
+    stripped = text.lstrip()
+    last_text = policy.tokenizer.decode([last])
+    return stripped.removeprefix(last_text) if stripped.startswith(last_text) else text

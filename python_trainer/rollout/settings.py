@@ -12,12 +12,12 @@ SERVER = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/\S*)?
 
 
 def truncates(sampling: Any) -> bool:
-    """Returns whether ``top_p`` or ``top_k`` leave tokens out."""
+    """Return whether ``top_p`` or ``top_k`` leave tokens out."""
     return bool(sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def vllm_logprobs_modes(sampling: Any) -> list[str]:
-    """Lists the modes in which vLLM gives log softmax(logits / temperature) of a token, which the loss needs.
+    """List the modes in which vLLM gives log softmax(logits / temperature) of a token, which the loss needs.
 
     Raw ones are at temperature 1, processed ones of what top-k and top-p leave. Empty: neither will do.
 
@@ -65,12 +65,12 @@ class RolloutConfig(Section):
 
     @property
     def takes_vllm(self) -> bool:
-        """Returns whether vLLM generates; ``engine: auto`` may still choose it."""
+        """Return whether vLLM generates; ``engine: auto`` may still choose it."""
         return self.engine == "vllm" or self.vllm_server is not None
 
     @property
     def hidden_logprobs(self) -> str | None:
-        """Says why the engine has no log-probabilities for the loss, and what to set; None: it has."""
+        """Say why the engine has no log-probabilities for the loss, and what to set; None: it has."""
         if not self.takes_vllm or vllm_logprobs_modes(self):
             return None
         return (
@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     @field_validator("vllm_server", mode="before")
     @classmethod
     def _servers_have_addresses(cls, value: Any) -> Any:
-        """Makes a list of one address; checks here, since pydantic's message would show a password."""
+        """Make a list of one address; check it here, since pydantic's message would show a password."""
         urls = value if isinstance(value, list) else [value]
         if value is not None and not (urls and all(isinstance(url, str) and SERVER.fullmatch(url) for url in urls)):
             shown = re.sub(r"//\S*@", "//...@", repr(value))  # a password would be in the output of the run

@@ -58,12 +58,12 @@ class Task:
 
     @cached_property
     def columns(self) -> set[str]:
-        """Returns the names of the columns that any example has."""
+        """Return the names of the columns that any example has."""
         return {name for split in (self.train, self.test, self.gate) for example in split for name in example.columns}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hashes the training prompts in their order: what a run stores by prompt number belongs to this hash."""
+        """Hash the training prompts in their order: what a run stores by prompt number belongs to this hash."""
         digest = hashlib.blake2b(digest_size=16)
         for example in self.train:
             digest.update(json.dumps(example.prompt, default=str).encode() + b"\n")  # Parquet has dates
@@ -71,7 +71,7 @@ class Task:
 
 
 def check_example(place: str, example: Example) -> None:
-    """Raises UserError for a prompt that is neither text nor messages, or a column that hides one of the trainer's."""
+    """Raise UserError for a prompt that is neither text nor messages, or a column that hides one of the trainer's."""
     prompt = example.prompt
     if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
         raise UserError(f"{place}: prompt is {prompt!r:.80}; allowed: {PROMPT}")
@@ -97,7 +97,7 @@ def is_chat(value: Any) -> bool:
 
 
 def check_text(place: str, column: str, text: str) -> None:
-    r"""Raises UserError for what no tokenizer takes: half of a character, as JSON's \ud83d by itself."""
+    r"""Raise UserError for what no tokenizer takes: half of a character, as JSON's \ud83d by itself."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -22,7 +22,7 @@ MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$.*\$", re.DOTALL)  # the text says its
 
 @lru_cache(4096)
 def gold_value(gold: str) -> list[Any]:
-    """Parses the known answer: bare LaTeX, text with marked mathematics, or GSM8K's with ``####``."""
+    """Parse the known answer: bare LaTeX, text with marked mathematics, or GSM8K's with ``####``."""
     gold = gold.rpartition("####")[2].strip()
     if MARKED.search(gold):
         return parse(gold, parsing_timeout=None)
@@ -31,7 +31,7 @@ def gold_value(gold: str) -> list[Any]:
 
 
 def judge(completion: str, gold: str) -> bool | None:
-    """Tells whether the completion's answer equals the gold one; None where the gold one cannot be read."""
+    """Return whether the completion's answer equals the gold one; None where the gold one cannot be read."""
     try:
         expected = gold_value(gold)
     except Exception:

@@ -30,7 +30,7 @@ class Verifier:
         self._worker: subprocess.Popen[str] | None = None
 
     def __call__(self, completion: str, gold: str) -> bool | None:
-        """Tells whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
+        """Return whether the completion's answer equals ``gold``; None where ``gold`` holds no mathematics.
 
         An answer that takes too long, or too much memory, is wrong.
         """
@@ -76,7 +76,7 @@ def math_reward(
     answer: Sequence[str | float],
     **_: object,
 ) -> list[float | None]:
-    """Returns 1 for every completion that ends in the value of ``answer``, mathematics or a number, else 0."""
+    """Return 1 for every completion that ends in the value of ``answer``, mathematics or a number, else 0."""
     judged: list[float | None] = []
     for said, value in zip(completions, answer, strict=True):
         text = said if isinstance(said, str) else said[-1]["content"]

@@ -1,4 +1,4 @@
-"""Calls reward functions and checks what they return."""
+"""Calls of reward functions, and checks of their results."""
 
 import asyncio
 import inspect
@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from python_trainer.data import Example, Messages
+from python_trainer.data import Example, Messages, is_right
 from python_trainer.errors import UserError
 from python_trainer.settings import Registry, copy_nested
 from python_trainer.signals import OutOfTime, call_within
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[1]
 def environment_reward(
     prompts: Sequence, completions: Sequence, completion_ids: Sequence, environment_reward: Any = None, **_: object
 ) -> list[float]:
-    """Returns what the environments of the answers gave, over all turns."""
+    """Return what the environments of the answers gave, over all turns."""
     if environment_reward is None:
         raise UserError("reward environment needs task.environment, got null")
     return list(environment_reward)
@@ -48,7 +48,7 @@ class Scores:
     rewards: dict[str, list[float | None]]  # raw value of every function, N each; None: does not apply
     total: list[float]  # weighted sum over the functions that apply, N
     accuracy: list[float]  # 1.0 where the first function that applies gives more than 0.5, else 0.0, N
-    merit: list[float] | None = None  # the weighted sum, where the task has no right and wrong; else None
+    filter_scores: list[float] | None = None  # the weighted sum, if answers are not right or wrong; else None
 
 
 LARGEST = 1e15  # value of a reward function: sums of squares stay finite in float32
@@ -72,9 +72,9 @@ def _value(value: Any, name: str, row: int) -> float | None:
 
 @lru_cache(maxsize=1)
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Starts the loop of all calls in a process: what functions keep, such as a client, belongs to its loop.
+    """Start the event loop of all calls in a process, since a client that a function keeps belongs to its loop.
 
-    It runs in a thread of its own, so that callers may have one that runs, as notebooks do.
+    It runs in a thread of its own, so that callers may have a running loop, as notebooks do.
     """
     loop = asyncio.new_event_loop()
 
@@ -92,9 +92,9 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
 def _call_all(
     functions: Mapping[str, RewardFunction], arguments: dict[str, Any], seconds: float | None
 ) -> dict[str, Any]:
-    """Return what every function returned or raised; async ones run side by side after the others.
+    """Return what every function returned or raised; async functions run concurrently after the others.
 
-    A function that takes more seconds raised OutOfTime.
+    The result of a function that takes more seconds is OutOfTime.
     """
     results: dict[str, Any] = {}
     for name, function in functions.items():
@@ -121,14 +121,14 @@ def _call_all(
     return results
 
 
-def _as_list(found: Any) -> Any:
-    """Returns a list of what can be iterated in its order, such as an array; anything else as it is."""
-    ordered = isinstance(found, Iterable) and not isinstance(found, (*TEXT, Mapping, Set))
-    return list(found) if ordered else found
+def _as_list(values: Any) -> Any:
+    """Return ordered values, such as an array, as a list; anything else as it is."""
+    ordered = isinstance(values, Iterable) and not isinstance(values, (*TEXT, Mapping, Set))
+    return list(values) if ordered else values
 
 
 def _place(error: BaseException) -> str:
-    """Names the line of a reward function that the error came through: `` (my_rewards.py:7)``.
+    """Return the line of a reward function that the error came through: `` (my_rewards.py:7)``.
 
     A function that was never entered has none, and one of this package needs none.
     """
@@ -140,40 +140,47 @@ def _place(error: BaseException) -> str:
     return f" ({os.path.relpath(inside[0].filename)}:{inside[0].lineno})"
 
 
-def _checked(name: str, arguments: dict[str, Any], found: Any, seconds: float | None) -> list[float | None]:
-    """Returns the values of one function for all completions, or raises UserError about them."""
+def _checked(name: str, arguments: dict[str, Any], result: Any, seconds: float | None) -> list[float | None]:
+    """Return the values of one function for all completions, or raise UserError about them.
+
+    Args:
+        result: what the function returned or raised.
+    """
     count = len(arguments["completions"])
-    if isinstance(found, OutOfTime):
+    if isinstance(result, OutOfTime):
         raise UserError(
             f"reward function {name} took longer than task.reward_seconds, {seconds:g} s, for {count} completions"
-            f"{_place(found)}: raise that setting, or null sets no limit"
-        ) from found
-    if isinstance(found, BaseException):
-        about, pattern = _place(found), r"unexpected keyword argument|missing \d+ required"
-        call = isinstance(found, TypeError) and re.search(pattern, str(found))
-        if call or isinstance(found, KeyError):  # a missing or an unexpected column
-            about += f"; it is given {', '.join(arguments)}"
-        raise UserError(f"reward function {name} raised {type(found).__name__}: {found}{about}") from found
-    if not isinstance(found, list):
-        raise UserError(f"reward function {name} returned {found!r:.60}; allowed: a list, a number for each completion")
-    if len(found) != count:
-        raise UserError(f"reward function {name} returned {len(found)} values for {count} completions")
-    return [_value(value, name, row) for row, value in enumerate(found)]
+            f"{_place(result)}: raise that setting, or null sets no limit"
+        ) from result
+    if isinstance(result, BaseException):
+        wrong_arguments = re.search(r"unexpected keyword argument|missing \d+ required", str(result))
+        about = _place(result)
+        if isinstance(result, KeyError) or (isinstance(result, TypeError) and wrong_arguments):
+            about += f"; it is given {', '.join(arguments)}"  # one column is missing or unexpected
+        raise UserError(f"reward function {name} raised {type(result).__name__}: {result}{about}") from result
+    if not isinstance(result, list):
+        raise UserError(
+            f"reward function {name} returned {result!r:.60}; allowed: a list, a number for each completion"
+        )
+    if len(result) != count:
+        raise UserError(f"reward function {name} returned {len(result)} values for {count} completions")
+    return [_value(value, name, row) for row, value in enumerate(result)]
 
 
 def check_columns(name: str, function: Any, task: Task) -> None:
-    """Raises UserError if a reward function cannot do without a column that no example has."""
+    """Raise UserError if a reward function cannot do without a column that no example has."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of a builtin nothing is known
+    except (TypeError, ValueError):  # a builtin has no signature
         return
-    given, examples = OF_THE_TRAINER | task.columns, task.train
+    arguments = OF_THE_TRAINER | task.columns
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
-    if missing and examples:
-        file = examples[0].place.rpartition(":")[0]
-        has = ", ".join(map(repr, sorted(examples[0].columns))) or "no other columns"
-        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {has}")
+    missing = [p.name for p in named if p.default is p.empty and p.name not in arguments]
+    if missing and task.train:
+        example = task.train[0]
+        file = example.place.rpartition(":")[0]
+        columns = ", ".join(map(repr, sorted(example.columns))) or "no other columns"
+        raise UserError(f"reward function {name} needs column {missing[0]!r}, which {file} lacks; it has {columns}")
 
 
 def score(
@@ -184,7 +191,7 @@ def score(
     *,
     timeout: float | None = None,
 ) -> Scores:
-    """Judges N completions; ``examples[i]`` is what completion i answers.
+    """Score N completions; completion i answers ``examples[i]``.
 
     Every reward function is called once with keyword arguments ``prompts``, ``completions`` (text without the end
     token; ``[{"role": "assistant", "content": text}]`` where the prompt is a list of messages, as in TRL, and all
@@ -202,26 +209,27 @@ def score(
     prompts = [example.prompt for example in examples]
     names = task.columns.union(*(example.columns for example in examples))
     columns = {name: [example.columns.get(name) for example in examples] for name in sorted(names)}
-    texts, ids = list(completions), [list(row) for row in completion_ids]
-    said = [
+    texts = list(completions)
+    ids = [list(row) for row in completion_ids]
+    messages = [
         text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    arguments = {"prompts": prompts, "completions": said, "completion_ids": ids, **columns}
-    found = _call_all(task.reward_functions, arguments, timeout)
-    rewards = {name: _checked(name, arguments, value, timeout) for name, value in found.items()}
+    arguments = {"prompts": prompts, "completions": messages, "completion_ids": ids, **columns}
+    returned = _call_all(task.reward_functions, arguments, timeout)
+    rewards = {name: _checked(name, arguments, value, timeout) for name, value in returned.items()}
 
     total: list[float] = []
     deciding: list[float] = []  # of each completion the value of the first function that gave one
     for row in range(len(texts)):
         values = {name: value for name, column in rewards.items() if (value := column[row]) is not None}
         if not values:
-            where = examples[row].place or f"{examples[row].prompt!r:.60}"
+            prompt = examples[row].place or f"{examples[row].prompt!r:.60}"
             raise UserError(
-                f"every reward function ({', '.join(rewards)}) returned None for completion {row}, to {where}; return "
+                f"every reward function ({', '.join(rewards)}) returned None for completion {row}, to {prompt}; return "
                 "a number from one of them, such as 0.0, or take the prompt out"
             )
         total.append(sum(task.reward_weights.get(name, 1.0) * value for name, value in values.items()))
         deciding.append(next(iter(values.values())))
-    accuracy = [float(value > 0.5) for value in deciding]
+    accuracy = [float(is_right(value)) for value in deciding]
     return Scores(rewards, total, accuracy, None if {-1.0, 0.0, 1.0}.issuperset(deciding) else total)

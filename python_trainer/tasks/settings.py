@@ -65,10 +65,10 @@ class TaskSettings(Section):
         return TASKS.name_of(name)  # a subclass has a field of its own, without the registry
 
     def check_files(self) -> None:
-        """Raises UserError where a file of the settings does not exist; imports nothing heavy."""
+        """Raise UserError where a file of the settings does not exist; import nothing heavy."""
 
     def load(self) -> Task:
-        """Makes the task.
+        """Make the task.
 
         Raises:
             UserError: names a file, line or function that cannot be used.
@@ -81,18 +81,18 @@ class TaskSettings(Section):
 
     @classmethod
     def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
-        """Returns the settings of the named task, or of the default one."""
+        """Return the settings of the named task, or of the default one."""
         return TASKS.resolve(values.get("name", DEFAULT)) if cls is TaskSettings else cls
 
     @model_validator(mode="wrap")
     @classmethod
     def _load_the_given(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
-        """Turns a :class:`Task` into settings that load it, under the name ``object:NAME``."""
+        """Turn a :class:`Task` into settings that load it, under the name ``object:NAME``."""
         return given_task(values) if isinstance(values, Task) else handler(values)
 
 
 def given_task(task: Task) -> TaskSettings:
-    """Makes the settings of a task that was made in Python, and registers them for this process."""
+    """Make the settings of a task that was made in Python, and register them for this process."""
 
     class GivenTask(TaskSettings):
         """A task that was made in Python; its prompts are all there are."""

@@ -278,13 +278,13 @@ def test_a_trial_of_the_oracle_is_undone(tmp_path):
 
 def test_right_answers_of_the_first_policy_are_trained_on_first():
     def answer(keys, attempt):
-        return [Rollout([1], [2], logprobs=[-1.0], prompt_key=key, accuracy=float(key == attempt)) for key in keys]
+        return [Rollout([1], [2], logprobs=[-1.0], prompt_index=key, accuracy=float(key == attempt)) for key in keys]
 
     run, first = SimpleNamespace(prompts=[[1]] * 3, answer=answer, note=str), SampledFirst(None)
     first.begin(run)
     (batch,) = first.before_step(StepContext(run, 1, 0))
-    assert Counter(answer.prompt_key for answer in batch) == {0: 3, 1: 3, 2: 3}
-    assert all(answer.expected == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
+    assert Counter(answer.prompt_index for answer in batch) == {0: 3, 1: 3, 2: 3}
+    assert all(answer.success_rate == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
     assert first.before_step(StepContext(run, 2, 0)) == []
 
 

@@ -166,7 +166,9 @@ def kill_in_the_fourth_step(run):
 def record_updates(trainer):
     """A list that grows as a trainer trains: the rollouts of each update."""
     seen, update = [], trainer.learner.update
-    trainer.learner.update = lambda rollouts, *rest, **rise: seen.append(rollouts) or update(rollouts, *rest, **rise)
+    trainer.learner.update = lambda rollouts, *rest, **options: (
+        seen.append(rollouts) or update(rollouts, *rest, **options)
+    )
     return seen
 
 
@@ -175,7 +177,7 @@ def graded(rewards, lengths=None, *, vocab=64, size=4, finish="stop"):
     gen, rollouts = torch.Generator().manual_seed(3), []
     for i, reward in enumerate(rewards):
         ids = torch.randint(0, vocab, (lengths[i] if lengths else 2 + i % 5,), generator=gen).tolist()
-        facts = {"prompt_key": i // size, "group": i // size, "reward": reward, "accuracy": reward}
+        facts = {"prompt_index": i // size, "group": i // size, "reward": reward, "accuracy": reward}
         prompt = [i // size % vocab, 0]
         rollouts.append(Rollout(prompt, ids, 0, [-math.log(vocab)] * len(ids), finish, rewards={"r": reward}, **facts))
     return rollouts

@@ -68,11 +68,11 @@ def mixed_requests(**changes) -> list[Request]:
     """Several lengths; some share a beginning, some have prefixes, some have several samples."""
     a, b, c = prompts([19, 6, 1])
     settings = [
-        {"prompt_ids": a, "num_samples": 3},
+        {"prompt_ids": a, "num_generations": 3},
         {"prompt_ids": b},
-        {"prompt_ids": [*a[:10], *b], "prefix_ids": b, "num_samples": 2},
-        {"prompt_ids": c, "prefix_ids": a, "num_samples": 4},
-        {"prompt_ids": a, "prefix_ids": c, "num_samples": 2},
+        {"prompt_ids": [*a[:10], *b], "prefix_ids": b, "num_generations": 2},
+        {"prompt_ids": c, "prefix_ids": a, "num_generations": 4},
+        {"prompt_ids": a, "prefix_ids": c, "num_generations": 2},
     ]
     return [
         Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **one, **changes})

@@ -50,7 +50,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
 
     context = SimpleNamespace(
         policy=model, optimizer=optimizer, engine=Mock(), evaluate_each=Mock(side_effect=evaluate_each),
-        task=SimpleNamespace(gate=range(GATE)), once=lambda function: function(), note=Mock(),
+        task=SimpleNamespace(gate=range(GATE)), on_rank0=lambda function: function(), note=Mock(),
     )  # fmt: skip
     context.run = context
     options = {"first_step": 1000, "track_steps": 1, "horizon": 2.0} | settings

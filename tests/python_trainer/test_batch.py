@@ -11,7 +11,7 @@ from test_packing import plain_score
 
 from python_trainer.algorithms.losses import importance_weights, kl_estimate, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch, put
+from python_trainer.batch import Batch, Minibatch, scatter_rows
 from python_trainer.data import Rollout
 from python_trainer.model.packing import micro_batches, scored_tokens
 
@@ -55,7 +55,7 @@ def rollouts():
             logprobs = (-4 + torch.rand(count, generator=gen)).tolist()
             reason = "length" if number == 1 else "stop"
             answer = prefix + ids(count)
-            facts = {"prompt_key": group, "group": group, "reward": reward, "accuracy": reward}
+            facts = {"prompt_index": group, "group": group, "reward": reward, "accuracy": reward}
             if number % 2 == 0:
                 facts["response_mask"] = [(place + number) % 3 < 2 for place in range(len(answer))]
             out.append(Rollout(prompt, answer, prefix_len, logprobs, reason, **facts))
@@ -65,11 +65,11 @@ def rollouts():
 def noisy(batch, policy, scale, seed):
     """Log-probabilities of a policy near this one, for every response token."""
     gen = torch.Generator().manual_seed(seed)
-    out = batch.record()
+    out = batch.empty_table()
     with torch.no_grad(), policy.packed_attention():
         packed = batch.pack(range(len(batch.rollouts)))
         logprobs, *_ = policy.score(packed, 1.0)
-        put(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
+        scatter_rows(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
 
 
@@ -87,19 +87,19 @@ def plain(policy, rollouts, batch, config):
         own = torch.tensor(rollout.response_mask or [True] * count)
         mask[i, first:count] = own[first:] & (not truncated)
     logprobs, entropy = torch.stack(logprob_rows), torch.stack(entropy_rows)
-    old = logprobs.detach() if batch.old is None else batch.old
-    sampled = mask & ~batch.sampler.isnan()
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    sampled = mask & ~batch.sampler_logprobs.isnan()
     weights = None
     level, _, mode = config.importance_sampling.partition("_")
     if mode:
         cap = config.importance_sampling_cap
-        weights = importance_weights(old, batch.sampler, sampled, mode=mode, cap=cap, level=level)
+        weights = importance_weights(old, batch.sampler_logprobs, sampled, mode=mode, cap=cap, level=level)
     out = policy_loss(logprobs, old, batch.advantages, mask, config, weights=weights)
     loss = out.loss
     if config.beta:
-        kl = kl_estimate(logprobs, batch.reference, mask, config.kl_estimator)
+        kl = kl_estimate(logprobs, batch.reference_logprobs, mask, config.kl_estimator)
         loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-    weight = batch.weigh(
+    weight = batch.aggregate(
         mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([sum(r.response_mask or [True] * len(r.response_ids)) for r in rollouts]),
     )  # fmt: skip
@@ -113,9 +113,9 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
     batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole)
     batch.set_advantages()
     if config.num_iterations > 1:
-        batch.old = noisy(batch, policy, 0.1, 1)
+        batch.old_logprobs = noisy(batch, policy, 0.1, 1)
     if config.beta:
-        batch.reference = noisy(batch, policy, 0.5, 2)
+        batch.reference_logprobs = noisy(batch, policy, 0.5, 2)
     params = list(policy.model.parameters())
     expected = plain(policy, rollouts, batch, config)
     wanted = torch.autograd.grad(expected, params)
@@ -162,7 +162,7 @@ def rollouts_of(masks, *, with_others):
         logprobs = (-1 - torch.rand(len(mask), generator=gen)).tolist()
         kept = [True] * len(mask) if with_others else mask
         own = [x for x, keep in zip(ids, kept) if keep], [x for x, keep in zip(logprobs, kept) if keep]
-        out.append(Rollout([1, 2], own[0], 0, own[1], "stop", prompt_key=index % 2, group=index % 2,
+        out.append(Rollout([1, 2], own[0], 0, own[1], "stop", prompt_index=index % 2, group=index % 2,
                            reward=float(index % 3), response_mask=list(mask) if with_others else None))  # fmt: skip
     return out
 
@@ -178,7 +178,8 @@ def loss_and_gradient(rollouts, config, own, others):
         flat = torch.full((len(flags),), others).masked_scatter(flags, numbers)
         return torch.full(batch.present.shape, others).masked_scatter(batch.present, flat)
 
-    batch.old, batch.reference = table(own["old"]), table(own["reference"])
+    batch.old_logprobs = table(own["old"])
+    batch.reference_logprobs = table(own["reference"])
     if config.advantage == "gae":
         batch.values = table(own["values"])
     metrics = batch.set_advantages()

@@ -11,7 +11,7 @@ from bench.studies.lossless import distribution, p_value, p_values, uniform
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Request
-from python_trainer.rollout.drafting import DEAR_PASS, Drafter, pass_overhead
+from python_trainer.rollout.drafting import EXPENSIVE_PASS, Drafter, pass_overhead
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -28,7 +28,7 @@ def fed(requests, completions, corrupt=None, **options) -> Drafter:
     """A drafter that knows the answers; ``corrupt`` changes every so many tokens of them."""
     made, answers = drafter(**options), iter(completions)
     for request in requests:
-        for _ in range(request.num_samples):
+        for _ in range(request.num_generations):
             ids = [*request.prefix_ids, *next(answers).ids]
             if corrupt:
                 ids = [(token + (i % corrupt == 0)) % VOCAB for i, token in enumerate(ids)]
@@ -82,7 +82,7 @@ def test_prompts_without_answers_are_left_alone():
     """Looking up what other prompts suggest would cost more than the few passes that it saves, unless they are dear."""
     model, requests = make(), mixed_requests()
     wanted = engine_for(model).generate(requests, GREEDY)
-    cheap, dear = drafter(pass_overhead=DEAR_PASS - 1), drafter(pass_overhead=DEAR_PASS)
+    cheap, dear = drafter(pass_overhead=EXPENSIVE_PASS - 1), drafter(pass_overhead=EXPENSIVE_PASS)
     for request, completion in zip(requests, wanted):  # the right answers, under another prompt
         for one in (cheap, dear):
             one.history.add([*request.prompt_ids, 1], completion.ids)

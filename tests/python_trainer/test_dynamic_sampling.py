@@ -13,13 +13,13 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 
-@pytest.mark.parametrize("fact", ["accuracy", "merit"])  # raw rewards, where nothing is right or wrong
+@pytest.mark.parametrize("fact", ["accuracy", "filter_score"])  # raw rewards, where nothing is right or wrong
 def test_dropped_groups_fill_up_what_is_missing_in_the_end(fact):
     sampler = StepSampler(RolloutConfig(prompts_per_step=3, dynamic_sampling=True))
     groups = enumerate([(1, 1), (0, 1), (0, 0), (0, 0)])
-    sampler.add([Rollout([1], [2], group=key, prompt_key=key, **{fact: x / 2}) for key, both in groups for x in both])
+    sampler.add([Rollout([1], [2], group=key, prompt_index=key, **{fact: x / 2}) for key, both in groups for x in both])
     assert sampler.missing == 2
-    assert [(r.prompt_key, r.group) for r in sampler.rollouts()] == [(1, 0), (1, 0), (0, 1), (0, 1), (2, 2), (2, 2)]
+    assert [(r.prompt_index, r.group) for r in sampler.rollouts()] == [(1, 0), (1, 0), (0, 1), (0, 1), (2, 2), (2, 2)]
 
 
 def test_overlong_penalties_known_values():
@@ -45,11 +45,11 @@ def test_a_step_is_filled_with_prompts_that_teach(make_config, tmp_path):
     for rollouts in seen:
         assert len(rollouts) == 8 and [r.group for r in rollouts] == [0, 0, 1, 1, 2, 2, 3, 3]
         for a, b in zip(rollouts[::2], rollouts[1::2]):
-            assert {a.accuracy, b.accuracy} == {0.0, 1.0} and a.prompt_key == b.prompt_key
+            assert {a.accuracy, b.accuracy} == {0.0, 1.0} and a.prompt_index == b.prompt_index
         for r in rollouts:
             assert r.accuracy == r.rewards["coins"] == pytest.approx(r.reward + len(r.response_ids) / 12)
     assert len(rounds) > 3  # so that more than one was needed
-    drawn = [group.prompt_key for _, groups in rounds for group in groups]
+    drawn = [group.prompt_index for _, groups in rounds for group in groups]
     assert len(drawn) > 12 and drawn == prompt_order(0, 0, len(drawn), 12)
     first, second = (prompt_order(0, epoch * 12, 12, 12) for epoch in range(2))
     assert sorted(first) == sorted(second) == list(range(12)) and first != second, "each prompt once in an epoch"

@@ -13,10 +13,16 @@ from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
 from python_trainer.accelerators.rhyme import accelerator, replay, sampling
-from python_trainer.accelerators.rhyme.accelerator import Rhyme
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, prompt_key
+from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, prompt_hash
 from python_trainer.accelerators.rhyme.matching import PARTS, curve_of
-from python_trainer.accelerators.rhyme.replay import CLEAR, ENOUGH, clearly_better, in_batches, last_shares
+from python_trainer.accelerators.rhyme.replay import (
+    MIN_PROMPTS_TO_COMPARE,
+    MIN_STANDARD_ERRORS,
+    clearly_better,
+    in_batches,
+    last_shares,
+)
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
@@ -114,12 +120,12 @@ def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
 
 
 def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerator, "REHEARSED", 2)
+    monkeypatch.setattr(accelerator, "REHEARSED_PER_PROMPT", 2)
     run("first", steps=1, enabled=[])
     task = make_config().task.load()
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     facts, known = database.runs()[0], database.samples()[0]
-    record, key = database.trajectory(1)[0], prompt_key(task.train[0].prompt)
+    record, key = database.trajectory(1)[0], prompt_hash(task.train[0].prompt)
     later = database.add_run(facts)
     texts = ["1", "3", "1", "5", "3"]  # what was said in steps 1 to 5
     for step, text in enumerate(texts, 1):
@@ -134,7 +140,7 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
     rhyme.begin(trainer.run_context)
     assert rhyme.before_step(trainer.context(1)) == []
     batches = rhyme.before_step(trainer.context(2))
-    texts = [answer.text for batch in batches for answer in batch if answer.prompt_key == 0]
+    texts = [answer.text for batch in batches for answer in batch if answer.prompt_index == 0]
     assert texts == ["3", "5"] * 3
 
 
@@ -142,7 +148,7 @@ def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
     """Rounds of dynamic sampling are one step of history."""
     sampling = {"num_generations": 2, "prompts_per_step": 4, "dynamic_sampling": True}
     trainer = run("rounds", steps=3, rollout=sampling, rare_share=0)
-    names = {prompt_key(example.prompt) for example in trainer.task.train}
+    names = {prompt_hash(example.prompt) for example in trainer.task.train}
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
     trajectory = database.trajectory(1)
     assert [record.step for record in trajectory] == [1, 2, 3]
@@ -227,16 +233,16 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
 
 
 def test_batches_keep_a_prompt_together_and_see_all_as_often():
-    groups = [[Rollout([key], [1], prompt_key=key)] * size for key, size in enumerate([1, 3, 2, 5, 1])]
+    groups = [[Rollout([key], [1], prompt_index=key)] * size for key, size in enumerate([1, 3, 2, 5, 1])]
     batches = in_batches(groups, size=4, times=3, seed=7)
-    keys = [answer.prompt_key for batch in batches for answer in batch]
+    keys = [answer.prompt_index for batch in batches for answer in batch]
     assert [keys.count(key) for key in range(5)] == [3, 9, 6, 15, 3]
     for batch in batches[:-1]:
         assert 4 <= len(batch) <= 8
     for batch in batches:
-        assert len({answer.group for answer in batch}) == len({(a.group, a.prompt_key) for a in batch})
+        assert len({answer.group for answer in batch}) == len({(a.group, a.prompt_index) for a in batch})
     assert in_batches([], 4, 3, 7) == [] == in_batches(groups, 4, 0, 7)
-    assert [answer.prompt_key for batch in in_batches(groups, 4, 3, 8) for answer in batch] != keys
+    assert [answer.prompt_index for batch in in_batches(groups, 4, 3, 8) for answer in batch] != keys
 
 
 def outcomes(rows):
@@ -272,8 +278,8 @@ def test_damaged_steps_are_refused():
 
 
 def test_few_prompts_tell_nothing_and_more_a_clear_gain():
-    own = {str(i): 0.25 for i in range(ENOUGH)}
-    theirs = {str(i): 0.75 for i in range(ENOUGH)} | {"another": 0.0}
+    own = {str(i): 0.25 for i in range(MIN_PROMPTS_TO_COMPARE)}
+    theirs = {str(i): 0.75 for i in range(MIN_PROMPTS_TO_COMPARE)} | {"another": 0.0}
     assert clearly_better(theirs, own) and not clearly_better(own, own)
     del own["0"]
     assert not clearly_better(theirs, own)
@@ -285,7 +291,7 @@ def test_runs_that_are_as_good_seldom_seem_better():
     rows = [torch.bernoulli(p, generator=generator).mean(2).tolist() for _ in range(2)]
     seen = [clearly_better(*(dict(enumerate(shares)) for shares in pair)) for pair in zip(*rows)]
     # a normal variable exceeds two deviations in 2.3 % of the cases, Student's with 15 degrees of freedom in 3.2 %
-    assert CLEAR == 2 and 0.01 < sum(seen) / len(seen) < 0.045
+    assert MIN_STANDARD_ERRORS == 2 and 0.01 < sum(seen) / len(seen) < 0.045
     p = torch.rand(2000, 16, 1, generator=generator) * 0.5
     worse, better = (torch.bernoulli(q.expand(-1, -1, 8), generator=generator).mean(2).tolist() for q in (p, p + 0.3))
     seen = [clearly_better(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(better, worse)]
@@ -313,7 +319,7 @@ def forget_the_second(database):
 
 
 def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from(judged_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerator, "LOOKS", 4)
+    monkeypatch.setattr(accelerator, "COMPARED_STEPS", 4)
     url = str(tmp_path / "history.db")
     judged_run("first", database=url)
     database = RetrospectiveDatabase(url)
@@ -322,7 +328,7 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     assert len(database.samples()) == samples > 0
     alone, after = (judged_run(name, seed=1, steps=6, database=db) for name, db in (("alone", None), ("worse", url)))
     assert same(alone, after) and found(tmp_path, "worse") == 0
-    assert after.accelerators[0].settled and not after.accelerators[0].active
+    assert after.accelerators[0].compared and after.accelerators[0].use is not HistoryUse.USED
     forget_the_second(database)
     judged_otherwise(database, 1.0)
     better = judged_run("better", seed=1, steps=6, database=url)

@@ -75,7 +75,7 @@ def episodes(model, make_environment=Echo, *, max_turns=8, timeout=20.0, **optio
 
 def groups(turns=(3, 1, 4), samples=3, length=70, **columns):
     return [
-        Group(ids, [], samples, length, 10 * i, example=Example("a", {"turns": n, **columns}), prompt_key=i)
+        Group(ids, [], samples, length, 10 * i, example=Example("a", {"turns": n, **columns}), prompt_index=i)
         for i, (ids, n) in enumerate(zip(prompts([19, 6, 11]), turns))
     ]
 

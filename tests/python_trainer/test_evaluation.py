@@ -45,7 +45,7 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     trainer.run()
     asked = [call.args for call in generate.call_args_list]
     own, other = asked[:2]
-    assert [r.num_samples for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
+    assert [r.num_generations for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
     assert len(other[0]) == 4 and {own[1].seed, other[1].seed} == {o[1].seed for o in asked[-2:]}
     assert [r.prompt_ids for r in other[0]] == trainer.prompts.ids["train"][:4] and own[1].seed != other[1].seed
     rows, summary = read_metrics(tmp_path / "run"), json.loads((tmp_path / "run" / "summary.json").read_text())

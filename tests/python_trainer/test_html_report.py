@@ -252,8 +252,8 @@ def test_samples_show_right_and_wrong():
 def test_samples_of_a_task_without_right_and_wrong_are_neither():
     """The best and the worst are among them."""
     rollouts = [rollout(0.0, text=str(i)) for i in range(9)]
-    for one, merit in zip(rollouts, (0.2, 0.2, 0.3, 0.2, 0.2, 0.7, 0.2, 0.2, 0.1)):
-        one.merit = one.reward = merit
+    for answer, score in zip(rollouts, (0.2, 0.2, 0.3, 0.2, 0.2, 0.7, 0.2, 0.2, 0.1)):
+        answer.filter_score = answer.reward = score
     samples = chosen(rollouts)
     assert {"5", "8"} < {sample["answer"] for sample in samples}
     assert {sample["accuracy"] for sample in samples} == {None}

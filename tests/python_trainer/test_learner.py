@@ -114,7 +114,7 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
 def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     """On a GPU sums have no order: an advantage can be 0 on one rank and 1e-8 on another."""
     trainer = Trainer(make_config(), tmp_path, console=QUIET)
-    trainer.learner.ranks.first = Mock(return_value=[True] * 8 + [False] * 8)
+    trainer.learner.ranks.broadcast = Mock(return_value=[True] * 8 + [False] * 8)
     steps = graded(MIXED)
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).ids.numel()
 

@@ -125,7 +125,7 @@ def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     more = len(stored)
     batch = step_batch(
         {"advantage": "gae", "scale_rewards": "none", "cliprange_value": None}, [1.0, 0.0] + [1.0] * more,
-        [1, 1] + [3] * more, stored=enumerate(stored, start=2), old=[[0.0]] * 2 + [[0.0] * 3] * more,
+        [1, 1] + [3] * more, stored=enumerate(stored, start=2), old_logprobs=[[0.0]] * 2 + [[0.0] * 3] * more,
         values=[[0.0], [0.5]] + [[0.25] * 3] * more,
     )  # fmt: skip
     batch.set_advantages()

@@ -10,7 +10,7 @@ works = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 16)), max_size=40
 
 
 def observe(history, prompt, lengths):
-    history.observe([Request(prompt, num_samples=len(lengths))], [Rollout(prompt, [0] * n) for n in lengths])
+    history.observe([Request(prompt, num_generations=len(lengths))], [Rollout(prompt, [0] * n) for n in lengths])
 
 
 def predict(history, *prompts):
@@ -30,7 +30,10 @@ def test_newer_visits_weigh_more_and_unknown_prompts_get_the_mean_of_the_batch()
 
 def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
     history = LengthHistory()
-    requests = [Request([1, 2], prefix_ids=[5] * 4, num_samples=2, max_new_tokens=50), Request([3], max_new_tokens=8)]
+    requests = [
+        Request([1, 2], prefix_ids=[5] * 4, num_generations=2, max_new_tokens=50),
+        Request([3], max_new_tokens=8),
+    ]
     assert history.predict(requests) == [50, 8]
     history.observe(requests, [Rollout([], [5] * 4 + [0] * n, 4) for n in (10, 20)] + [Rollout([], [0] * 6)])
     assert predict(history, [1, 2], [3]) == [19, 6] and history.predict(requests) == [15, 6]
@@ -55,7 +58,7 @@ def test_plans_by_hand():
 
 
 def test_requests_are_divided_in_turn_or_by_expected_work():
-    requests = [Request([i], num_samples=2, max_new_tokens=100) for i in range(4)]
+    requests = [Request([i], num_generations=2, max_new_tokens=100) for i in range(4)]
     assert divide(None, requests, 3) == [[0, 3], [1], [2]] and divide(None, requests, 1) == [[0, 1, 2, 3]]
     history = LengthHistory()
     history.observe(requests, [Rollout([], [0] * n) for n in (5, 5, 40, 40, 6, 6, 35, 35)])

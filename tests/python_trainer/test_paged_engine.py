@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(name, sampling):
     completions = iter(engine_for(model, fused=bool(sampling.top_k)).generate(requests, sampling))
     for request in requests:
         context = [*request.prompt_ids, *request.prefix_ids]
-        for _ in range(request.num_samples):
+        for _ in range(request.num_generations):
             completion = next(completions)
             expected = own_logprobs(model, context, completion.ids, sampling)
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
@@ -107,7 +107,7 @@ def test_requests_may_come_while_others_are_generated():
 
 def test_requests_without_room_are_finished_at_once_and_still_handed_out():
     engine = engine_for(make())
-    rollouts = engine.submit([Request([1, 2], max_new_tokens=0, num_samples=2)], GREEDY)
+    rollouts = engine.submit([Request([1, 2], max_new_tokens=0, num_generations=2)], GREEDY)
     assert [r.finish_reason for r in rollouts] == ["length"] * 2
     assert list(map(id, engine.poll())) == list(map(id, rollouts)) and engine.poll() == []
     engine.generate(mixed_requests()[:1], SamplingParams(temperature=0.5))  # nothing is in the way
@@ -120,7 +120,7 @@ def test_each_prompt_is_computed_once():
     embed = model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: computed.append(inputs[0].shape[-1]))
     prompt, other = prompts([24, 9])
-    engine.generate([Request(prompt, num_samples=5, max_new_tokens=1)], GREEDY)
+    engine.generate([Request(prompt, num_generations=5, max_new_tokens=1)], GREEDY)
     assert sum(computed) == 24
     assert engine.stats["prefill_tokens"] == 24 and engine.stats["cached_tokens"] == 4 * 24
     # the same prompt in a later call: all full blocks are there, one token at least is computed
@@ -154,7 +154,7 @@ def test_ends():
     assert [(len(c.ids), c.finish_reason) for c in bounded] == [(3, "length"), (0, "length")]
     engine = engine_for(model)
     assert engine.generate([], GREEDY) == []
-    assert engine.generate([Request(prompt, num_samples=0)], GREEDY) == []
+    assert engine.generate([Request(prompt, num_generations=0)], GREEDY) == []
 
 
 def test_stop_strings():
@@ -236,10 +236,10 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
     monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 128)
     a, b, c = prompts([132, 9, 128])
     requests = [
-        Request(a, num_samples=4, max_new_tokens=20, sample_id=0),
-        Request(b, num_samples=3, max_new_tokens=25, sample_id=10),
-        Request(c[:100], prefix_ids=c[100:], num_samples=2, max_new_tokens=30, sample_id=20),
-        Request(a, num_samples=1, max_new_tokens=12, sample_id=30),
+        Request(a, num_generations=4, max_new_tokens=20, sample_id=0),
+        Request(b, num_generations=3, max_new_tokens=25, sample_id=10),
+        Request(c[:100], prefix_ids=c[100:], num_generations=2, max_new_tokens=30, sample_id=20),
+        Request(a, num_generations=1, max_new_tokens=12, sample_id=30),
     ]
     sampling = SamplingParams(seed=3)
     apart, engine = engine_for(model, **options | {"share_reads": False}), engine_for(model, **options)
@@ -269,7 +269,9 @@ def test_launches_of_a_decode_pass_are_few(monkeypatch):
     for check in ("_check_lengths", "_check_values"):  # a CPU looks at all numbers
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
     monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host
-    engine.submit([Request(prompt, max_new_tokens=8, num_samples=4) for prompt in prompts([9, 5])], SamplingParams())
+    engine.submit(
+        [Request(prompt, max_new_tokens=8, num_generations=4) for prompt in prompts([9, 5])], SamplingParams()
+    )
     found = []
     with torch.no_grad(), attend_by(engine.model):
         run = engine._runner(17)

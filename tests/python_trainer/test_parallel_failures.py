@@ -33,7 +33,7 @@ PLACES = {
     "task": "python_trainer.tasks.files.JSONLSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
-    "learner": "python_trainer.trainer.Learner",
+    "learner": "python_trainer.parts.Learner",
     "checkpoint": "python_trainer.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
     "shards": "python_trainer.distributed.sharded.ShardedGroup._sharded_copy",
@@ -112,7 +112,12 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
     engine = RankedEngine(seen.inner, SimpleNamespace(streams_weights=streams), seen.ranks)
     engine.submit([], SamplingParams())
     engine.poll()
-    together = ["ranks.together", "ranks.together().__enter__", "inner.generate", "ranks.together().__exit__"]
+    together = [
+        "ranks.fail_together",
+        "ranks.fail_together().__enter__",
+        "inner.generate",
+        "ranks.fail_together().__exit__",
+    ]
     assert [name for name, *_ in seen.mock_calls] == ["inner.load_weights"] * streams + [*together, "ranks.gather"]
 
 

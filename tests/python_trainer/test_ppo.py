@@ -9,7 +9,7 @@ from conftest import QUIET, save_tiny_policy, train
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch, take
+from python_trainer.batch import Batch, Minibatch, gather_rows
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
@@ -36,8 +36,9 @@ def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscor
         Rollout([1], [2] * n, unscored, [0.0] * (n - unscored), "stop" if k else "length", reward=reward, group=group)
         for reward, n, k, group in zip(rewards, lengths, kept, numbers, strict=True)
     ]
-    for index, expected in dict(stored).items():
-        rollouts[index].importance_cap, rollouts[index].expected = 1.0, expected
+    for index, success_rate in dict(stored).items():
+        rollouts[index].importance_cap = 1.0
+        rollouts[index].success_rate = success_rate
     batch = Batch(rollouts, AlgorithmConfig(mask_truncated_completions=True, **algorithm), 99, CPU)
     vars(batch).update({name: table(rows) for name, rows in recorded.items()})
     return batch
@@ -51,7 +52,7 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     more, lengths = len(stored), [2, 1] + [1] * len(stored)
     batch = step_batch(
         algorithm, [1.0, 0.0] + [1.0] * more, lengths, stored=enumerate(stored, start=2),
-        old=[[-1.0, -1.0], [-1.0]] + [[0.0]] * more, values=[[0.5, 0.25], [0.5]] + [[0.75]] * more,
+        old_logprobs=[[-1.0, -1.0], [-1.0]] + [[0.0]] * more, values=[[0.5, 0.25], [0.5]] + [[0.75]] * more,
     )  # fmt: skip
     row = batch.set_advantages()
     # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
@@ -67,7 +68,7 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     ratios, seen = torch.ones(2 + more, 2), torch.zeros(2 + more, 2)
     ratios[place[0]], ratios[place[1], 0] = torch.tensor([1.5, 1.1]), 0.5
     seen[place[0]], seen[place[1], 0] = torch.tensor([0.8, 0.3]), 0.1
-    logprobs = (take(batch.old, packed) + ratios.log()).requires_grad_()
+    logprobs = (gather_rows(batch.old_logprobs, packed) + ratios.log()).requires_grad_()
     values = seen.requires_grad_()
     loss, _ = Minibatch(batch, range(2 + more)).loss(packed, logprobs, torch.zeros_like(logprobs), values)
     by_policy, by_critic = torch.autograd.grad(loss, (logprobs, values))
@@ -87,7 +88,7 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
 def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
     algorithm = {"advantage": kind, "scale_rewards": "none", "beta": 1.0}
     algorithm |= {"kl_estimator": "k1", "use_kl_in_reward": True}
-    recorded = {"old": [[-1.0, -1.0], [-1.0]], "reference": [[-1.25, -1.25], [-1.0]]}
+    recorded = {"old_logprobs": [[-1.0, -1.0], [-1.0]], "reference_logprobs": [[-1.25, -1.25], [-1.0]]}
     batch = step_batch(algorithm, [1.0, 0.0], [2, 1], groups=[3, 3], **recorded)
     batch.set_advantages()
     # rewards 1 - 0.25 - 0.25 = 0.5 and 0: mean 0.25
@@ -108,7 +109,7 @@ def test_reinforce_plus_plus_known_values():
 
 def test_kl_in_the_reward_is_per_token_and_a_given_prefix_takes_no_part_in_advantages():
     """NaN is what stands where nothing was scored."""
-    recorded = {"old": [[math.nan, -1.0, -2.0]], "reference": [[math.nan, -1.5, -1.75]]}
+    recorded = {"old_logprobs": [[math.nan, -1.0, -2.0]], "reference_logprobs": [[math.nan, -1.5, -1.75]]}
     for kind in ("gae", "reinforce++", "group"):
         values = {"values": [[math.nan, 0.25, 0.5]]} if kind == "gae" else {}
         algorithm = {"advantage": kind, "lam": 1.0, "scale_rewards": "none"}

@@ -63,7 +63,7 @@ def test_a_run_on_a_gpu(make_config, tmp_path, name, monkeypatch):
         weights = chain(trainer.policy.inference_model.parameters(), trainer.policy.inference_model.buffers())
         assert all(isinstance(x, GPUTensor) for x in weights)
         assert {x.dtype for x in trainer.policy.inference_model.parameters()} == {dtype}
-        monkeypatch.setattr(kernels, "proved", None)  # the checkpoint names the kernels
+        monkeypatch.setattr(kernels, "prove_kernels", None)  # the checkpoint names the kernels
         again = train(config_of(make_config, name, 3), tmp_path / "run", resume=True)
         assert again.state.step == 3
 
@@ -112,7 +112,7 @@ def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
     with pretended() as waits:
         policy = load_policy(config.model)
         engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
-        requests = [Request(ids, num_samples=3, max_new_tokens=12) for ids in prompts([9, 5, 40])]
+        requests = [Request(ids, num_generations=3, max_new_tokens=12) for ids in prompts([9, 5, 40])]
         waits.clear()
         engine.generate(requests, SamplingParams(temperature=0.9, seed=1))
         passes = engine.stats["forward_passes"]

@@ -14,7 +14,7 @@ from tiny import save_tiny_policy
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from python_trainer.data import Rollout, good_ones, merits
+from python_trainer.data import Rollout, filter_scores, select_good
 from python_trainer.errors import UserError
 from python_trainer.run_directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
@@ -30,7 +30,7 @@ def brief(prompts, completions, completion_ids, **columns):
 def group(*rewards, judged=False):
     """Answers of these raw rewards, shaped ones mislead; where they are judged, of these accuracies."""
     return [
-        Rollout([1], [2], reward=-i, accuracy=float(value > 0.5), merit=None if judged else value)
+        Rollout([1], [2], reward=-i, accuracy=float(value > 0.5), filter_score=None if judged else value)
         for i, value in enumerate(rewards)
     ]
 
@@ -44,7 +44,7 @@ def group(*rewards, judged=False):
     (group(5.0, 7.0, 6.5), [7.0, 6.5]),
 ])  # fmt: skip
 def test_good_answers_are_right_or_better_than_the_mean(answers, good):
-    assert merits(good_ones(answers)) == good
+    assert filter_scores(select_good(answers)) == good
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_rewards_tell_whether_anything_is_right(values, judged):
     """The first function that gives a value tells; the other one's partial rewards do not count beside it."""
     partial = [0.6, 0.6] if values[0] is not None else [0.0, 0.6]
     task = Task("t", [], [], {"f": lambda **_: values, "partial": lambda **_: partial})
-    assert (score(task, [Example("a")] * 2, ["", ""], [[], []]).merit is None) == judged
+    assert (score(task, [Example("a")] * 2, ["", ""], [[], []]).filter_scores is None) == judged
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     assert rows[-1]["rpo/remembered"] > 0 and max(row["rpo/informative"] for row in rows) > 0
     assert sum(row["rpo/given_tokens"] for row in rows) > 0
     stored = [rollout for rollouts in trainer.updates for rollout in rollouts if rollout.importance_cap is not None]
-    assert stored and all(rollout.merit == rollout.reward for rollout in stored)
+    assert stored and all(rollout.filter_score == rollout.reward for rollout in stored)
     assert min(row["rhyme/failed_groups"] for row in rows) < 1  # by accuracy all groups always fail
     attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]
     assert attempts and all(one["before"] < 0 for event in attempts for one in event["tries"])  # rewards, not accuracy

@@ -56,7 +56,7 @@ def test_history_replaces_generation_and_is_weighted(filled, rhyme_config, tmp_p
     assert max(row["rhyme/stored_answers"] for row in rows) >= 1
     for rollouts in trainer.updates:
         numbers = [r.group for r in rollouts]
-        assert numbers == sorted(numbers) and all(r.expected is None for r in rollouts)
+        assert numbers == sorted(numbers) and all(r.success_rate is None for r in rollouts)
         for r in rollouts:
             assert len(r.response_ids) == r.prefix_len + len(r.logprobs)
             assert r.importance_cap is None or (r.importance_cap == 1.0 and r.accuracy == 1)
@@ -110,7 +110,7 @@ def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_
     task, algorithm = {"reward": "conftest:even", "reward_weights": [10.0]}, {"overlong_cache": 12}
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1, task=task, algorithm=algorithm)
     trainer = train(config, tmp_path / "run")
-    stored = [r for batch in trainer.updates for r in batch if r.importance_cap is not None and r.expected is None]
+    stored = [r for batch in trainer.updates for r in batch if r.importance_cap is not None and r.success_rate is None]
     assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
     bank = [entry.answer for entry in trainer.accelerators[0].bank if entry.answer.run_id == 1]
     assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank], rel=1e-5)

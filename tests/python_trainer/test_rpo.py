@@ -14,7 +14,7 @@ from python_trainer.accelerators.rpo import RPO, length_factors
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.batch import Batch
-from python_trainer.data import Group, Rollout, merits
+from python_trainer.data import Group, Rollout, filter_scores
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
@@ -24,13 +24,13 @@ def context(seed=0, step=1):
 
 
 def planned(key=4, budget=20):
-    return Group([1, 2], num_samples=3, max_new_tokens=budget, example=None, prompt_key=key)
+    return Group([1, 2], num_generations=3, max_new_tokens=budget, example=None, prompt_index=key)
 
 
 def answered(rewards, key=4, ids=None):
     ids = ids or [[10 + i] * (i + 2) for i in range(len(rewards))]
     return [
-        Rollout([1, 2], row, 0, [0.0] * len(row), "stop", prompt_key=key, reward=reward, accuracy=reward)
+        Rollout([1, 2], row, 0, [0.0] * len(row), "stop", prompt_index=key, reward=reward, accuracy=reward)
         for row, reward in zip(ids, rewards)
     ]
 
@@ -147,7 +147,7 @@ def test_answers_longer_than_allowed_are_not_continued():
 
 
 def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 0.7)
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 0.7)
     counts = Counter()
     for seed in range(2000):
         rpo = RPO(RPOSettings(preset="paper"))
@@ -156,7 +156,7 @@ def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
     for other in (10, 12, 13):
         assert 0.07 < counts[other] / 2000 < 0.13  # 0.3 / 3 each
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 1.0)
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
     ties = Counter()
     for seed in range(600):
         rpo = RPO(RPOSettings())
@@ -172,7 +172,7 @@ def test_length_factors_known_values():
 
 
 def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "EPSILON", 1.0)
+    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
     rpo, rollouts = RPO(RPOSettings(preset="paper")), answered([1.0, 1.0, 0.0])
     assert rpo.collect(context(), rollouts) == rollouts
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
@@ -198,7 +198,7 @@ def test_metrics_count_continued_and_informative_groups():
 
 def test_stored_answers_that_no_group_judges_are_left_alone():
     rpo, alone = RPO(RPOSettings(preset="paper")), answered([1.0])
-    alone[0].group, alone[0].expected = 7, 0.1
+    alone[0].group, alone[0].success_rate = 7, 0.1
     group = answered([1.0, 0.0], key=5)
     assert rpo.collect(context(), [*group, *alone]) == [*group, *alone]
     assert set(rpo.answers) == {5} and alone[0].reward == 1.0
@@ -232,7 +232,7 @@ def test_prefix_tokens_take_part_in_the_loss_where_asked_for(whole, tokens):
         rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
     batch = Batch(rollouts, AlgorithmConfig(), 8, torch.device("cpu"), prefix_in_loss=whole)
     assert batch.loss_tokens.tolist() == tokens
-    assert batch.sampler[batch.present].isnan().tolist() == [True, True, False, True, True, False, False]
+    assert batch.sampler_logprobs[batch.present].isnan().tolist() == [True, True, False, True, True, False, False]
 
 
 ROOM = {"max_completion_length": 60}  # enough for the tiny policy to end most of its answers
@@ -313,7 +313,7 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
         assert row.get("continued/share", 0) == len(continued) / len(rollouts)
         if begun:
             level = sum(r.reward for r in begun) / len(begun)
-            known.append([row["step"], sum(merits(begun)), len(begun)])
+            known.append([row["step"], sum(filter_scores(begun)), len(begun)])
         recorded.append(level)
     assert any("reward" not in row for row in rows), "a step whose answers were all continued"
     trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)

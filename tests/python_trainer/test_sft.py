@@ -162,7 +162,12 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(lessons, tmp_path
 
 def test_memory_is_planned_without_a_cache(lessons, tmp_path, monkeypatch):
     """Nothing generates; test_memory decides what is recomputed."""
-    planned = []
-    monkeypatch.setattr("python_trainer.parts.needs_recomputing", lambda config, device: planned.append(config) or True)
+    plans = []
+
+    def plan(config, device, **options):
+        plans.append(plan_memory(config, parse_gpus("80"), **options))
+        return True
+
+    monkeypatch.setattr("python_trainer.parts.needs_recomputing", plan)
     run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
-    assert recomputes(run.policy.model) and plan_memory(planned[0], parse_gpus("80")).parts["KV cache"] == 0
+    assert recomputes(run.policy.model) and plans[0].parts["KV cache"] == 0

@@ -95,7 +95,7 @@ def test_a_stop_token_that_seems_missing_is_named_once(folder, make_config, tmp_
         (3, {"completions/clipped_ratio": 0.75}, rollouts),
         (4, {"completions/clipped_ratio": 0.75}, rollouts),
     ):
-        trainer.note_oddities(number, row, answers)
+        trainer.warn(number, row, answers)
     assert console.file.getvalue().strip().splitlines()[-1] == (
         "note: in step 3 75% of the answers were cut at rollout.max_completion_length, and most of these hold "
         "'<|im_end|>', which does not end answers: if it should, add 61 to eos_token_id in generation_config.json of "

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme import accelerator, sampling
-from python_trainer.accelerators.rhyme.accelerator import Rhyme
+from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredAnswer
 from python_trainer.accelerators.rhyme.recording import OWN
 from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_PROMPT, REST, SuccessRates
@@ -31,7 +31,7 @@ OTHER = 7  # a run
 
 
 def answer(key, token=5, tokens=10, **facts):
-    return Rollout(prompt_ids=[1, key], response_ids=[token] * tokens, logprobs=[-0.3] * tokens, prompt_key=key,
+    return Rollout(prompt_ids=[1, key], response_ids=[token] * tokens, logprobs=[-0.3] * tokens, prompt_index=key,
                    **RIGHT | facts)  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_the_newest_different_ones_of_this_run_and_of_better_ones_are_replayed()
 def replaying(*answers, right=0, seen=0):
     """An accelerator in step 4 with these stored answers; of ``seen`` answers to every prompt ``right`` were right."""
     rhyme = Rhyme(RhymeSettings(rare_share=0))
-    rhyme.active, rhyme.rates, rhyme.bank = True, SuccessRates(8), filled(*answers)
+    rhyme.use, rhyme.rates, rhyme.bank = HistoryUse.USED, SuccessRates(8), filled(*answers)
     rhyme.rates.right += right
     rhyme.rates.answers += seen
     config = SimpleNamespace(rollout=SimpleNamespace(num_generations=8))
@@ -93,7 +93,7 @@ def test_only_prompts_answered_right_less_than_once_in_a_group(right, seen, take
     answers = replaying((0, stored_answer()), right=right, seen=seen)(4, tokens=200)
     rate = (right + right / max(seen, 1)) / (seen + 1)
     assert len(answers) == taken == (rate < 1 / 8)
-    assert all(a.expected == pytest.approx(max(rate, 1 / 10)) and a.importance_cap == 1 for a in answers)
+    assert all(a.success_rate == pytest.approx(max(rate, 1 / 10)) and a.importance_cap == 1 for a in answers)
     assert all(a.accuracy == 1 and a.prompt_ids == [1, 0] and a.logprobs == [-0.5] * 10 for a in answers)
 
 
@@ -102,7 +102,7 @@ def test_those_used_least_come_first_within_the_tokens():
     replay = replaying(*((key, stored_answer()) for key in range(6)))
     first, rest = replay(4, tokens=50), replay(6, tokens=2000)
     assert len(first) == 2 and len(rest) == 6
-    assert {a.prompt_key for a in rest[:4]} == set(range(6)) - {a.prompt_key for a in first}
+    assert {a.prompt_index for a in rest[:4]} == set(range(6)) - {a.prompt_index for a in first}
     assert not replaying((0, stored_answer()))(4, tokens=18)
 
 
@@ -138,7 +138,7 @@ def test_right_answers_are_rare_by_the_first_groups():
 ])  # fmt: skip
 def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, wanted):
     fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
-    lone = answer(1, group=1, reward=1.0, expected=0.1, importance_cap=1.0)
+    lone = answer(1, group=1, reward=1.0, success_rate=0.1, importance_cap=1.0)
     config = AlgorithmConfig(**algorithm)
     batches = [Batch(rollouts, config, 10, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
     facts = [batch.set_advantages() for batch in batches]
@@ -148,22 +148,22 @@ def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, w
 
 
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
-    batch = Batch([answer(1, group=1, expected=0.5)], AlgorithmConfig(), 10, torch.device("cpu"))
+    batch = Batch([answer(1, group=1, success_rate=0.5)], AlgorithmConfig(), 10, torch.device("cpu"))
     assert batch.set_advantages() == {}
     assert torch.equal(batch.advantages, torch.ones(1, 10))
 
 
 def test_dynamic_sampling_lets_them_through():
     sampler = StepSampler(RolloutConfig(prompts_per_step=1, dynamic_sampling=True))
-    sampler.add([answer(0, group=0), answer(0, group=0, accuracy=0.0), answer(2, group=1, expected=0.1)])
-    sampler.add([answer(3, group=0), answer(3, group=0), answer(4, group=1, expected=0.1)])
-    assert [(a.prompt_key, a.group) for a in sampler.rollouts()] == [(0, 0), (0, 0), (2, 1), (4, 2)]
+    sampler.add([answer(0, group=0), answer(0, group=0, accuracy=0.0), answer(2, group=1, success_rate=0.1)])
+    sampler.add([answer(3, group=0), answer(3, group=0), answer(4, group=1, success_rate=0.1)])
+    assert [(a.prompt_index, a.group) for a in sampler.rollouts()] == [(0, 0), (0, 0), (2, 1), (4, 2)]
     assert sampler.metrics()["sampling/kept_groups"] == 0.5
 
 
 def test_they_are_in_no_metric_of_groups():
     fresh = [answer(0, reward=float(i), group=0) for i in range(2)]
-    lone = answer(1, group=1, expected=0.1, importance_cap=1.0)
+    lone = answer(1, group=1, success_rate=0.1, importance_cap=1.0)
     assert rollout_statistics([*fresh, lone]) == rollout_statistics(fresh)
     assert group_spread([*fresh, lone]) == group_spread(fresh)
     stored = [answer(0, reward=float(i), group=0, importance_cap=1.0) for i in range(2)]
@@ -223,7 +223,7 @@ def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, t
         assert same(plain, declined) and not any(used)
         assert "of the first 16 groups had no right answer: a share below 0.55, history is not used" in told
         (rhyme_of_run,) = declined.accelerators
-        assert not len(rhyme_of_run.bank) and not rhyme_of_run.active
+        assert not len(rhyme_of_run.bank) and rhyme_of_run.use is HistoryUse.UNUSED
     if database:
         assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).samples()) > 0
     rare = rhyme(0.01)

@@ -81,7 +81,7 @@ def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, 
 @pytest.mark.parametrize("vocab", [1, 257, 262_144])
 def test_vocabularies(tokenizer, settings, vocab):
     policy = policy_of(tokenizer, vocab)
-    request = Request([0, 0], num_samples=4, max_new_tokens=5)
+    request = Request([0, 0], num_generations=4, max_new_tokens=5)
     for temperature in (1.0, 1e-3):
         drawn = engine_for(policy.model).generate([request], SamplingParams(temperature=temperature, seed=1))
         assert all(0 <= token < vocab for answer in drawn for token in answer.ids)

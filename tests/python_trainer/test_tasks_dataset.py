@@ -15,7 +15,7 @@ from rich.console import Console
 from support import ROOT
 from tokenizers.processors import TemplateProcessing
 
-from python_trainer.accelerators.rhyme.database import prompt_key
+from python_trainer.accelerators.rhyme.database import prompt_hash
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
 from python_trainer.memory import read_shape
@@ -75,7 +75,7 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
     write(rows, tmp_path / "train.parquet")
     task = settings_of(tmp_path / "train.parquet", columns={}).load()
     assert [row.prompt for row in task.train] == [row["messages"] for row in rows]
-    assert task.fingerprint and prompt_key(task.train[0].prompt)  # as checkpoints and the database name them
+    assert task.fingerprint and prompt_hash(task.train[0].prompt)  # as checkpoints and the database name them
 
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):

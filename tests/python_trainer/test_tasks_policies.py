@@ -27,7 +27,7 @@ PROMPTS = 128
 def judge(policy, task, examples, longest, sampling, samples=1):
     """Accuracy of so many answers to each example."""
     requests = [
-        Request(ids, num_samples=samples, sample_id=samples * i, max_new_tokens=longest)
+        Request(ids, num_generations=samples, sample_id=samples * i, max_new_tokens=longest)
         for i, ids in enumerate(policy.encode([example.prompt for example in examples]))
     ]
     engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)

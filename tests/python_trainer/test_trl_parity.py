@@ -63,7 +63,7 @@ def make_rollouts():
                 ids[-1] = EOS
             facts = {"text": "".join(chr(48 + i) for i in prompt), "reward": digits(None, None, [ids])[0]}
             reason = "stop" if ids[-1] == EOS else "length"
-            rollouts.append(Rollout(prompt, ids, 0, [0.0] * length, reason, prompt_key=group, group=group, **facts))
+            rollouts.append(Rollout(prompt, ids, 0, [0.0] * length, reason, prompt_index=group, group=group, **facts))
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     return rollouts
 
@@ -131,7 +131,7 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         trainer.learner._record_before(batch)
         trainer.learner._record_logprobs(batch, range(len(rollouts)))
         # ratios from 0.5 to 2: clipped on both sides
-        batch.old[batch.present] += 0.3 * torch.randn(int(batch.present.sum()))
+        batch.old_logprobs[batch.present] += 0.3 * torch.randn(int(batch.present.sum()))
         batch.set_advantages()
         ours_loss = 0.0
         for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
@@ -147,10 +147,10 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     inputs = {
         "prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": answers,
         "completion_mask": mask, "advantages": batch.advantages[:, 0],
-        "old_per_token_logps": batch.old.nan_to_num(), "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": batch.old_logprobs.nan_to_num(), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
-    if batch.reference is not None:
-        inputs["ref_per_token_logps"] = batch.reference.nan_to_num()
+    if batch.reference_logprobs is not None:
+        inputs["ref_per_token_logps"] = batch.reference_logprobs.nan_to_num()
     peer.current_gradient_accumulation_steps = 1
     peer.model.train()
     theirs_loss = peer._compute_loss(peer.model, inputs)

@@ -102,7 +102,7 @@ def test_vllm_is_made_to_tell_those_of_the_whole_distribution(make_config, tmp_p
     engine = make_engine(config, policy, tmp_path, RankGroup())
     assert FakeLLM.last.options["logprobs_mode"] == mode
     sampling = SamplingParams(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
-    request = Request([1, 2], num_samples=2)
+    request = Request([1, 2], num_generations=2)
     assert all(x < 0 for answer in engine.generate([request], sampling) for x in answer.logprobs)
     other = SamplingParams(0.3, top_k=3)
     assert all(math.isnan(x) for answer in engine.generate([request], other) for x in answer.logprobs)

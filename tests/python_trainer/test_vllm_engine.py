@@ -73,8 +73,10 @@ def test_a_later_turn_draws_otherwise_than_the_first(engine, backend):
 
 
 def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
-    requests = [Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * LIMIT, num_samples=2), Request([4], (), 0, 6),
-                Request([4], [6], 1, 400, sample_id=2)]  # fmt: skip
+    requests = [
+        Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * LIMIT, num_generations=2),
+        Request([4], (), 0, 6), Request([4], [6], 1, 400, sample_id=2),
+    ]  # fmt: skip
     completions = engine.generate(requests, SamplingParams(0.5, 0.9, 7, seed=3))
     assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 2]
     backend.complete.assert_called_once()

@@ -82,7 +82,7 @@ def test_greedy_equals_transformers(backend, model):
     got = engine.generate([Request(prompt, max_new_tokens=30) for prompt in PROMPTS], GREEDY)
     assert [c.ids for c in got] == expected
     assert [c.finish_reason for c in got] == ["stop" if ids[-1] in ends else "length" for ids in expected]
-    twice = engine.generate([Request(PROMPTS[0], num_samples=2, max_new_tokens=3)], GREEDY)
+    twice = engine.generate([Request(PROMPTS[0], num_generations=2, max_new_tokens=3)], GREEDY)
     assert [(c.ids, c.logprobs, c.finish_reason) for c in twice] == [(expected[0][:3], [0.0] * 3, "length")] * 2
     assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
 
@@ -106,8 +106,10 @@ def test_logprobs_are_those_of_the_model(engine, model, sampling):
 
 
 def test_samples_follow_seed_and_sample_id(engine):
-    group = Request(PROMPTS[2], num_samples=4, max_new_tokens=12, sample_id=40)
-    together = engine.generate([Request(PROMPTS[1], num_samples=3, max_new_tokens=9), group], SamplingParams(seed=5))
+    group = Request(PROMPTS[2], num_generations=4, max_new_tokens=12, sample_id=40)
+    together = engine.generate(
+        [Request(PROMPTS[1], num_generations=3, max_new_tokens=9), group], SamplingParams(seed=5)
+    )
     alone = [
         engine.generate([Request(PROMPTS[2], max_new_tokens=12, sample_id=40 + j)], SamplingParams(seed=5))[0]
         for j in (3, 0)
@@ -200,8 +202,8 @@ def test_suffix_rollouts_share_their_prefix(engine):
 
 def test_the_models_limit(engine, model):
     prompt = PROMPTS[4] + PROMPTS[4][:45]  # 125 tokens
-    requests = [Request(prompt, max_new_tokens=9), Request([*prompt, 1, 2, 3], num_samples=2, max_new_tokens=9),
-                Request([1], max_new_tokens=0), Request([1], num_samples=0)]  # fmt: skip
+    requests = [Request(prompt, max_new_tokens=9), Request([*prompt, 1, 2, 3], num_generations=2, max_new_tokens=9),
+                Request([1], max_new_tokens=0), Request([1], num_generations=0)]  # fmt: skip
     got = engine.generate(requests, GREEDY)
     paged = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY).generate(requests, GREEDY)
     assert list(map(vars, got)) == list(map(vars, paged)) and [len(c.ids) for c in got] == [3, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The retrospective database: runs, their trajectories, and the right answers that they found.
+"""The retrospective database: runs, their trajectories, and their right answers.
 
 SQLite in WAL mode for a path or ``sqlite:///`` URL, PostgreSQL for a ``postgresql://`` URL. Every step of a run is one
 transaction, so several trainers may write at once and a kill leaves whole steps. A connection lives for one
@@ -28,7 +28,7 @@ from python_trainer.errors import UserError
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
 VERSION = 4  # of the tables; 3, without checksums, is brought to it, another one is refused
 MOST_ANSWERS = 1_000_000  # that are read at once
-MOST_RUNS = 64  # that are kept; the oldest go
+MOST_RUNS = 64  # in a database; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
 TENSORS = "response_ids", "logprobs"  # of an answer, stored together
 
@@ -78,7 +78,7 @@ answer_table = sa.Table(
 
 
 class StoredRow(BaseModel):
-    """What every row of a table must be, whoever wrote it; ``checksum`` finds damage, not malice."""
+    """Types and ranges that every row of a table must have; ``checksum`` finds damage, not malice."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, from_attributes=True)
 
@@ -141,7 +141,7 @@ def check_row(table: sa.Table, row: sa.Row) -> Any:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What a training run is."""
+    """A training run."""
 
     tokenizer: str  # fingerprint
     task: str
@@ -179,14 +179,14 @@ class StoredAnswer:
     logprobs: torch.Tensor  # float32 [T], of the policy that wrote it; NaN where unknown
 
 
-def prompt_key(prompt: str | list[dict[str, str]]) -> str:
-    """Names a prompt by its text or messages, for models of every tokenizer: 32 hexadecimal digits."""
+def prompt_hash(prompt: str | list[dict[str, str]]) -> str:
+    """Return the hash of a prompt's text or messages, whatever the tokenizer: 32 hexadecimal digits."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def unpack_tensors(data: bytes, *names: str) -> dict[str, torch.Tensor]:
-    """Reads safetensors bytes that hold tensors of these names; UserError if they are something else."""
+    """Read safetensors bytes that hold tensors of these names; UserError if they are something else."""
     try:
         tensors = load(bytes(data))
         return tensors | {name: tensors[name] for name in names}
@@ -198,12 +198,16 @@ def unpack_tensors(data: bytes, *names: str) -> dict[str, torch.Tensor]:
 class RetrospectiveDatabase:
     """History of training runs, shared by all trainers that open it.
 
-    With ``create`` a database that does not exist is made; without it is read only. One that cannot be used, is
-    damaged, or belongs to another program or version is a UserError, and never changed.
+    Args:
+        create: make the database if it does not exist; False: read only.
+
+    Raises:
+        UserError: the database is damaged, or belongs to another program or version; it stays as it is.
     """
 
     def __init__(self, url: str, *, create: bool = True):
-        self._create, self._engine = create, make_engine(url)
+        self._create = create
+        self._engine = make_engine(url)
         self.name = show_database_url(self._engine.url)
         self.is_sqlite = self._engine.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
@@ -225,13 +229,15 @@ class RetrospectiveDatabase:
         version = sa.select(meta_table.c.value).where(meta_table.c.key == "version")
         if create and connection.execute(version).scalar() == "3":
             add_checksums(connection)
-        found = connection.execute(version).scalar()
-        if found != str(VERSION):
-            raise UserError(f"{self.name} has schema version {found}, must be {VERSION}: choose another database")
+        schema_version = connection.execute(version).scalar()
+        if schema_version != str(VERSION):
+            raise UserError(
+                f"{self.name} has schema version {schema_version}, must be {VERSION}: choose another database"
+            )
 
     @contextmanager
     def _transaction(self, *, write: bool = True) -> Iterator[sa.Connection]:
-        """Yields a connection in a transaction of its own; an error in it becomes one line."""
+        """Yield a connection in a transaction of its own; an error in it becomes one line."""
         try:
             with self._engine.begin() as connection:
                 if self.is_sqlite:
@@ -249,7 +255,7 @@ class RetrospectiveDatabase:
             raise UserError(f"retrospective database {self.name}: {' '.join(str(reason).split())}") from error
 
     def add_run(self, run: StoredRun) -> int:
-        """Begins a run -> its id. The oldest go if there are too many."""
+        """Add a run; return its id. The oldest runs go if there are too many."""
         described = {name: value for name, value in vars(run).items() if name != "id"}
         values = with_checksum(run_table, described | {"settings": json.dumps(run.settings)})
         newest = sa.select(run_table.c.id).order_by(run_table.c.id.desc()).limit(MOST_RUNS).subquery()
@@ -259,7 +265,7 @@ class RetrospectiveDatabase:
             return int(run_id)
 
     def add_step(self, run_id: int, record: StepRecord, answers: Sequence[StoredAnswer], *, created: float = 0) -> bool:
-        """Stores one step with its answers, all or nothing, in place of what there is of it already.
+        """Store one step with its answers, all or nothing, in place of what there is of it already.
 
         Returns whether the run is there, and still the one that was created then; else nothing has changed.
         """
@@ -270,8 +276,8 @@ class RetrospectiveDatabase:
         if self.is_sqlite and not Path(self._engine.url.database or "").exists():  # SQLite would make a new file
             return False
         with self._transaction() as connection:
-            found = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
-            if found != created:
+            stored = connection.execute(sa.select(run_table.c.created).where(run_table.c.id == run_id)).scalar()
+            if stored != created:
                 return False
             for table in (answer_table, step_table):
                 connection.execute(table.delete().where(table.c.run_id == run_id, table.c.step == record.step))
@@ -281,34 +287,34 @@ class RetrospectiveDatabase:
         return True
 
     def remove_run(self, run_id: int, *, created: float) -> None:
-        """Forgets a run and all that it stored, if it is still the one that was created then."""
+        """Remove a run and all that it stored, if it is still the one that was created then."""
         with self._transaction() as connection:
             connection.execute(run_table.delete().where(run_table.c.id == run_id, run_table.c.created == created))
 
     def runs(self) -> list[StoredRun]:
-        """Returns all runs, oldest first."""
+        """Return all runs, oldest first."""
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(run_table).order_by(run_table.c.id)).all()
         return [run_of(row) for row in rows]
 
     def trajectory(self, run_id: int) -> list[StepRecord]:
-        """Returns the steps of a run in order."""
+        """Return the steps of a run in order."""
         query = sa.select(step_table).where(step_table.c.run_id == run_id).order_by(step_table.c.step)
         with self._transaction(write=False) as connection:
             return [step_of(row) for row in connection.execute(query)]
 
     def samples(
-        self, *, prompt_keys: Sequence[str] | None = None, limit: int | None = None, without_run: int = 0
+        self, *, prompt_hashes: Sequence[str] | None = None, limit: int | None = None, without_run: int = 0
     ) -> list[StoredAnswer]:
-        """Returns stored answers, best and newest first: at most so many, to some prompts, of all runs but one."""
+        """Return stored answers, best and newest first: at most so many, to some prompts, of all runs but one."""
         query = sa.select(answer_table, run_table.c.tokenizer).join(run_table, run_table.c.id == answer_table.c.run_id)
         query = query.where(answer_table.c.run_id != without_run)  # no run has the id 0
         query = query.order_by(answer_table.c.reward.desc(), answer_table.c.id.desc())
-        wanted = None if prompt_keys is None else set(prompt_keys)
+        hashes = None if prompt_hashes is None else set(prompt_hashes)
         with self._transaction(write=False) as connection:
             rows = connection.execution_options(yield_per=1000).execute(query)
-            found = (answer_of(row) for row in rows if wanted is None or row.prompt_key in wanted)
-            return list(islice(found, MOST_ANSWERS if limit is None else limit))
+            answers = (answer_of(row) for row in rows if hashes is None or row.prompt_key in hashes)
+            return list(islice(answers, MOST_ANSWERS if limit is None else limit))
 
 
 def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
@@ -393,10 +399,10 @@ def make_engine(place: str) -> sa.Engine:
 
 
 def check_sqlite_file(path: Path, *, create: bool) -> None:
-    """Refuses a file that is no SQLite database, belongs to another program or is damaged, before a write to it."""
+    """Refuse a file that is no SQLite database, belongs to another program or is damaged, before a write to it."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"cannot be made: there is no folder {path.absolute().parent}"
-        raise UserError(f"retrospective database {path} {what}")
+        problem = "is a folder" if path.is_dir() else f"cannot be made: there is no folder {path.absolute().parent}"
+        raise UserError(f"retrospective database {path} {problem}")
     if not path.exists() or not path.stat().st_size:  # a kill while it was made leaves an empty file
         if not create:
             raise UserError(f"there is no retrospective database {path}")

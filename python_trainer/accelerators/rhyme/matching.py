@@ -1,7 +1,7 @@
 """Execution matching: which stages of earlier runs rhyme with the last steps of this one.
 
-A stage is a stretch of steps of an earlier run. Rewards are compared on the task's own scale, and what the policy did
-in counts that all models share: hidden states of different models have no common axes.
+A stage is a stretch of steps of an earlier run. Rewards are compared on the task's own scale, the behaviour of the
+policy in counts that all models share: hidden states of different models have no common axes.
 """
 
 import math
@@ -30,16 +30,16 @@ PARTS = {
 
 
 def sketch_of(groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
-    """Counts what a policy does at a step: float32 [bins] of each part, of the fresh answers in their groups."""
+    """Count what a policy does at a step, from the fresh answers in their groups: float32 [bins] of each part."""
     rollouts = [rollout for group in groups for rollout in group]
-    data = [rollout.text.encode(errors="replace") for rollout in rollouts]
-    lengths = torch.tensor([len(text) for text in data], dtype=torch.float64)
-    shares = [len(r.logprobs) / max(len(r.response_ids), 1) for r in rollouts]  # the rest was given, not sampled
+    texts = [rollout.text.encode(errors="replace") for rollout in rollouts]
+    lengths = torch.tensor([len(text) for text in texts], dtype=torch.float64)
+    shares = [len(r.logprobs) / max(len(r.response_ids), 1) for r in rollouts]  # sampled; the rest was given
     sampled_bytes = (lengths * torch.tensor(shares, dtype=torch.float64)).clamp(min=1)
     nats = torch.tensor([-sum(rollout.logprobs) for rollout in rollouts], dtype=torch.float64)
     success = torch.tensor([sum(r.accuracy for r in group) / len(group) for group in groups], dtype=torch.float64)
     return {
-        "ngrams": byte_trigrams(b"\0\0".join(data)),
+        "ngrams": byte_trigrams(b"\0\0".join(texts)),
         "lengths": count_bins(2 * torch.log2(1 + lengths), "lengths"),
         "surprisals": count_bins(2 * torch.log2((nats / sampled_bytes).clamp(min=1e-9)) + 16, "surprisals"),
         "successes": count_bins(8 * success + 0.5, "successes"),
@@ -47,7 +47,7 @@ def sketch_of(groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
 
 
 def byte_trigrams(data: bytes) -> torch.Tensor:
-    """Returns hashed counts of all byte trigrams, float32 [256]."""
+    """Return hashed counts of all byte trigrams, float32 [256]."""
     if len(data) < 3:
         return torch.zeros(PARTS["ngrams"])
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
@@ -62,7 +62,7 @@ def count_bins(values: torch.Tensor, part: str) -> torch.Tensor:
 
 
 def histogram(counts: torch.Tensor) -> torch.Tensor:
-    """Turns counts [..., sum of bins] into histograms in which every part weighs the same."""
+    """Return counts [..., sum of bins] as histograms in which every part weighs the same."""
     parts = counts.split(list(PARTS.values()), -1)
     return torch.cat([part / part.sum(-1, keepdim=True).clamp(min=1e-9) for part in parts], -1)
 
@@ -84,7 +84,7 @@ class Curve:
 
 
 def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
-    """Takes the rewards of a stored trajectory as they are, cut to [0, 1], never divided by their own maximum."""
+    """Return the curve of a stored trajectory; rewards are cut to [0, 1], never divided by their own maximum."""
     rewards = torch.tensor([record.reward for record in trajectory], dtype=torch.float32)
     steps = torch.tensor([record.step for record in trajectory], dtype=torch.int64)
     try:
@@ -96,12 +96,13 @@ def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"steps of run {run_id} in the retrospective database are damaged ({reason})") from error
-    cost = sum(r.generated_tokens for r in trajectory), trajectory[-1].seconds if trajectory else 0.0
-    return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, *cost)
+    tokens = sum(record.generated_tokens for record in trajectory)
+    seconds = trajectory[-1].seconds if trajectory else 0.0
+    return Curve(run_id, steps, rewards.clamp(0, 1), counts, shares, tokens, seconds)
 
 
 def trajectories_of(stages: Sequence[tuple[Curve, int, int]]) -> Trajectories:
-    """Puts stages into the form that the similarity functions take."""
+    """Return stages in the form that the similarity functions take."""
     rewards = [curve.rewards[a:b] for curve, a, b in stages]
     states = torch.stack([curve.counts[a:b].sum(0) for curve, a, b in stages])
     padded = torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True)
@@ -119,7 +120,7 @@ class Stage:
 
 
 def find_rhyming_stages(query: Curve, history: Sequence[Curve], fraction: float) -> list[Stage]:
-    """Returns (stage 1) the ``fraction`` of all stages that rhyme best with the query, best first.
+    """Return (stage 1) the ``fraction`` of all stages that rhyme best with the query, best first.
 
     Stages are as long as the window or twice as long, for runs that learn at half the speed.
     """
@@ -137,14 +138,14 @@ def find_rhyming_stages(query: Curve, history: Sequence[Curve], fraction: float)
     count = min(math.ceil(round(fraction * len(stages), 9)), nearest)
     current = trajectories_of([(query, 0, len(query))])
     score, index = rhyme_topk(current, trajectories_of(chosen), k=count, state_metric="hellinger")
-    found = []
+    rhyming = []
     for value, place in zip(score[0].tolist(), index[0].tolist()):
-        curve, a, b = chosen[place]
+        curve, first, last = chosen[place]
         if math.isfinite(value):
-            found.append(Stage(curve.run_id, int(curve.steps[a]), int(curve.steps[b - 1]), value))
-    return found
+            rhyming.append(Stage(curve.run_id, int(curve.steps[first]), int(curve.steps[last - 1]), value))
+    return rhyming
 
 
 def match_score(stages: Sequence[Stage], run_id: int, step: int) -> float:
-    """Returns C_rhyme of the best of these stages that a step of a run belongs to; 0 if there is none."""
+    """Return C_rhyme of the best of these stages that a step of a run belongs to; 0 if there is none."""
     return max((s.score for s in stages if s.run_id == run_id and s.start <= step <= s.end + LOOKAHEAD), default=0.0)

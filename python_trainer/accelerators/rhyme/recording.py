@@ -1,4 +1,4 @@
-"""What a run writes into the retrospective database: facts about it, its steps, and a few right answers of each."""
+"""The records of a run in the retrospective database: its settings, its steps, and a few right answers of each."""
 
 import json
 import time
@@ -17,24 +17,24 @@ from python_trainer.accelerators.rhyme.database import (
     StepRecord,
     StoredAnswer,
     StoredRun,
-    prompt_key,
+    prompt_hash,
 )
 from python_trainer.accelerators.rhyme.matching import WINDOW, sketch_of
 from python_trainer.accelerators.settings import RhymeSettings
-from python_trainer.data import Rollout, by_group, fresh_ones, good_ones
+from python_trainer.data import Rollout, by_group, select_fresh, select_good
 from python_trainer.errors import tell
 from python_trainer.keyed import keyed_seed
 from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.run_directory import write_text
 
-Pair = tuple[int, StoredAnswer]  # a training prompt and an answer to it
+Pair = tuple[int, StoredAnswer]  # index of a training prompt, and an answer to it
 NOTE = "rhyme_run.json"
-STORED_OF_GROUP = 2  # most right answers of a group that are stored at each visit
+STORED_PER_GROUP = 2  # right answers of a group, at each visit
 OWN = 0  # no run in a database has this id
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """Reads which run of a database began in a folder: ``folder``, ``run`` and ``created``; empty without one."""
+    """Read which run of a database began in a folder: ``folder``, ``run`` and ``created``; empty without one."""
     try:
         note = json.loads((folder / NOTE).read_text())
         return {"folder": str(note["folder"]), "run": int(note["run"]), "created": float(note["created"])}
@@ -43,59 +43,76 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def begin_run(database: RetrospectiveDatabase, run: StoredRun, folder: Path) -> int:
-    """Adds a run that begins in a folder to the database -> its id.
+    """Add a run that begins in a folder to the database; return its id.
 
-    An earlier attempt in the same folder, which a file there names, leaves the database with all that it stored. The
-    database reuses ids, so the moment at which it began must agree; a copy of the folder has no claim on the run.
+    An earlier attempt in the same folder, which a file there names, is removed with all that it stored. The database
+    reuses ids, so its creation time must agree; a copy of the folder has no claim on the run.
     """
-    before, here = read_note(folder), str(folder.resolve())
-    if before.get("folder") == here:
-        database.remove_run(before["run"], created=before["created"])
+    earlier = read_note(folder)
+    path = str(folder.resolve())
+    if earlier.get("folder") == path:
+        database.remove_run(earlier["run"], created=earlier["created"])
     run_id = database.add_run(run)
-    write_text(folder / NOTE, json.dumps({"folder": here, "run": run_id, "created": run.created}) + "\n")
+    write_text(folder / NOTE, json.dumps({"folder": path, "run": run_id, "created": run.created}) + "\n")
     return run_id
 
 
-def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], before: list[StepRecord]) -> StepRecord:
-    """Sums up the fresh answers of a step, of all rounds of dynamic sampling.
+def step_record(run: RunContext, step: int, groups: Sequence[list[Rollout]], earlier: list[StepRecord]) -> StepRecord:
+    """Return the record of a step from its fresh answers, of all rounds of dynamic sampling.
 
-    Answers that continue from a given beginning say little about the policy: rewards and sketch are of the others. If
-    there are none they are those of the step before, and in the first step those of all answers.
+    Continuations of a given prefix say little about the policy, so rewards and sketch are of whole answers. Without
+    whole answers they are those of the step before, and in the first step those of all answers.
     """
-    fresh, whole = [rollout for group in groups for rollout in group], [*filter(None, map(fresh_ones, groups))]
-    seen = [rollout for group in whole for rollout in group] or fresh
-    shown = fmean(r.reward for r in seen), fmean(r.accuracy for r in seen), sketch_of(whole or groups)
-    if before and not whole:
-        shown = before[-1].reward, before[-1].accuracy, before[-1].sketch
+    rollouts = [rollout for group in groups for rollout in group]
+    whole_groups = [*filter(None, map(select_fresh, groups))]
+    whole = [rollout for group in whole_groups for rollout in group]
+    if whole or not earlier:
+        described = whole or rollouts
+        reward = fmean(rollout.reward for rollout in described)
+        accuracy = fmean(rollout.accuracy for rollout in described)
+        sketch = sketch_of(whole_groups or groups)
+    else:
+        reward, accuracy, sketch = earlier[-1].reward, earlier[-1].accuracy, earlier[-1].sketch
     outcomes = {}
-    if whole and all(rollout.merit is None for rollout in seen):
-        keys = b"".join(bytes.fromhex(prompt_key(run.task.train[group[0].prompt_key].prompt)) for group in whole)
-        right = [sum(rollout.accuracy > 0.5 for rollout in group) for group in whole]
+    if whole and all(rollout.filter_score is None for rollout in whole):
+        hashes = [prompt_hash(run.task.train[group[0].prompt_index].prompt) for group in whole_groups]
+        prompts = bytearray(b"".join(map(bytes.fromhex, hashes)))
+        right = [sum(rollout.right for rollout in group) for group in whole_groups]
         outcomes = {
-            "prompts": torch.frombuffer(bytearray(keys), dtype=torch.uint8).reshape(len(whole), -1),
-            "answers": torch.tensor([len(group) for group in whole], dtype=torch.int32),
+            "prompts": torch.frombuffer(prompts, dtype=torch.uint8).reshape(len(whole_groups), -1),
+            "answers": torch.tensor([len(group) for group in whole_groups], dtype=torch.int32),
             "right": torch.tensor(right, dtype=torch.int32),
         }
-    return StepRecord(step, *shown, sum(len(r.logprobs) for r in fresh), outcomes)
+    generated_tokens = sum(len(rollout.logprobs) for rollout in rollouts)
+    return StepRecord(step, reward, accuracy, sketch, generated_tokens, outcomes)
 
 
-def right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:
-    """Takes a few different good answers of each group, best first, then at random -> (prompt, answer) pairs."""
-    kept = []
+def choose_right_answers(context: StepContext, groups: Sequence[list[Rollout]], tokenizer: str) -> list[Pair]:
+    """Return a few different good answers of each group, best first, then at random."""
+    pairs = []
     for number, fresh in enumerate(groups):
-        right = {r.text: r for r in good_ones(fresh) if r.response_ids}
-        draw = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in right}
-        for text in sorted(right, key=lambda text: (-right[text].reward, draw[text]))[:STORED_OF_GROUP]:
-            r = right[text]
-            key, ended = prompt_key(context.run.task.train[r.prompt_key].prompt), r.finish_reason == "stop"
-            facts = (OWN, context.step, key, text, ended, r.reward, tokenizer)
-            logprobs = torch.tensor([float("nan")] * r.prefix_len + list(r.logprobs))
-            kept.append((r.prompt_key, StoredAnswer(*facts, torch.tensor(r.response_ids, dtype=torch.int32), logprobs)))
-    return kept
+        by_text = {rollout.text: rollout for rollout in select_good(fresh) if rollout.response_ids}
+        order = {text: keyed_seed(context.seed, "rhyme store", number, text) for text in by_text}
+        texts = sorted(by_text, key=lambda text: (-by_text[text].reward, order[text]))
+        for text in texts[:STORED_PER_GROUP]:
+            rollout = by_text[text]
+            answer = StoredAnswer(
+                run_id=OWN,
+                step=context.step,
+                prompt_key=prompt_hash(context.run.task.train[rollout.prompt_index].prompt),
+                text=text,
+                finished=rollout.finish_reason == "stop",
+                reward=rollout.reward,
+                tokenizer=tokenizer,
+                response_ids=torch.tensor(rollout.response_ids, dtype=torch.int32),
+                logprobs=torch.tensor([float("nan")] * rollout.prefix_len + list(rollout.logprobs)),
+            )
+            pairs.append((rollout.prompt_index, answer))
+    return pairs
 
 
 class RunRecorder(Accelerator):
-    """Gathers the fresh answers of a step, and writes them into the database, if there is one, on rank 0."""
+    """Gathers the fresh answers of each step; rank 0 writes them into the database, if there is one."""
 
     enabled, name = False, "recorder"
     settings: RhymeSettings
@@ -103,9 +120,11 @@ class RunRecorder(Accelerator):
     def __init__(self, settings: RhymeSettings):
         super().__init__(settings)
         self.fingerprint = ""  # of the tokenizer
-        self.run_id, self.created, self.lost = OWN, 0.0, False  # in the database
+        self.run_id = OWN  # in the database
+        self.created = 0.0
+        self.lost = False  # the database does not have this run, or has it no more
         self.groups: list[list[Rollout]] = []  # of the present step
-        self.kept: list[Pair] = []  # the right answers that are stored of the newest step
+        self.right_answers: list[Pair] = []  # to store of the newest step
         self.steps: list[StepRecord] = []  # the last ones of this run, if it has a database
 
     @cached_property
@@ -114,42 +133,52 @@ class RunRecorder(Accelerator):
         return RetrospectiveDatabase(self.settings.database)
 
     def begin(self, run: RunContext) -> None:
-        """Adds a new run to the database. Settings of accelerators stay out: they may hold its password."""
-        self.fingerprint, self.created = tokenizer_fingerprint(run.policy.tokenizer), time.time()
+        """Add a new run to the database. Settings of accelerators stay out: they may hold its password."""
+        self.fingerprint = tokenizer_fingerprint(run.policy.tokenizer)
+        self.created = time.time()
         if self.settings.database is not None:
             settings = run.config.model_dump(mode="json") | {"accelerators": run.config.accelerators.enabled}
             settings["output_dir"] = str(run.folder.resolve())
-            described = StoredRun(self.fingerprint, run.task.name, settings, self.created)
-            self.run_id = run.once(lambda: begin_run(self.database, described, run.folder))
+            stored_run = StoredRun(self.fingerprint, run.task.name, settings, self.created)
+            self.run_id = run.on_rank0(lambda: begin_run(self.database, stored_run, run.folder))
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
-        """Adds the fresh answers of a round of the step, with the rewards that they have before others shape them."""
-        self.groups += by_group(replace(rollout) for rollout in rollouts if rollout.importance_cap is None).values()
+        """Add the fresh answers of a round of the step, with their rewards before other accelerators shape them."""
+        fresh = [replace(rollout) for rollout in rollouts if rollout.importance_cap is None]
+        self.groups += by_group(fresh).values()
         return rollouts
 
     def after_update(self, context: StepContext) -> None:
-        """Writes the step."""
+        """Write the step."""
         groups, self.groups = self.groups, []
         self.fingerprint = self.fingerprint or tokenizer_fingerprint(context.run.policy.tokenizer)
-        self.kept = right_answers(context, groups, self.fingerprint)
+        self.right_answers = choose_right_answers(context, groups, self.fingerprint)
         if groups and self.settings.database is not None:
             self.steps = [*self.steps, step_record(context.run, context.step, groups, self.steps)][-WINDOW:]
-            stored = [answer for _, answer in self.kept]
-            self.lost = self.lost or not context.run.once(lambda: self._store(stored, context.run))
+            answers = [answer for _, answer in self.right_answers]
+            self.lost = self.lost or not context.run.on_rank0(lambda: self._store(answers, context.run))
 
     def _store(self, answers: list[StoredAnswer], run: RunContext) -> bool:
-        """Writes the newest step -> whether this run is in the database. A copy of a folder that is there is not."""
-        note, record = read_note(run.folder), replace(self.steps[-1], seconds=run.seconds())
-        copied = note and note["folder"] != str(run.folder.resolve()) and read_note(Path(note["folder"])) == note
-        there = not copied and self.database.add_step(self.run_id, record, answers, created=self.created)
-        if not there:
+        """Write the newest step; return whether the database has this run, which a copy of its folder is not."""
+        record = replace(self.steps[-1], seconds=run.seconds())
+        note = read_note(run.folder)
+        is_copy = note and note["folder"] != str(run.folder.resolve()) and read_note(Path(note["folder"])) == note
+        recorded = not is_copy and self.database.add_step(self.run_id, record, answers, created=self.created)
+        if not recorded:
             why = "it began without it, was removed from it, or its folder is a copy"
             tell(f"note: this run is not recorded in {self.database.name}: {why}")
-        return there
+        return recorded
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("run_id", "created", "fingerprint")}
-        return state | {"steps": [vars(step) for step in self.steps]}
+        return {
+            "run_id": self.run_id,
+            "created": self.created,
+            "fingerprint": self.fingerprint,
+            "steps": [vars(step) for step in self.steps],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"steps": [StepRecord(**step) for step in state["steps"]]})
+        self.run_id = state["run_id"]
+        self.created = state["created"]
+        self.fingerprint = state["fingerprint"]
+        self.steps = [StepRecord(**step) for step in state["steps"]]

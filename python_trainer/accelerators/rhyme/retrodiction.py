@@ -1,7 +1,7 @@
-"""Retrodiction: a small network, trained as the run goes on, that tells how useful a stored answer would be now.
+"""Retrodiction: a small network, trained during the run, that predicts how useful a stored answer would be now.
 
-Its target is hindsight: how much more likely the update of a step made an answer that it was not trained on. To first
-order that is the inner product of the answer's gradient with the update. Rewards and lengths are never the target.
+Its target is hindsight: how much more likely an update made an answer that was not trained on. To first order that is
+the inner product of the answer's gradient with the update. Rewards and lengths are never the target.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional
 
 WIDTH = 32
-CAPACITY = 2048  # examples it learns from: the newest
-READY = 128  # examples from which on it is listened to
+CAPACITY = 2048  # newest examples that it learns from
+READY = 128  # examples from which on its predictions count
 PASSES = 200  # optimizer steps of a fit
-LEAST = 4  # examples of a step; of fewer the order means little
+MIN_EXAMPLES = 4  # of a step; the order of fewer means little
 
 
 class Retrodictor:
-    """A network of one hidden layer on standardised features, fitted anew to all examples with those of each step."""
+    """A network of one hidden layer on standardised features, fitted anew after each step to all examples."""
 
     def __init__(self) -> None:
         self.features = torch.zeros(0, 0)  # of all examples, [N, F]
@@ -29,16 +29,16 @@ class Retrodictor:
         return len(self.targets) >= READY
 
     def learn(self, features: torch.Tensor, targets: torch.Tensor) -> None:
-        """Takes in features [N, F] and targets [N] of one step."""
+        """Add features [N, F] and targets [N] of one step, and fit the network."""
         targets = (targets - targets.mean()) / (targets.std() + 1e-6)
-        known = self.features if len(self.features) else features[:0]
-        self.features = torch.cat([known, features])[-CAPACITY:]
+        earlier = self.features if len(self.features) else features[:0]
+        self.features = torch.cat([earlier, features])[-CAPACITY:]
         self.targets = torch.cat([self.targets, targets])[-CAPACITY:]
         self.fit()
 
     @torch.enable_grad()
     def fit(self) -> None:
-        """Trains new weights on all examples. They depend on nothing else, so that a resumed run has the same."""
+        """Train new weights on all examples; they depend on nothing else, so that a resumed run has the same."""
         generator = torch.Generator().manual_seed(0)
         layers = torch.nn.Linear(self.features.shape[1], WIDTH), torch.nn.Linear(WIDTH, 1)
         for layer in layers:
@@ -53,7 +53,7 @@ class Retrodictor:
         self.network.requires_grad_(False)
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns expected usefulness [N] of answers with these features [N, F]; only its order means something."""
+        """Return the expected usefulness [N] of answers with these features [N, F]; only its order means something."""
         mean, deviation = self.features.mean(0), self.features.std(0, correction=0)
         return self.network(((features - mean) / (deviation + 1e-3)).clamp(-4, 4))[:, 0]
 

@@ -1,4 +1,4 @@
-"""PagedEngine: rollouts of a Transformers model without padding, with every shared beginning computed once."""
+"""PagedEngine: rollouts of a Transformers model without padding, which computes every common prefix once."""
 
 import itertools
 import math
@@ -30,7 +30,8 @@ CUDA_MEMORY_SHARE = 0.4
 # 128 tokens, but finding the groups costs as much there; the whole of generation gains 4 % at 192, 15 % at 768.
 MIN_SHARED_TOKENS = 192
 MIN_SHARED_ON_GPU = 8192  # an estimate: launching a pass that is not recorded takes longer than reading shorter ones
-TIMED_CONTEXT, TIMES = 32, 5  # tokens before those of a pass that is timed, and how often it is
+TIMED_CONTEXT = 32  # tokens before those of a timed pass
+TIMED_REPEATS = 5
 
 STATS = (
     "generated_tokens", "prefill_tokens", "cached_tokens", "forward_passes", "preemptions", "sample_steps",
@@ -85,7 +86,8 @@ class PagedEngine(Engine):
     ):
         super().__init__(STATS)
         assert min(block_size, max_sequences, max_batch_tokens) >= 1
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model = model.eval()
+        self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         self.share_from: int | None = None
@@ -98,8 +100,8 @@ class PagedEngine(Engine):
         self.vocab_size: int = model.config.get_text_config().vocab_size
         token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize
         if memory_bytes is None:
-            wanted = max_sequences * (self.max_positions + block_size) * token_bytes
-            memory_bytes = min(wanted, memory_limit(self.device, reserved_bytes))
+            full_length_bytes = max_sequences * (self.max_positions + block_size) * token_bytes
+            memory_bytes = min(full_length_bytes, memory_limit(self.device, reserved_bytes))
         if memory_bytes < block_size * token_bytes:
             raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
         self.cache = PagedKVCache(
@@ -136,13 +138,16 @@ class PagedEngine(Engine):
         return rollouts
 
     def _begin(self, sampling: SamplingParams) -> None:
-        """Prepares for requests with this sampling, until all of them are answered."""
-        self._sampling, self._longest, self._share = sampling, 1, False
+        """Prepare for requests with this sampling, until all of them are answered."""
+        self._sampling = sampling
+        self._longest = 1  # most tokens of a sequence
+        self._share = False  # a common prefix is long enough to be read once per group
         self._stop = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
-        self._scheduler.drafter, self._scheduler.keep_answers = self.drafter, self.keep_answers
+        self._scheduler.drafter = self.drafter
+        self._scheduler.keep_answers = self.keep_answers
 
     def _add(self, request: Request, rollouts: Sequence[Rollout]) -> None:
-        """Queues the samples of a request, one a rollout."""
+        """Queue the samples of a request, one a rollout."""
         context = len(request.prompt_ids) + len(request.prefix_ids)
         limit = min(request.max_new_tokens, self.max_positions - context)
         samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
@@ -152,7 +157,7 @@ class PagedEngine(Engine):
         else:
             for rollout in rollouts:
                 rollout.finish_reason = "length"
-        self._share |= self.share_from is not None and request.num_samples > 1 and context >= self.share_from
+        self._share |= self.share_from is not None and request.num_generations > 1 and context >= self.share_from
 
     def _work(self, count: int) -> list[Rollout]:
         done: list[Rollout] = []
@@ -168,7 +173,7 @@ class PagedEngine(Engine):
         return done
 
     def _step(self, run: Forward) -> list[Rollout]:
-        """Runs one forward pass -> the answers that are done."""
+        """Run one forward pass; return the finished answers."""
         step = self._scheduler.next_pass()
         logits = self._forward(run, step, self._share)
         self._scheduler.start_drawing(step)
@@ -186,21 +191,21 @@ class PagedEngine(Engine):
         return partial(forward, self.model)
 
     def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
-        """Computes logits [R, V], one row per entry of ``step.rows``."""
+        """Compute logits [R, V], one row per entry of ``step.rows``."""
         self._stats["forward_passes"] += 1
         count = len(step.ids)
         decoding = count == len(step.sequences) == len(step.rows)
         graphs = self.graphs if decoding and not share else None
-        more = padded_size(count) - count if graphs else 0  # copies of the first sequence
-        slots = torch.cat([step.slots, step.slots[:1].expand(more)]) if more else step.slots
+        padding = padded_size(count) - count if graphs else 0  # copies of the first sequence
+        slots = torch.cat([step.slots, step.slots[:1].expand(padding)]) if padding else step.slots
         paged = page(
-            *(self.cache, step.sequences + step.sequences[:1] * more, slots),
-            *(step.query_lens + step.query_lens[:1] * more, step.seq_lens + step.seq_lens[:1] * more),
+            *(self.cache, step.sequences + step.sequences[:1] * padding, slots),
+            *(step.query_lens + step.query_lens[:1] * padding, step.seq_lens + step.seq_lens[:1] * padding),
             share_from=self.share_from if share else None,
         )
         ids, positions, rows = (
             torch.tensor(values, dtype=torch.int64, device=self.device)
-            for values in (step.ids + step.ids[:1] * more, step.positions + step.positions[:1] * more, step.rows)
+            for values in (step.ids + step.ids[:1] * padding, step.positions + step.positions[:1] * padding, step.rows)
         )
         if graphs:
             blocks = max(paged.block_tables.shape[1], -(-self._longest // self.cache.block_size))
@@ -211,7 +216,7 @@ class PagedEngine(Engine):
         return run(ids, positions, rows, paged)[0]
 
     def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:
-        """Draws the next tokens of every sample of the step -> the samples that are done."""
+        """Draw the next tokens of every sample of the step; return the finished samples."""
         rows = [sample for group in step.samples for sample in group]  # a sample with a draft has several rows
         if not rows:
             return []
@@ -219,18 +224,19 @@ class PagedEngine(Engine):
             counts = torch.tensor([len(group) for group in step.samples], device=self.device)
             logits = logits.repeat_interleave(counts, 0, output_size=len(rows))
         samples = list(dict.fromkeys(rows))
-        drawn, weights, starts, accepted = draw_tokens(samples, logits, self._sampling)
-        done, kept = [], []
-        for sample, start, right in zip(samples, starts, accepted):
-            before = len(sample.rollout.response_ids)
-            for row in range(start, start + right + 1):
-                if self._extend(sample, drawn[row], weights[row]):
+        drawn, logprobs, starts, accepted = draw_tokens(samples, logits, self._sampling)
+        done: list[Decoding] = []
+        new_ids: list[list[int]] = []  # of each sample
+        for sample, start, num_accepted in zip(samples, starts, accepted):
+            length_before = len(sample.rollout.response_ids)
+            for row in range(start, start + num_accepted + 1):
+                if self._extend(sample, drawn[row], logprobs[row]):
                     done.append(sample)
                     break
-            kept.append(sample.rollout.response_ids[before:])
+            new_ids.append(sample.rollout.response_ids[length_before:])
         if self.drafter:
-            self.drafter.learn(samples, accepted, kept)
-        self._stats["generated_tokens"] += sum(map(len, kept))
+            self.drafter.learn(samples, accepted, new_ids)
+        self._stats["generated_tokens"] += sum(map(len, new_ids))
         self._stats["sample_steps"] += len(samples)
         self._stats["draft_steps"] += sum(bool(sample.draft) for sample in samples)
         self._stats["draft_tokens"] += sum(len(sample.draft) for sample in samples)
@@ -238,7 +244,7 @@ class PagedEngine(Engine):
         return done
 
     def _extend(self, sample: Decoding, token: int, logprob: float) -> bool:
-        """Adds a token to a sample; True when that was its last."""
+        """Add a token to a sample; return whether it was the last."""
         rollout = sample.rollout
         rollout.response_ids.append(token)
         rollout.logprobs.append(logprob)
@@ -249,30 +255,32 @@ class PagedEngine(Engine):
         return bool(rollout.finish_reason)
 
     def pass_seconds(self, sequences: int, tokens: int) -> float | None:
-        """Returns the quickest time of a pass over ``tokens`` tokens of each of ``sequences``; None: no room."""
-        length, taken = TIMED_CONTEXT + tokens, list[float]()
+        """Return the quickest time of a pass over ``tokens`` tokens of each of ``sequences``; None: no room."""
+        length = TIMED_CONTEXT + tokens
+        seconds: list[float] = []
         if length > self.max_positions or sequences * -(-length // self.cache.block_size) > self.cache.num_blocks:
             return None
         first = self.cache.open([0] * TIMED_CONTEXT)
         opened = [first, *self.cache.fork(first, sequences - 1)]
         slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-        positions, rows = [*range(TIMED_CONTEXT, length)] * sequences, list(range(sequences * tokens))
+        positions = [*range(TIMED_CONTEXT, length)] * sequences
+        rows = list(range(sequences * tokens))
         step = Pass([0] * len(rows), positions, slots, opened, [length] * sequences, [tokens] * sequences, rows)
         with torch.no_grad(), attend_by(self.model):
             run = self._runner(length)
-            for _ in range(TIMES):
-                before = time.perf_counter()
+            for _ in range(TIMED_REPEATS):
+                start = time.perf_counter()
                 logits = self._forward(run, step, share=False)
                 sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
-                taken.append(time.perf_counter() - before)
+                seconds.append(time.perf_counter() - start)
         self._decoder = None
         for sequence in opened:
             self.cache.close(sequence)
-        return min(taken)
+        return min(seconds)
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
-    """Computes the most bytes that a KV cache takes by default, with ``reserved`` of the free ones for others."""
+    """Compute the most bytes that a KV cache takes by default, with ``reserved`` of the free ones for others."""
     if device.type != "cuda":
         return CPU_MEMORY_BYTES
     free = torch.cuda.mem_get_info(device)[0]
@@ -287,14 +295,14 @@ def memory_limit(device: torch.device, reserved: int = 0) -> int:
 def draw_tokens(
     samples: Sequence[Decoding], logits: torch.Tensor, sampling: SamplingParams
 ) -> tuple[list[int], list[float], list[int], list[int]]:
-    """Draws after every token of a sample's draft and after what comes before it, with logits [R, V] for each.
+    """Draw the token before a sample's draft and after each token of the draft, with logits [R, V].
 
     Returns R tokens, R log-probabilities before top-k and top-p; the first row of each sample, and how many tokens of
-    its draft were drawn again.
+    its draft were accepted.
     """
     lengths = [1 + len(sample.draft) for sample in samples]
     starts = [0, *itertools.accumulate(lengths)]
-    # on the host, where the numbers are: of a GPU each would be a hundred launches
+    # on the host, where the numbers are: a GPU would need a hundred launches
     uniforms = keyed_uniform(
         sampling.seed,
         torch.tensor([s.sample_id for s, n in zip(samples, lengths) for _ in range(n)], device="cpu"),
@@ -304,17 +312,18 @@ def draw_tokens(
     rows = starts[-1]
     if len(samples) == rows:
         ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
-        counted = ids.new_zeros(rows)
+        counts = ids.new_zeros(rows)
     else:
         drafts = [sample.draft for sample in samples]
-        counted, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
-    if truncates(sampling) and sampling.temperature:  # the loss is about the whole distribution
-        whole = token_logprobs(logits, ids.clamp(min=0), temperature=sampling.temperature)
-        logprobs = torch.where(ids < 0, logprobs, whole.float())
+        counts, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
+    if truncates(sampling) and sampling.temperature:  # the loss uses the whole distribution
+        untruncated = token_logprobs(logits, ids.clamp(min=0), temperature=sampling.temperature)
+        logprobs = torch.where(ids < 0, logprobs, untruncated.float())
     # one wait for the device; float64 holds all three exactly
-    read = torch.cat([ids.double(), counted.double(), logprobs.double()]).tolist()
-    drawn, accepted = ([int(x) for x in part] for part in (read[:rows], read[rows:-rows]))
-    weights = read[-rows:]
-    if any(map(math.isnan, weights)):
+    numbers = torch.cat([ids.double(), counts.double(), logprobs.double()]).tolist()
+    drawn = [int(number) for number in numbers[:rows]]
+    accepted = [int(number) for number in numbers[rows:-rows]]
+    drawn_logprobs = numbers[-rows:]
+    if any(map(math.isnan, drawn_logprobs)):
         raise NotFinite("the policy cannot be sampled from: its logits are NaN or infinite")
-    return drawn, weights, starts[:-1], accepted
+    return drawn, drawn_logprobs, starts[:-1], accepted

@@ -19,23 +19,23 @@ Numbers = tuple[torch.Tensor, ...]  # ids [B], positions [B], slots [B], block t
 
 
 def padded_size(count: int) -> int:
-    """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is no less than ``count``."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least ``count``."""
     power = 1 << max(count - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
-def copy_into(own: Numbers, given: Numbers) -> None:
-    for to, numbers in zip(own, given):
-        to[..., : numbers.shape[-1]].copy_(numbers)
+def copy_into(targets: Numbers, sources: Numbers) -> None:
+    for target, source in zip(targets, sources):
+        target[..., : source.shape[-1]].copy_(source)
 
 
 def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
-    """Records what ``run`` launches -> what repeats it, and the tensor that then holds the result."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # kernels are compiled and libraries set up before
+    """Record what ``run`` launches; return what repeats it, and the tensor that then holds the result."""
+    warmup_stream = torch.cuda.Stream()
+    warmup_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup_stream):  # compiles kernels and sets up libraries
         run()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(warmup_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = run()
@@ -43,15 +43,15 @@ def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], Non
 
 
 def held_bytes(device: torch.device) -> int:
-    """Returns the memory that tensors and recorded passes hold of a GPU."""
+    """Return the memory that tensors and recorded passes hold of a GPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 class DecodeGraphs:
     """Recorded passes of one token a sequence, one for each size of batch and width of block tables.
 
-    They hold addresses of the model's weights and serve as long as those are changed in place. When they hold more
-    memory than ``most_bytes``, all are forgotten, and what is still needed is recorded again.
+    They hold addresses of the model's weights, so they are valid while the weights change in place only. When they take
+    more memory than ``most_bytes``, all are dropped, and further passes are recorded again.
 
     Args:
         model: whose parameters are whole on this device.
@@ -59,7 +59,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedKVCache):
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         # what repeats a pass, where its kernels read numbers, and where they write logits [B, V]
         self.recorded: dict[tuple[int, int], tuple[Callable[[], None], Numbers, torch.Tensor]]
         self.weights: list[int] = []
@@ -69,18 +70,19 @@ class DecodeGraphs:
         self._forget()
 
     def look_at_weights(self) -> None:
-        """Forgets what was recorded when weights lie elsewhere than before."""
+        """Drop all recordings if weights have moved in memory."""
         weights = [parameter.data_ptr() for parameter in self.model.parameters()]
         if weights != self.weights:
             self._forget()
             self.weights = weights
 
     def _forget(self) -> None:
-        self.recorded, self.bytes = {}, 0
+        self.recorded = {}
+        self.bytes = 0
         self.pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
 
     def logits(self, numbers: Numbers, blocks: int) -> torch.Tensor | None:
-        """Computes the logits [B, V] of a padded pass, which the next one overwrites.
+        """Compute the logits [B, V] of a padded pass, which the next one overwrites.
 
         None: passes of this model cannot be recorded.
 
@@ -92,26 +94,27 @@ class DecodeGraphs:
         if key not in self.recorded:
             if self.bytes > self.most_bytes:
                 self._forget()
-            before = held_bytes(self.cache.device)
+            bytes_before = held_bytes(self.cache.device)
             try:
                 self.recorded[key] = self._record(numbers, key[1])
             except RuntimeError as error:  # such as a forward that waits for the device
-                reason, name = str(error).partition("\n")[0], type(self.model).__name__
+                reason = str(error).partition("\n")[0]
+                name = type(self.model).__name__
                 warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
                 return None
-            self.bytes += held_bytes(self.cache.device) - before
-        replay, own, logits = self.recorded[key]
-        copy_into(own, numbers)
+            self.bytes += held_bytes(self.cache.device) - bytes_before
+        replay, inputs, logits = self.recorded[key]
+        copy_into(inputs, numbers)
         replay()
         return logits
 
     def _record(self, numbers: Numbers, width: int) -> tuple[Callable[[], None], Numbers, torch.Tensor]:
-        ids, positions, slots, tables, lens = (torch.empty_like(one) for one in numbers)
+        ids, positions, slots, tables, lens = (torch.empty_like(tensor) for tensor in numbers)
         tables = tables.new_zeros(len(ids), width)
         starts = torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device)
         rows = starts[:-1].long()
-        own = ids, positions, slots, tables, lens, starts, rows  # the last two, the same for all, must live as long
-        copy_into(own, numbers)
+        inputs = ids, positions, slots, tables, lens, starts, rows  # the last two are constant, but must live as long
+        copy_into(inputs, numbers)
         batch = PagedBatch(self.cache, slots, tables, lens, starts)
         replay, logits = record(lambda: forward(self.model, ids, positions, rows, batch)[0], self.pool)
-        return replay, own, logits
+        return replay, inputs, logits

@@ -49,8 +49,10 @@ class Scheduler:
     keep_answers = False  # the cache keeps what was computed of answers that are done
 
     def __init__(self, cache: PagedKVCache, max_sequences: int, max_batch_tokens: int, stats: dict[str, float]):
-        self.cache, self.stats = cache, stats
-        self.max_sequences, self.max_batch_tokens = max_sequences, max_batch_tokens
+        self.cache = cache
+        self.stats = stats
+        self.max_sequences = max_sequences
+        self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[Prefill] = deque()
         self.filling: list[Prefill] = []
         self.running: list[Decoding] = []
@@ -74,22 +76,22 @@ class Scheduler:
         return batch
 
     def start_drawing(self, batch: Pass) -> None:
-        """Forks the jobs that the pass has prefilled into their samples."""
+        """Fork the jobs that the pass has prefilled into their samples."""
         for job in batch.prefilled:
             self.cache.commit(job.sequence)
             self.filling.remove(job)
             # the job's own sequence serves its first sample
-            first, *others = job.samples
+            first, *forked = job.samples
             first.sequence = job.sequence
-            for sample, sequence in zip(others, self.cache.fork(job.sequence, len(others))):
+            for sample, sequence in zip(forked, self.cache.fork(job.sequence, len(forked))):
                 sample.sequence = sequence
-            self.stats["cached_tokens"] += len(others) * len(job.tokens)
+            self.stats["cached_tokens"] += len(forked) * len(job.tokens)
             self.running += job.samples
             if self.drafter:
                 self.drafter.start(job.samples)
 
     def finish(self, done: list[Decoding]) -> None:
-        """Cuts off drafts from where they were wrong, and closes the samples that are done."""
+        """Cut off drafts from where they were wrong, and close the samples that are done."""
         for sample in self.running:
             if sample.draft and sample.sequence.length >= sample.length:
                 self.cache.truncate(sample.sequence, sample.length - 1)
@@ -98,15 +100,15 @@ class Scheduler:
             if self.keep_answers:
                 self.cache.commit(sample.sequence)
             self.cache.close(sample.sequence)
-        gone = set(done)
-        self.running = [sample for sample in self.running if sample not in gone]
+        finished = set(done)
+        self.running = [sample for sample in self.running if sample not in finished]
         if self.drafter:
             self.drafter.stop(done)
 
     def _append_drawn(self) -> bool:
-        """Makes room for the drawn token and the draft of every running sample.
+        """Make room for the drawn token and the draft of every running sample; return whether samples were preempted.
 
-        True when some had to give up their place for others. Drafts give way first.
+        Drafts give way first.
         """
         preempted = False
         while True:
@@ -125,7 +127,7 @@ class Scheduler:
                     preempted = True
 
     def _preempt(self) -> None:
-        """Closes the youngest work and queues it again in front of the rest."""
+        """Close the youngest work and queue it again in front of the rest."""
         if self.filling:
             job = self.filling.pop()
             self.cache.close(job.sequence)
@@ -138,7 +140,7 @@ class Scheduler:
         self.stats["preemptions"] += 1
 
     def _admit(self) -> None:
-        """Opens as many waiting jobs as there is room for, with one spare block for every sample."""
+        """Open as many waiting jobs as there is room for, with one spare block for every sample."""
         places = self.max_sequences - len(self.running) - sum(len(job.samples) for job in self.filling)
         blocks = self.cache.stats
         room = blocks["blocks_free"] + blocks["blocks_cached"] - (self.max_sequences - places)
@@ -153,15 +155,17 @@ class Scheduler:
         # the estimate counts too much rather than too little, and one sequence alone always fits
         for job, sequence in zip(jobs, self.cache.open_many([job.tokens for job in jobs])):
             self.waiting.popleft()
-            job.sequence, job.computed = sequence, sequence.num_cached
+            job.sequence = sequence
+            job.computed = sequence.num_cached
             self.stats["cached_tokens"] += sequence.num_cached
             self.filling.append(job)
 
     def _decode(self) -> Pass:
-        """Makes a pass of the drawn tokens of all running samples, and their drafts."""
+        """Make a pass of the drawn tokens of all running samples, and their drafts."""
         batch = Pass([], [], self.slots, [sample.sequence for sample in self.running], [], [])
         for sample in self.running:
-            count, end = 1 + len(sample.draft), sample.length + len(sample.draft)
+            count = 1 + len(sample.draft)
+            end = sample.length + len(sample.draft)
             batch.ids += [sample.rollout.response_ids[-1], *sample.draft]
             batch.positions += range(end - count, end)
             batch.seq_lens.append(end)
@@ -171,13 +175,14 @@ class Scheduler:
         return batch
 
     def _add_prefill(self, batch: Pass) -> None:
-        """Adds the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""
+        """Add the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""
         slots = [batch.slots]
         for job in self.filling:
             count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(batch.ids))
             if count <= 0:
                 break
-            start, end = job.computed, job.computed + count
+            start = job.computed
+            end = start + count
             first = job.sequence.num_cached
             slots.append(job.sequence.slots[start - first : end - first])
             batch.ids += job.tokens[start:end]

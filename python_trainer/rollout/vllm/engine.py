@@ -25,7 +25,7 @@ from python_trainer.rollout.settings import vllm_logprobs_modes
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
 
-OLDEST = (0, 32)
+OLDEST_VERSION = (0, 32)  # of vLLM
 SLEEPLESS = ("cpu",)  # types of devices on which vLLM keeps its memory
 PROPOSER = "rlkernels.integrations.vllm.HistoryProposer"
 WORKER = "rlkernels.integrations.vllm_worker.PolicyWorker"
@@ -52,7 +52,7 @@ class Continuation:
     n: int
     max_tokens: int
     seed: int
-    expected: float  # tokens of one, by earlier answers; max_tokens where nothing is known
+    expected_tokens: float  # of one, by earlier answers; max_tokens without any
 
 
 class Drawn(NamedTuple):
@@ -74,25 +74,25 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self, model: PreTrainedModel) -> int:
-        """Gives vLLM the weights of the model -> how many bytes that took."""
+        """Give vLLM the weights of the model; return how many bytes that took."""
 
     @abstractmethod
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        """Generates the samples of each; ``settings`` are those that all have in common, by vLLM's names."""
+    def complete(self, continuations: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        """Generate the samples of each; ``settings`` are those that all have in common, by vLLM's names."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
-        """Reads counts since vLLM was started, by the keys of ``COUNTERS`` and, if it drafts, ``DRAFT_COUNTERS``."""
+        """Read counts since vLLM was started, by the keys of ``COUNTERS`` and, if it drafts, ``DRAFT_COUNTERS``."""
 
     def draft_from(self, drafter: Drafter | None) -> None:  # noqa: B027
-        """Lets vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
+        """Let vLLM draft from the drafter's history, where it can, until this is called again; None: no drafts."""
 
     def sleep(self) -> bool:
-        """Frees memory until :meth:`load`, where it can -> whether it did, and has no weights any more."""
+        """Free memory until :meth:`load`, if possible; return whether the weights are gone."""
         return False
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of files and of what it drafts from."""
+        """Let go of files and of what it drafts from."""
 
 
 class VLLMEngine(Engine):
@@ -124,18 +124,22 @@ class VLLMEngine(Engine):
     ):
         drafting = (*DRAFT_COUNTERS, "sample_steps") if backend.drafts else ()
         super().__init__((*OWN_COUNTERS, *COUNTERS, *drafting))
-        self.model, self.backend, self.tokenizer = model, backend, tokenizer
+        self.model = model
+        self.backend = backend
+        self.tokenizer = tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.max_positions, self.limited_by = backend.max_positions, backend.limited_by
+        self.max_positions = backend.max_positions
+        self.limited_by = backend.limited_by
         self.on_first_rank = backend.on_first_rank
-        # submitted, with one and the same sampling
-        self._requests, self._rollouts, self._sampling = list[Request](), list[Rollout](), SamplingParams()
+        self._requests: list[Request] = []  # submitted, all with the same sampling
+        self._rollouts: list[Rollout] = []
+        self._sampling = SamplingParams()
         self._name = uuid4().hex  # of this run: a server may have served others
         self._loaded: int | None = None  # version of the policy that vLLM has
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """Queues requests as :class:`Engine` does; :meth:`poll` asks vLLM for all that was submitted until then."""
+        """Queue requests as :class:`Engine` does; :meth:`poll` asks vLLM for all that was submitted until then."""
         limit = self.max_positions
         check_requests(requests, sampling, max_positions=limit, vocab_size=self.vocab_size, room=limit)
         assert not self._rollouts or sampling == self._sampling, (self._sampling, sampling)
@@ -151,19 +155,23 @@ class VLLMEngine(Engine):
         if not rollouts:
             return []
         self.load_weights()
-        before = self.backend.counters()
+        counters_before = self.backend.counters()
         self.backend.draft_from(self.drafter)
-        asked = self._continuations(requests)
+        continuations = self._continuations(requests)
         salt = f"{self._name}-{self.policy_version}"
-        found = self.backend.complete(list(asked.values()), self._settings(), salt) if asked else []
-        drawn = dict(zip(asked, found, strict=True))
+        completed: list[list[Drawn]] = []
+        if continuations:
+            completed = self.backend.complete(list(continuations.values()), self._settings(), salt)
+        drawn = dict(zip(continuations, completed, strict=True))
         answers = iter(rollouts)
         for i, request in enumerate(requests):
             samples = drawn.get(i, [Drawn([], [], "length")])  # without room for a token
-            for ids, logprobs, reason in samples * (request.num_samples // len(samples)):  # greedy samples are alike
+            samples = samples * (request.num_generations // len(samples))  # greedy samples are alike
+            for ids, logprobs, finish_reason in samples:
                 rollout = next(answers)
                 rollout.response_ids += ids
-                rollout.logprobs, rollout.finish_reason = list(logprobs), reason
+                rollout.logprobs = list(logprobs)
+                rollout.finish_reason = finish_reason
         if self._sampling.stop:
             stop = StopStrings(self.tokenizer, self._sampling.stop)
             for rollout in rollouts:
@@ -174,26 +182,26 @@ class VLLMEngine(Engine):
         elif self.backend.logprobs_mode not in vllm_logprobs_modes(self._sampling):
             for rollout in rollouts:
                 rollout.logprobs = [math.nan] * len(rollout.logprobs)
-        self._count(before, sum(len(rollout.logprobs) for rollout in rollouts))
+        self._count(counters_before, sum(len(rollout.logprobs) for rollout in rollouts))
         return rollouts
 
     def _continuations(self, requests: Sequence[Request]) -> dict[int, Continuation]:
-        """Makes what to ask for, by the index of the request, the longest answers first if lengths are known."""
-        asked = {}
+        """Return what vLLM is to generate, by the index of the request, longest answers first if lengths are known."""
+        continuations = {}
         lengths = self.lengths.predict(requests) if self.lengths else None
         for i in range(len(requests)) if lengths is None else longest_first(lengths):
             request = requests[i]
             ids = [*request.prompt_ids, *request.prefix_ids]
             room = min(request.max_new_tokens, self.max_positions - len(ids))
-            if room <= 0 or not request.num_samples:
+            if room <= 0 or not request.num_generations:
                 continue
             # a later turn of an answer has other noise than the first; room for the sample ids in 63 bits
             turn = [len(request.prefix_ids)] if request.prefix_ids else []
             base = keyed_seed(self._sampling.seed, "vllm", *turn) >> 1
-            n = request.num_samples if self._sampling.temperature else 1  # vLLM refuses several greedy samples
-            expected = float(room) if lengths is None else min(lengths[i], float(room))
-            asked[i] = Continuation(ids, n, room, base + request.sample_id, expected)
-        return asked
+            n = request.num_generations if self._sampling.temperature else 1  # vLLM refuses several greedy samples
+            expected_tokens = float(room) if lengths is None else min(lengths[i], float(room))
+            continuations[i] = Continuation(ids, n, room, base + request.sample_id, expected_tokens)
+        return continuations
 
     def _settings(self) -> dict[str, Any]:
         sampling = self._sampling
@@ -214,8 +222,8 @@ class VLLMEngine(Engine):
             "logprobs": 0,  # those of the sampled tokens
         }
 
-    def _count(self, before: dict[str, float], generated: int) -> None:
-        spent = {name: count - before[name] for name, count in self.backend.counters().items()}
+    def _count(self, counters_before: dict[str, float], generated: int) -> None:
+        spent = {name: count - counters_before[name] for name, count in self.backend.counters().items()}
         spent["generated_tokens"] = generated
         if self.backend.drafts:
             # a step gives one token more than it accepts, but what it accepts behind an answer's end counts too
@@ -238,7 +246,7 @@ class VLLMEngine(Engine):
 
 
 def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:
-    """Ends an answer at its first stop string; vLLM does not see one that begins in the prefix."""
+    """End an answer at its first stop string; vLLM does not see one that begins in the prefix."""
     for end in range(rollout.prefix_len + 1, len(rollout.response_ids) + 1):
         if stop.ends(rollout.response_ids[max(end - stop.window, 0) : end]):
             del rollout.response_ids[end:], rollout.logprobs[end - rollout.prefix_len :]
@@ -246,12 +254,12 @@ def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:
             return
 
 
-def check_version(version: str, what: str) -> None:
-    """Raises UserError for a vLLM that is too old."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise UserError(f"rollout.engine vllm needs vllm >= {oldest}; {what} is {version}")
+def check_version(version: str, place: str) -> None:
+    """Raise UserError for a vLLM that is too old."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_VERSION:
+        oldest = ".".join(map(str, OLDEST_VERSION))
+        raise UserError(f"rollout.engine vllm needs vllm >= {oldest}; {place} is {version}")
 
 
 class InProcess(Backend):
@@ -323,14 +331,14 @@ class InProcess(Backend):
         self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
 
     def sleep(self) -> bool:
-        """Drops weights and cache (level 2): :meth:`load` sends all weights again."""
+        """Drop weights and cache (level 2): :meth:`load` sends all weights again."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
         return self._asleep
 
     def load(self, model: PreTrainedModel) -> int:
-        """Sends the weights straight from the memory of the policy -> their bytes."""
+        """Send the weights straight from the memory of the policy; return their bytes."""
         if self._asleep:
             torch.cuda.empty_cache()  # vLLM takes memory without torch, which holds what the update has used
             self._llm.wake_up(tags=["weights"])
@@ -351,34 +359,38 @@ class InProcess(Backend):
     def close(self) -> None:
         self.draft_from(None)
 
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        prompts = [{"prompt_token_ids": one.ids, "cache_salt": salt} for one in asked]
+    def complete(self, continuations: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        prompts = [{"prompt_token_ids": request.ids, "cache_salt": salt} for request in continuations]
         params = [
             self._vllm.SamplingParams(
-                **settings, n=one.n, seed=one.seed, max_tokens=one.max_tokens, detokenize=bool(settings["stop"])
+                **settings,
+                n=request.n,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                detokenize=bool(settings["stop"]),
             )
-            for one in asked
+            for request in continuations
         ]
-        found = self._llm.generate(prompts, params, use_tqdm=False)
-        return [
-            [
-                Drawn(
-                    list(one.token_ids), [p[t].logprob for t, p in zip(one.token_ids, one.logprobs)], one.finish_reason
-                )
-                for one in output.outputs
-            ]
-            for output in found
-        ]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [[_drawn(sample) for sample in output.outputs] for output in outputs]
 
     def counters(self) -> dict[str, float]:
-        found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
-        named = COUNTERS | (DRAFT_COUNTERS if self.drafts else {})
-        values = {name: found[theirs] for name, theirs in named.items()}
-        return {name: float(one.value if hasattr(one, "value") else one.count) for name, one in values.items()}
+        metrics: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
+        counts = {}
+        for name, vllm_name in (COUNTERS | (DRAFT_COUNTERS if self.drafts else {})).items():
+            metric = metrics[vllm_name]
+            counts[name] = float(metric.value if hasattr(metric, "value") else metric.count)
+        return counts
+
+
+def _drawn(sample: Any) -> Drawn:
+    """Return a sample of vLLM's output."""
+    logprobs = [candidates[token].logprob for token, candidates in zip(sample.token_ids, sample.logprobs)]
+    return Drawn(list(sample.token_ids), logprobs, sample.finish_reason)
 
 
 def _drafting(longest: int) -> dict[str, Any]:
-    """Returns options of an engine that will get drafters; none if it will not."""
+    """Return options of an engine that will get drafters; none if it will not."""
     if not longest:
         return {}
     from rlkernels.integrations.vllm import share_history
@@ -388,7 +400,7 @@ def _drafting(longest: int) -> dict[str, Any]:
 
 
 def _place_among_ranks(device: torch.device) -> dict[str, Any]:
-    """Returns options of an engine of one process among several; none if it is alone."""
+    """Return options of an engine of one process among several; none if it is alone."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     # vLLM joins the group of processes that is there, and asks these which one it is. With tensor parallelism of 1 each
@@ -400,12 +412,12 @@ def _place_among_ranks(device: torch.device) -> dict[str, Any]:
 
 
 def import_vllm() -> Any:
-    """Imports vLLM."""
+    """Import vLLM."""
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:
         raise UserError(
-            f"rollout.engine vllm needs the package vllm >= {'.'.join(map(str, OLDEST))} here, or a server "
+            f"rollout.engine vllm needs the package vllm >= {'.'.join(map(str, OLDEST_VERSION))} here, or a server "
             f"(rollout.vllm_server); importing it says: {error}"
         ) from error
     check_version(vllm.__version__, "the package vllm")

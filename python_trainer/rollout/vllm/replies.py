@@ -86,7 +86,7 @@ class Choice(Reply):
     finish_reason: str
 
     def check(self, expected: Expected) -> None:
-        """Raises ValueError if the answer is not one to the request."""
+        """Raise ValueError if the answer is not one to the request."""
         ids, end_tokens = self.token_ids, expected.end_tokens
         if not ids:
             raise ValueError("token_ids must hold a token, got none")
@@ -115,7 +115,7 @@ class Completion(Reply):
 
     @property
     def interrupted(self) -> set[str]:
-        """Returns the reasons of answers that ended neither by themselves nor at their limit, such as "abort"."""
+        """Return the reasons of answers that ended neither by themselves nor at their limit, such as "abort"."""
         return {choice.finish_reason for choice in self.choices} - {"stop", "length"}
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ R = TypeVar("R", bound=Reply)
 
 
 def read_reply(kind: type[R], text: str, expected: Expected | None = None) -> R:
-    """Reads the JSON of a reply.
+    """Read the JSON of a reply.
 
     Raises:
         ValueError: names the field that is wrong, and its value.

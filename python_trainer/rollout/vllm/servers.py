@@ -63,9 +63,9 @@ class Server:
         settings: of generation, for which its log-probabilities must be the right ones; None: the default ones.
 
     Attributes:
-        serves: what servers of one model have in common.
+        serves: facts that all servers of one model share.
         takes_deltas: its environment has zstandard.
-        given_up: True ends the waiting for answers, within LOOK_SECONDS.
+        given_up: True ends all waiting for replies, within LOOK_SECONDS.
         max_positions, limited_by: as of ``Engine``.
 
     Raises:
@@ -74,13 +74,16 @@ class Server:
 
     def __init__(self, model: PreTrainedModel, url: str, settings: RolloutConfig | None = None):
         settings = settings or RolloutConfig()
-        self.url, self.given_up, self._time_limit = url.rstrip("/"), False, settings.vllm_request_timeout
+        self.url = url.rstrip("/")
+        self.given_up = False
+        self._time_limit = settings.vllm_request_timeout
         modes = vllm_logprobs_modes(settings)
         self._start = START.format(modes[0] if modes else "processed_logprobs")
         check_version(self._ask(Version, "/version").version, f"the server {self.url}")
         self._name = self._ask(Models, "/v1/models").data[0].id
         workers = self._rpc(PolicyResults, "policy_settings").results
-        self.takes_deltas, served = all(worker.deltas for worker in workers), workers[0]
+        self.takes_deltas = all(worker.deltas for worker in workers)
+        served = workers[0]
         if modes and served.logprobs_mode != modes[0]:
             raise UserError(
                 f"the vLLM server {self.url} gives {served.logprobs_mode}, not those of the distribution that is "
@@ -93,7 +96,8 @@ class Server:
                     f"the vLLM server {self.url} serves {self._name}, whose {name} is {getattr(served, name)}; the "
                     f"policy's is {getattr(config, name)}"
                 )
-        self.vocab_size, self.max_positions = served.vocab_size, served.max_model_len
+        self.vocab_size = served.vocab_size
+        self.max_positions = served.max_model_len
         if (limit := rotary_limit(config)) is not None and self.max_positions > limit:
             raise UserError(
                 f"the vLLM server {self.url} takes up to {self.max_positions} tokens, and beyond {limit} the model's "
@@ -103,44 +107,46 @@ class Server:
         self.serves: dict[str, Any] = {"model": self._name} | served.model_dump(exclude={"max_model_len", "deltas"})
         self.limited_by = f"the limit of the vLLM server {self.url} (--max-model-len)"
 
-    def complete(self, one: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
-        """Generates the samples of one; ``settings`` are those that all have in common, by vLLM's names."""
+    def complete(self, request: Continuation, settings: dict[str, Any], salt: str) -> list[Drawn]:
+        """Generate the samples of one request; ``settings`` are those of all requests, by vLLM's names."""
         common = settings | {"model": self._name, "cache_salt": salt, "return_token_ids": True}
-        body = common | {"prompt": one.ids, "n": one.n, "max_tokens": one.max_tokens, "seed": one.seed}
-        ends = frozenset(settings["stop_token_ids"])
-        expected = Expected(one.n, one.max_tokens, self.vocab_size, ends, bool(settings["stop"]))
+        body = common | {"prompt": request.ids, "n": request.n, "max_tokens": request.max_tokens, "seed": request.seed}
+        end_tokens = frozenset(settings["stop_token_ids"])
+        expected = Expected(request.n, request.max_tokens, self.vocab_size, end_tokens, bool(settings["stop"]))
         reply = self._ask(Completion, "/v1/completions", body, expected)
         if reply.interrupted:
             reasons = ", ".join(sorted(reply.interrupted))
             raise UserError(
                 f"rollout.vllm_server: {self.url} ended answers early ({reasons}): it was stopped or paused"
             )
-        return [Drawn(one.token_ids, one.logprobs.token_logprobs, one.finish_reason) for one in reply.choices]
+        return [
+            Drawn(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason) for choice in reply.choices
+        ]
 
     def counters(self) -> dict[str, float]:
-        """Reads counts since the server was started, by the keys of ``COUNTERS``."""
+        """Read counts since the server was started, by the keys of ``COUNTERS``."""
         sums: dict[str, float] = {}
         for line in self._read("/metrics").splitlines():
-            name, _, rest = line.partition("{")  # one line for each engine of the server
+            name, _, labels_and_value = line.partition("{")  # one line for each engine of the server
             if name in METRICS:
                 try:
-                    count = float(rest.rpartition(" ")[2])
+                    count = float(labels_and_value.rpartition(" ")[2])
                 except ValueError:
                     count = math.nan
                 if not 0 <= count < math.inf:
                     raise self._wrong("/metrics", line, f"{name} must be a finite number >= 0")
                 sums[name] = sums.get(name, 0.0) + count
         return {
-            name: sums.get(f"{theirs}_count", sums.get(f"{theirs}_total", 0.0)) for name, theirs in COUNTERS.items()
+            name: sums.get(f"{metric}_count", sums.get(f"{metric}_total", 0.0)) for name, metric in COUNTERS.items()
         }
 
     def load_policy(self, *args: Any) -> bool:
-        """Lets all workers read weights -> whether they have them; not if a delta is of other weights than theirs."""
-        found = self._rpc(LoadResults, "load_policy", *args).results
-        return all(worker is None or worker.loaded for worker in found)
+        """Let all workers read weights; return whether they have them: not if a delta starts from other weights."""
+        results = self._rpc(LoadResults, "load_policy", *args).results
+        return all(worker is None or worker.loaded for worker in results)
 
     def _rpc(self, kind: type[R], method: str, *args: Any) -> R:
-        """Calls a method of all workers -> their answers."""
+        """Call a method of all workers; return their answers."""
         try:
             return self._ask(kind, "/collective_rpc", {"method": method, "args": args})
         except UserError as error:
@@ -149,7 +155,7 @@ class Server:
             ) from error
 
     def _ask(self, kind: type[R], path: str, body: dict[str, Any] | None = None, expected: Expected | None = None) -> R:
-        """Asks the server -> its answer."""
+        """Send a request to the server; return its reply."""
         text = self._read(path, body)
         try:
             return read_reply(kind, text, expected)
@@ -173,7 +179,7 @@ class Server:
         return text
 
     def _check_health(self) -> None:
-        """Ends a wait that is of no use; /collective_rpc of an engine that has died would last for ever."""
+        """End a wait that is of no use; /collective_rpc of an engine that has died would last for ever."""
         if self.given_up:
             raise UserError(f"rollout.vllm_server: nobody waits for this answer of {self.url} any more")
         status, _ = read(f"{self.url}/health")
@@ -214,14 +220,14 @@ class TimedReader(io.RawIOBase):
         raise AnswerTimeout(f"its answer is not complete after {self.limit:g} s")
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Returns what ``http.client`` asks a socket for."""
+        """Return what ``http.client`` asks a socket for."""
         return io.BufferedReader(self)
 
 
 def read(
     url: str, body: bytes | None = None, alive: Callable[[], object] | None = None, limit: float = math.inf
 ) -> tuple[int, str]:
-    """Asks a server, by GET or, with a body, by POST -> status and text of its answer.
+    """Ask a server, by GET or, with a body, by POST -> status and text of its answer.
 
     Args:
         alive: called every LOOK_SECONDS until the answer is there, which may last an hour; what it raises ends the
@@ -274,7 +280,7 @@ class AdapterFiles:
         self._parts: dict[str, torch.Tensor] = {}
 
     def remember(self, name: str, weight: AdaptedWeight) -> None:
-        """Keeps a weight that has just been merged: ``Policy.on_merge``."""
+        """Keep a weight that has just been merged: ``Policy.on_merge``."""
         if not self.written and name not in self._base:  # a resumed run merges several times before
             self._base[name] = weight.base.detach().to("cpu", copy=True)
         scale = torch.tensor(weight.scale, dtype=torch.float64)
@@ -282,7 +288,7 @@ class AdapterFiles:
             self._parts[f"{self.names[name]}.{part}"] = value.detach().to("cpu", copy=True).contiguous()
 
     def write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
-        """Writes what servers do not have yet -> bytes, and the arguments of ``PolicyWorker.load_policy``."""
+        """Write what servers do not have yet -> bytes, and the arguments of ``PolicyWorker.load_policy``."""
         count, places = 0, [str(self.folder / BASE)]
         if not self.written:
             state = model.state_dict()
@@ -358,7 +364,7 @@ class Servers(Backend):
         return sent
 
     def _send(self, model: PreTrainedModel) -> int:
-        """Sends a delta to the servers that have the weights before, and all weights to the others -> bytes written."""
+        """Send a delta to servers with the weights before, and all weights to the others; return bytes written."""
         weights, whole = dict(checkpoint_weights(model)), self._loads % WHOLE_EVERY == 0
         takers = [server for server in self.servers if server.takes_deltas and has_zstandard()]
         written, behind = 0, self.servers
@@ -386,30 +392,33 @@ class Servers(Backend):
         self.adapters = None  # the weights that they belong to go: who asks again sends all
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def complete(self, asked: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
-        lengths, tokens = [one.expected for one in asked], [one.n * one.expected for one in asked]
-        plan, futures = balance(lengths, tokens, len(self.servers)), dict[int, Future[list[Drawn]]]()
+    def complete(self, continuations: Sequence[Continuation], settings: dict[str, Any], salt: str) -> list[list[Drawn]]:
+        lengths = [request.expected_tokens for request in continuations]
+        tokens = [request.n * request.expected_tokens for request in continuations]
+        shares = balance(lengths, tokens, len(self.servers))
+        futures: dict[int, Future[list[Drawn]]] = {}
         pools = [ThreadPoolExecutor(CONNECTIONS) for _ in self.servers]
         try:
-            for server, pool, part in zip(self.servers, pools, plan):
-                futures |= {i: pool.submit(server.complete, asked[i], settings, salt) for i in part}
+            for server, pool, share in zip(self.servers, pools, shares):
+                for i in share:
+                    futures[i] = pool.submit(server.complete, continuations[i], settings, salt)
             for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
-                future.result()  # raises what failed
-            return [futures[i].result() for i in range(len(asked))]
+                future.result()  # raise the error of a failed request
+            return [futures[i].result() for i in range(len(continuations))]
         except BaseException:
             for server in self.servers:
-                server.given_up = True  # threads end, for which Python would wait
+                server.given_up = True  # ends the threads, which Python would wait for
             raise
         finally:
             for pool in pools:
-                pool.shutdown(wait=False, cancel_futures=True)  # what has not been asked yet never is
+                pool.shutdown(wait=False, cancel_futures=True)  # waiting requests are never sent
 
     def counters(self) -> dict[str, float]:
         counts = self._each(lambda server: server.counters())
         return {name: sum(count[name] for count in counts) for name in COUNTERS}
 
     def _each(self, ask: Callable[[Server], T], servers: Sequence[Server] | None = None) -> list[T]:
-        """Asks servers, by default all, at the same time -> their answers."""
+        """Call a function for servers, by default all, at the same time; return the results."""
         servers = self.servers if servers is None else servers
         with ThreadPoolExecutor(len(servers)) as pool:
             return list(pool.map(ask, servers))

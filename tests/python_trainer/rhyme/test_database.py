@@ -15,7 +15,7 @@ import torch
 
 from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme import database as database_module
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, meta_table, prompt_key
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, meta_table, prompt_hash
 from python_trainer.accelerators.rhyme.matching import PARTS
 from python_trainer.errors import UserError
 
@@ -24,7 +24,7 @@ from .conftest import FACTS, make_sample, make_step
 
 def test_round_trip(database, url):
     run = database.add_run(FACTS)
-    sample = make_sample(text="héllo\nA:15", key=prompt_key("12+3="))
+    sample = make_sample(text="héllo\nA:15", key=prompt_hash("12+3="))
     counts = {"prompts": torch.arange(32, dtype=torch.uint8).reshape(2, 16), "right": torch.tensor([0, 3])}
     steps = [make_step(1, 0.25), replace(make_step(2, 0.75), outcomes=counts)]
     for record, answers in zip(steps, ([sample], [])):
@@ -56,7 +56,7 @@ def test_samples_come_best_and_newest_first_and_by_prompt(database):
     database.add_step(first, make_step(1), answers)
     database.add_step(second, make_step(1), [make_sample(reward=1, text="new", key="a")])
     assert [s.text for s in database.samples()] == ["new", "1", "0.5"]
-    assert [s.text for s in database.samples(prompt_keys=["a"])] == ["new", "0.5"]
+    assert [s.text for s in database.samples(prompt_hashes=["a"])] == ["new", "0.5"]
     assert [s.text for s in database.samples(limit=1)] == ["new"]
     assert [s.text for s in database.samples(without_run=second)] == ["1", "0.5"]
 

@@ -92,7 +92,7 @@ def test_stored_answers_are_never_more_than_their_share(run_step, size, ratio, s
 def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(run_step):
     trainer, row = run_step([stored_answer(5)], rollout={"prompts_per_step": 24})  # two epochs of 12 prompts
     groups = [group for rollouts in trainer.updates for group in by_group(rollouts).values()]
-    stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_key == 5]
+    stored = [sum(r.importance_cap is not None for r in group) for group in groups if group[0].prompt_index == 5]
     assert stored == [1, 1] and {len(group) for group in groups} == {4}
     names = "spared_answers", "stored_answers", "candidates", "rescued_groups"
     assert [row[f"rhyme/{name}"] for name in names] == [2] * 4
@@ -119,7 +119,7 @@ def test_all_ranks_choose_as_rank_0_does():
     """Scores of a network that unlike CPUs have trained differ in their last digits."""
     offers = [sampling.Candidate(None, 0, [1], 1.0, torch.tensor([-x])) for x in (1.0, 2.0)]
     sampler = sampling.GroupSampler(RhymeSettings(), sampling.Retrodictor())
-    other = SimpleNamespace(run=SimpleNamespace(once=lambda function: [1, 0]), seed=0)
+    other = SimpleNamespace(run=SimpleNamespace(on_rank0=lambda function: [1, 0]), seed=0)
     assert sampler._ranked(other, offers) == offers[::-1]
 
 
@@ -160,7 +160,7 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
         for r in members:
             assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
             assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
-        stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.expected is None)
+        stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.success_rate is None)
     assert 0 in stored and max(stored) > 0, "groups with and without a beginning"
     assert False in offered and True in offered
     assert not begins_with([1, 2], [1, 2]) and begins_with([1, 2], []) and not begins_with([1, 3, 2], [1, 2])

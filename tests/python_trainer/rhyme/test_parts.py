@@ -15,7 +15,7 @@ from test_packing import plain_score
 
 import python_trainer.model.policy
 from python_trainer.accelerators.rhyme import matching, sampling
-from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, prompt_key
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, prompt_hash
 from python_trainer.accelerators.rhyme.matching import PARTS, Curve, find_rhyming_stages, histogram, sketch_of
 from python_trainer.accelerators.rhyme.recording import NOTE, begin_run, step_record
 from python_trainer.accelerators.rhyme.retrodiction import Retrodictor
@@ -212,7 +212,7 @@ def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
     chat = [{"role": "user", "content": "4"}]
     run = SimpleNamespace(policy=policy, task=SimpleNamespace(train=[Example("3"), Example(chat)]))
     mine, foreign, said, ended = (make_sample(text=text) for text in ("", "12+3=15", "6", f"1{tokenizer.eos_token}5"))
-    foreign.prompt_key, said.prompt_key = prompt_key("3"), prompt_key(chat)
+    foreign.prompt_key, said.prompt_key = prompt_hash("3"), prompt_hash(chat)
     mine.tokenizer = own
     for answer in (foreign, said, ended):
         answer.tokenizer = "other"
@@ -223,9 +223,9 @@ def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
 
 
 def test_prompts_are_named_by_their_text():
-    assert prompt_key("12+3=") != prompt_key("12+4=") and len(prompt_key("é")) == 32
-    assert prompt_key([{"role": "user", "content": "a"}]) == prompt_key([{"content": "a", "role": "user"}])
-    assert len(prompt_key([{"role": "user", "content": "a", "name": "half of a character: \ud83d"}])) == 32
+    assert prompt_hash("12+3=") != prompt_hash("12+4=") and len(prompt_hash("é")) == 32
+    assert prompt_hash([{"role": "user", "content": "a"}]) == prompt_hash([{"content": "a", "role": "user"}])
+    assert len(prompt_hash([{"role": "user", "content": "a", "name": "half of a character: \ud83d"}])) == 32
 
 
 @pytest.mark.parametrize("limit", [None, 0, 4 * 300 * 7])
@@ -240,7 +240,7 @@ def test_scores_are_those_of_the_policy(make_config, tmp_path, monkeypatch, limi
     found = [Candidate(make_sample(ids=a.response_ids), 0, a.prompt_ids, 1.0) for a in answers]
     for candidate, then in zip(found, behaviour):
         candidate.answer.logprobs = torch.tensor(then)
-    score_candidates(SimpleNamespace(policy=policy, config=config, once=lambda function: function()), found)
+    score_candidates(SimpleNamespace(policy=policy, config=config, on_rank0=lambda function: function()), found)
     for candidate, a, then in zip(found, answers, behaviour):
         logprobs, entropy = (x.detach() for x in plain_score(policy, a, 0.7))
         torch.testing.assert_close(candidate.logprobs, logprobs, rtol=1e-4, atol=1e-5)
@@ -269,7 +269,7 @@ def test_the_network_learns_to_rank_what_it_has_not_seen():
     assert torch.equal(other.predict(x), retrodictor.predict(x))
 
 
-KEYS = [prompt_key(prompt) for prompt in "ab"]
+KEYS = [prompt_hash(prompt) for prompt in "ab"]
 
 
 def context(function, config):
@@ -277,7 +277,7 @@ def context(function, config):
     examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9}), Example("a", {"limit": 1})]
     task = Task("words", examples, (), {"size": function}, (), {"size": 10.0})
     scorer = Scorer(config, SimpleNamespace(task=task, state=RunState()), RankGroup())
-    return SimpleNamespace(task=task, config=config, judge=scorer.judge)
+    return SimpleNamespace(task=task, config=config, score_stored=scorer.score_stored)
 
 
 def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
@@ -293,8 +293,8 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     config = make_config(rollout=rollout, algorithm={"overlong_cache": 4})
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
-    samples.append(make_sample(text="x", key=prompt_key("c"), ids=[1]))
-    found = sampling.judge_again(samples, context(short, config))
+    samples.append(make_sample(text="x", key=prompt_hash("c"), ids=[1]))
+    found = sampling.score_again(samples, context(short, config))
     assert calls == [4, 4, 4, 4, 2], "6 answers to each prompt of this run, none longer than it allows"
     # two examples have one prompt: each judges by its own limit
     assert [(number, s.text) for number, s in found] == [
@@ -305,8 +305,8 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     lost = {"x" * 6: 0.5, "x" * 8: 1.0}
     assert [s.reward for _, s in found] == [10.0 - lost.get(s.text, 0.0) for _, s in found]
     with pytest.raises(UserError, match="size.*raised ZeroDivisionError"):
-        sampling.judge_again(samples, context(lambda **columns: 1 / 0, config))
-    assert sampling.judge_again([], context(short, config)) == [] and len(calls) == 5
+        sampling.score_again(samples, context(lambda **columns: 1 / 0, config))
+    assert sampling.score_again([], context(short, config)) == [] and len(calls) == 5
 
 
 def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path):
