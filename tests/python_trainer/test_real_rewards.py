@@ -170,7 +170,7 @@ def test_a_reward_model_gets_the_first_token_of_its_tokenizer_once(judge):
 
 
 def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
-    parts = list(reward_model.batches([3, 1, 2, 5, 4], most=2))
+    parts = list(reward_model.batches([3, 1, 2, 5, 4], max_rows=2))
     assert parts == [[1, 2], [0, 4], [3]]
 
 
