@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from python_trainer import Trainer, load_config
-from python_trainer.accelerators.alpha import SMOOTHING, TRY_ANYWAY
+from python_trainer.accelerators.alpha import SMOOTHING_STEPS, TRY_ANYWAY
 from python_trainer.callbacks import Callback
 from python_trainer.run_directory import read_evaluations, write_text
 from rlkernels import RankOneTrajectory
@@ -98,7 +98,7 @@ def training_accuracy(run: Path) -> list[float]:
     """The accuracy of each step's own answers, averaged over the last steps as ``alpha`` does."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     found = [row["accuracy"] for row in rows if "accuracy" in row]
-    return [fmean(found[max(step - SMOOTHING, 0) : step]) for step in range(1, len(found) + 1)]
+    return [fmean(found[max(step - SMOOTHING_STEPS, 0) : step]) for step in range(1, len(found) + 1)]
 
 
 def tracked(run: Path, steps: Sequence[int]) -> tuple[RankOneTrajectory, dict[str, Points]]:

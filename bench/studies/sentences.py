@@ -40,7 +40,7 @@ def sameness(run: Path, change: Change) -> float:
     """The share of the commonest pattern in answers to training prompts by a run's policy with other weights."""
     with trainer_with(run, change) as trainer:
         answers = trainer.answer_once(range(PROMPTS), 0)
-        columns = [trainer.prompts.task.train[answer.prompt_key].columns for answer in answers]
+        columns = [trainer.prompts.task.train[answer.prompt_index].columns for answer in answers]
     given = [column.get("words") or [column["subject"]] for column in columns]
     return commonest_pattern([answer.text for answer in answers], given)
 

@@ -139,7 +139,7 @@ class _PackSize:
 
 
 def _tokens(rollout: Rollout) -> np.ndarray:
-    """Returns prompt and response, int64. The array is made once: the ids of a rollout only grow."""
+    """Return prompt and response, int64. The array is made once: the ids of a rollout only grow."""
     tokens = _arrays.get(rollout)
     if tokens is None or len(tokens) != len(rollout.prompt_ids) + len(rollout.response_ids):
         tokens = _arrays[rollout] = token_ids("a rollout", [*rollout.prompt_ids, *rollout.response_ids])
