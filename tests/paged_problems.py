@@ -72,41 +72,46 @@ def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
     return shared, (problem.query, *single, tables, total, query_starts), problem.scale
 
 
-def attend_in_their_dtype(query, key, value, scale, causally):
+def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None):
     """``reference.attend`` with every step rounded to the dtype of its inputs; the log-sum-exp in float32 at least."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
     score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
+    score = score if softcap is None else (score / softcap).tanh() * softcap
     if causally:
-        score = score.masked_fill(~reference.causal(*score.shape[1:], score.device), -torch.inf)
+        score = score.masked_fill(~reference.causal(*score.shape[1:], score.device, window=window), -torch.inf)
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
     return (score.softmax(-1) @ value).transpose(0, 1), lse.T
 
 
-def check_attention(op: str, arguments, scale: float, backend: str, floor: float = 2e-6, relative: float = 0.0):
+def check_attention(op: str, arguments, scale: float, backend: str, floor: float = 2e-6, relative: float = 0.0,
+                    **options: Any):  # fmt: skip
     """Judges "paged_attention" or "shared_prefix_attention" by its reference -> output and log-sum-exp."""
-    ours = getattr(rlkernels, op)(*arguments, scale=scale, return_lse=True, backend=backend)
-    plain = getattr(reference, op)(*arguments, scale)
-    exact = getattr(reference, op)(*(t.double() for t in arguments[:3]), *arguments[3:], scale)
+    ours = getattr(rlkernels, op)(*arguments, scale=scale, return_lse=True, backend=backend, **options)
+    plain = getattr(reference, op)(*arguments, scale, **options)
+    exact = getattr(reference, op)(*(t.double() for t in arguments[:3]), *arguments[3:], scale, **options)
     assert_as_plain(ours, plain, exact, floor, relative)
     return ours
 
 
-def attend_by_mask(query, key, value, layout, scale):
+def attend_by_mask(query, key, value, layout, scale, window=None, softcap=None):
     """Attention among packed tokens by a mask of all pairs, every step rounded to the dtype of the inputs."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
     place = torch.arange(layout.num_tokens)
     seen = (place <= place[:, None]) & (place[:, None] < layout.end)
-    score = ((query.transpose(0, 1) * scale) @ key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+    if window is not None:
+        seen &= layout.position_ids[:, None] - layout.position_ids < window
+    score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
+    score = (score if softcap is None else (score / softcap).tanh() * softcap).masked_fill(~seen, -torch.inf)
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
     return (score.softmax(-1) @ value).transpose(0, 1), lse.T
 
 
 def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads: int, kv_heads: int, dim: int,
-               dtype: torch.dtype) -> list[torch.Tensor]:  # fmt: skip
+               dtype: torch.dtype, size: float = 1, **options: Any) -> list[torch.Tensor]:  # fmt: skip
     """Judges output, log-sum-exp and the gradients from both by the mask of all pairs -> them."""
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
     *tensors, grad = (torch.randn(shape).to(dtype) for shape in shapes)
-    grads, settings = (grad, torch.randn(shapes[0][:2])), {"layout": layout, "scale": dim**-0.5}
+    grads, settings = (grad, torch.randn(shapes[0][:2])), {"layout": layout, "scale": size * dim**-0.5, **options}
     plain, exact = (
         with_gradients(partial(attend_by_mask, **settings), inputs, *grads)
         for inputs in (tensors, [t.double() for t in tensors])

@@ -28,7 +28,14 @@ aten = torch.ops.aten
 BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # which may lie on the host
 
 
-def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale):
+def window_of(causal, left, right):
+    """The window of the keys on both sides of a query that the kernels are told of; None without one."""
+    assert (left is None) == (right is None) and (left is None or (causal and right == 0))
+    return None if left is None else left + 1
+
+
+def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale,
+                  window_size_left=None, window_size_right=None):  # fmt: skip
     """``aten._flash_attention_forward``: without keys or weights 0, and inf as log-sum-exp, as for NaN."""
     assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
@@ -36,14 +43,15 @@ def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, 
     for row in range(len(starts_q) - 1):
         rows, keys = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
         if keys.start < keys.stop:
-            found, found_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal)
+            window = window_of(causal, window_size_left, window_size_right)
+            found, found_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal, window)
             out[rows] = found.to(query.dtype)
             lse[:, rows] = found_lse.T.masked_fill(~found_lse.T.isfinite(), torch.inf)
     return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
 
 def flash_backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, seed, unused,
-                   *, scale):  # fmt: skip
+                   *, scale, window_size_left=None, window_size_right=None):  # fmt: skip
     """``aten._flash_attention_backward``, from the output and the log-sum-exp that it is given, as the kernel does."""
     assert not dropout and int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
     grads = [torch.zeros_like(t) for t in (query, key, value)]
@@ -53,7 +61,8 @@ def flash_backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q,
         k, v = (t[keys].float().repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
         weight = (torch.einsum("qhd,khd->hqk", q, k) * scale - lse[:, rows, None]).exp()
         if causal:
-            weight = weight.masked_fill(~reference.causal(len(q), len(k), q.device), 0)
+            window = window_of(causal, window_size_left, window_size_right)
+            weight = weight.masked_fill(~reference.causal(len(q), len(k), q.device, window=window), 0)
         outer = torch.einsum("qhd,khd->hqk", g, v) - (g * o).sum(-1).T[..., None]
         found = (("hqk,khd->qhd", weight * outer * scale, k), ("hqk,qhd->khd", weight * outer * scale, q),
                  ("hqk,qhd->khd", weight, g))  # fmt: skip

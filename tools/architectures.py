@@ -2,8 +2,9 @@
 
     python tools/architectures.py > docs/architectures.md
 
-Every type that ``AutoModelForCausalLM`` knows is built tiny and random, in float32. Two things are held against eager
-attention of Transformers: the paged cache (``rlkernels.integrations.transformers``), and the packed passes in which
+Every type that ``AutoModelForCausalLM`` knows is built tiny and random, in float32, with sliding windows that cut.
+Three things are held against eager attention of Transformers: packed passes with their gradients (``pack`` of
+``rlkernels.integrations.transformers``, TRL's trainers), the paged cache beside it, and the passes in which
 ``python_trainer`` trains and generates. Names as arguments: only these types.
 """
 
@@ -20,18 +21,26 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from python_trainer.model.traits import find_traits
-from rlkernels.integrations.transformers import PagedCache, paged_kv_cache
+from rlkernels.integrations.transformers import IMPLEMENTATION, PagedCache, pack, paged_kv_cache
 
 VOCAB, MEMORY = 320, 8 << 30
+HEADER = """Tiny random decoders of Transformers {}, in float32, with windows that cut, equal its eager attention in
+
+- packed passes: logits and gradients of `rlkernels.integrations.transformers.pack`, for your loop and TRL's trainers;
+- paged cache: that of `rlkernels.integrations.transformers`;
+- trainer: packed passes and generation of `python_trainer`.
+
+`python tools/architectures.py TYPE ...` writes such a table.
+"""
 # a size -> the settings of configs that get it, where they have it
 SIZES: dict[Any, str] = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
     512: "max_position_embeddings n_positions n_ctx",
-    128: "sliding_window local_attention attention_window window_size",
     48: "intermediate_size ffn_dim n_inner moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp "
     "shared_intermediate_size ffn_hidden_size expert_ffn_hidden_size decoder_ffn_dim",
     32: "hidden_size n_embd d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
-    8: "head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input laurel_rank "
+    8: "sliding_window local_attention attention_window window_size "
+    "head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input laurel_rank "
     "mamba_n_heads mamba_d_head linear_key_head_dim linear_value_head_dim",
     4: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_attention_heads n_head n_heads num_heads "
     "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
@@ -41,8 +50,11 @@ SIZES: dict[Any, str] = {
     0: "num_kv_shared_layers pad_token_id",
     0.3: "initializer_range init_std",
 }
+# whose keys and values come from one latent vector of a token
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
 SPECIAL: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_key_value_heads": 4},
+    **{kind: {"num_key_value_heads": 4} for kind in LATENT},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "global_head_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
 }
@@ -53,13 +65,40 @@ def build(kind: str) -> Any:
     given = AutoConfig.for_model(kind).to_dict()
     sizes = {name: size for size, names in SIZES.items() for name in names.split() if given.get(name) is not None}
     torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **sizes, **SPECIAL.get(kind, {}))
+    config = AutoConfig.for_model(kind, **sizes | SPECIAL.get(kind, {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim < 2:
                 weight.add_(torch.randn_like(weight) * 0.1)
     return model
+
+
+def check_packed(model: Any) -> None:
+    """Raise unless a packed pass has the logits and the gradients of eager attention on padded rows."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (3, 24), generator=generator)
+    ids[1, :20], ids[2, :7] = ids[0, :20], ids[0, :7]
+    mask = torch.ones_like(ids)
+    mask[1, 22:] = 0
+    rows = [row[kept.bool()] for row, kept in zip(ids, mask)]
+    packed = pack([[*row.tolist(), 0] for row in rows])  # whose last token predicts nothing
+    grads = torch.randn(int(mask.sum()), VOCAB, generator=generator)
+
+    def results(logits: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        logits.backward(grads[:, : logits.shape[1]])
+        return [logits.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
+
+    model.set_attn_implementation("eager")
+    expected = results(model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
+    model.set_attn_implementation(IMPLEMENTATION)
+    passed = model(packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, attention=packed.layout)
+    found = results(passed.logits[0, torch.cat(packed.layout.places)])
+    most = max(float(p.abs().max()) for p in expected[1:])
+    for i, (ours, theirs) in enumerate(zip(found, expected)):
+        if not (gap := (ours - theirs).abs().max()) <= 1e-4 * max(float(theirs.abs().max()), most if i else 1.0):
+            raise ValueError(f"the {'gradients' if i else 'logits'} differ by {gap:.1e}")
 
 
 @torch.no_grad()
@@ -101,9 +140,10 @@ def look_at(kind: str) -> tuple[str, str]:
     """Return (result, why) of an architecture."""
     if reason(kind, lambda model: model(torch.ones(1, 4, dtype=torch.int64))):
         return "not tried: its tiny model does not run by itself", ""
-    paged, trained = reason(kind, check_paged), reason(kind, find_traits)
-    runs = [name for name, why in (("paged cache", paged), ("trainer", trained)) if not why]
-    return " and ".join(runs) or "neither", paged or trained
+    reasons = {"packed passes": reason(kind, check_packed), "paged cache": reason(kind, check_paged)}
+    reasons["trainer"] = reason(kind, find_traits)
+    runs = [name for name, why in reasons.items() if not why]
+    return "all" if len(runs) == 3 else ", ".join(runs) or "none", next(filter(None, reasons.values()), "")
 
 
 def main() -> None:
@@ -113,9 +153,10 @@ def main() -> None:
     for number, kind in enumerate(kinds, 1):
         print(f"{number}/{len(kinds)} {kind}", file=sys.stderr)
         found[look_at(kind)].append(kind)
-    print(f"# Architectures\n\n{len(kinds)} tiny models of Transformers {transformers.__version__} in float32.\n")
+    print(f"# Architectures\n\n{HEADER.format(transformers.__version__)}")
     print("| runs on | types | why not more |\n|---|---|---|")
-    for (result, why), names in sorted(found.items(), key=lambda row: ("and" not in row[0][0], row[0])):
+    order = {"all": 0, "none": 2}
+    for (result, why), names in sorted(found.items(), key=lambda row: (order.get(row[0][0], 1), row[0])):
         print(f"| {result} | {', '.join(names)} | {why} |")
 
 

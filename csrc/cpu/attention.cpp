@@ -13,6 +13,8 @@ struct Tile {  // of one KV head
   TileRows<float> value_packed;  // where a head is no whole number of vectors
   int keys;
   int64_t visible;  // keys from the start of the tile on that the first query sees
+  int64_t hidden;   // those of them before its window
+  float softcap;
   const float* kt;  // the keys transposed; null: scores come straight from the cache
 };
 
@@ -31,8 +33,11 @@ static void attend_rows(const Tile<T>& tile, const Rows& rows, int first, int he
   else
     score_direct<R>(q, padded, dim, tile.key, tile.keys, ahead, s);
   for (int r = 0; r < R; ++r) {
-    const int64_t visible = tile.visible + int64_t((first + r) / heads_per_kv) * step;
-    online_softmax(s + r * kTileKeys, visible, tile.keys, rows.maximum + first + r, rows.sum + first + r,
+    const int64_t query = (first + r) / heads_per_kv, hidden = tile.hidden + query;
+    float* const scores = s + r * kTileKeys;
+    if (tile.softcap) cap_scores(scores, tile.keys, tile.softcap);
+    for (int k = 0; k < tile.keys && k < hidden; ++k) scores[k] = -kInfinity;
+    online_softmax(scores, tile.visible + query * step, tile.keys, rows.maximum + first + r, rows.sum + first + r,
                    out + r * padded, padded);
   }
   if (padded == dim)
@@ -93,10 +98,12 @@ static void attend(const Attention& a, const AttentionSpan& span, float* scratch
     load_queries<Q>(a, span, span.first_kv_head + h, rows_of(span.first_kv_head + h), padded);
   const bool direct = padded == a.dim && count * 8 <= a.dim;  // few rows: cheaper than transposing the keys
   Tile<T> tile;
+  tile.softcap = a.softcap;
   const float* packed_at[kTileKeys];
   for (TileWalk<T> walk(a, span); walk.keys; walk.advance()) {
     tile.keys = walk.keys;
     tile.visible = span.visible - walk.start;
+    tile.hidden = span.hidden - walk.start;
     tile.kt = direct ? nullptr : kt;
     for (int head = span.first_kv_head; head < span.first_kv_head + span.kv_heads; ++head) {
       tile.key = walk.key(head);

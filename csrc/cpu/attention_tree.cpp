@@ -30,16 +30,41 @@ static void scatter_rows(const float* rows, int64_t first, int64_t tokens, int h
     }
 }
 
-// Writes for each token of a span its depth, `per` times; returns the largest.
-static int64_t find_positions(const TreeSpan& span, int per, int32_t* position) {
-  int64_t t = span.begin, deepest = 0;
+namespace {
+
+struct Depths {
+  int64_t least, most;
+  // The first tile that a query at one of these depths sees.
+  int64_t first_tile(int64_t window) const { return least < window ? 0 : (least + 1 - window) / kTileKeys * kTileKeys; }
+};
+
+// The keys of a tile that a query sees: from .. limit - 1.
+struct SeenKeys {
+  int from, limit;
+  bool none() const { return from == limit; }
+};
+
+}  // namespace
+
+// Of a tile of `keys` keys, the first at `depth`, a query at `position` sees those above depth `end` in its window.
+RLK_INLINE SeenKeys seen_keys(int64_t position, int64_t end, int64_t depth, int keys, int64_t window) {
+  const int64_t seen = end - depth, before = position + 1 - window - depth;
+  const int limit = seen < keys ? int(seen) : keys;
+  return {before < 0 ? 0 : before < limit ? int(before) : limit, limit};
+}
+
+// Writes for each token of a span its depth, `per` times.
+static Depths find_positions(const TreeSpan& span, int per, int32_t* position) {
+  int64_t t = span.begin;
+  Depths depths{span.above(), 0};
   for (const TreeNode* n = span.node; t < span.end; ++n)
     for (; t < n->stop && t < span.end; ++t) {
       const int64_t depth = n->depth + t - n->start;
-      deepest = depth > deepest ? depth : deepest;
+      depths.least = depth < depths.least ? depth : depths.least;
+      depths.most = depth > depths.most ? depth : depths.most;
       for (int j = 0; j < per; ++j) *position++ = int32_t(depth);
     }
-  return deepest;
+  return depths;
 }
 
 // acc[r] += sum over keys k < limit[r] of p[r][k] * values[k], of rows First .. R - 1 from key k on; limits ascend.
@@ -59,25 +84,26 @@ RLK_INLINE void add_seen_keys(int k, const float* p, const int* limit, const flo
   }
 }
 
-// The same for NV vectors of columns of out. The keys come in order and one by one, so that R does not change a bit, and
-// a row reads no value that it does not see.
+// The same for NV vectors of columns of out, from key `from` on. The keys come in order and one by one, so that R does
+// not change a bit, and a row reads no value that it does not see.
 template <int R, int NV>
-static void add_seen_block(const float* p, const int* limit, const float* values, int64_t stride, float* out) {
+static void add_seen_block(int from, const float* p, const int* limit, const float* values, int64_t stride, float* out) {
   vfloat acc[R][NV];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) acc[r][v] = load<vfloat>(out + r * stride + v * kLanes);
-  add_seen_keys<0>(0, p, limit, values, stride, acc);
+  add_seen_keys<0>(from, p, limit, values, stride, acc);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) store(out + r * stride + v * kLanes, acc[r][v]);
 }
 
 template <int R>
-static void add_seen(const float* p, const int* limit, const float* values, int width, int64_t stride, float* out) {
+static void add_seen(int from, const float* p, const int* limit, const float* values, int width, int64_t stride,
+                     float* out) {
   constexpr int NV = kRows * kVectors / R >= 8 ? 8 : kRows * kVectors / R >= 4 ? 4 : kVectors;  // sums in registers
   int c = 0;
-  for (; c + NV * kLanes <= width; c += NV * kLanes) add_seen_block<R, NV>(p, limit, values + c, stride, out + c);
-  for (; c + 2 * kLanes <= width; c += 2 * kLanes) add_seen_block<R, 2>(p, limit, values + c, stride, out + c);
-  for (; c < width; c += kLanes) add_seen_block<R, 1>(p, limit, values + c, stride, out + c);
+  for (; c + NV * kLanes <= width; c += NV * kLanes) add_seen_block<R, NV>(from, p, limit, values + c, stride, out + c);
+  for (; c + 2 * kLanes <= width; c += 2 * kLanes) add_seen_block<R, 2>(from, p, limit, values + c, stride, out + c);
+  for (; c < width; c += kLanes) add_seen_block<R, 1>(from, p, limit, values + c, stride, out + c);
 }
 
 namespace {
@@ -122,28 +148,38 @@ static void attend_as(const TreeAttention& a, const TreeSpan& span, int kv_head,
   int32_t* const path = reinterpret_cast<int32_t*>(part(above));
   int32_t* const position = reinterpret_cast<int32_t*>(part(rows));
   tree_path(a, span, path);
-  const int64_t deepest = find_positions(span, per_kv, position);
+  const Depths depths = find_positions(span, per_kv, position);
   gather_rows<T>(a.query, span.begin, tokens, a.heads, head, per_kv, a.dim, stride, width, query);
   for (int64_t i = 0; i < rows * stride; ++i) query[i] *= a.scale;
   std::memset(out, 0, rows * stride * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) maximum[r] = -kInfinity, sum[r] = 0;
 
-  for (int64_t depth = 0; depth <= deepest; depth += kTileKeys) {
+  for (int64_t depth = depths.first_tile(a.window); depth <= depths.most; depth += kTileKeys) {
     // Tokens from .. to - 1 against what the tile holds now: all of them see it, and the first node perhaps not to its end.
     const auto attend = [&](int64_t from, int64_t to) {
       const int64_t first = (from - span.begin) * per_kv;
       for_row_blocks(int((to - from) * per_kv), [&]<int R>(int i) {
         const int64_t row = first + i;
-        int limit[R];
+        int from[R], limit[R];
+        bool seen = false, cut = false;
         for (int r = 0; r < R; ++r) {
-          const int64_t seen = position[row + r] + 1 - depth;
-          limit[r] = seen < kTileKeys ? int(seen) : kTileKeys;
+          const int64_t at = position[row + r];
+          const SeenKeys keys = seen_keys(at, at + 1, depth, kTileKeys, a.window);
+          from[r] = keys.from, limit[r] = keys.limit;
+          seen |= !keys.none(), cut |= keys.from > 0;
         }
+        if (!seen) return;
         score_packed<R>(query + row * stride, stride, a.dim, tile.kt, limit[R - 1], s);
+        for (int r = 0; r < R; ++r) {
+          float* const scores = s + r * kTileKeys;
+          if (a.softcap) cap_scores(scores, limit[R - 1], a.softcap);
+          for (int k = 0; k < from[r]; ++k) scores[k] = -kInfinity;
+          online_softmax(scores, limit[r], limit[R - 1], maximum + row + r, sum + row + r, out + (row + r) * stride,
+                         width);
+        }
+        if (!cut) return add_seen<R>(0, s, limit, tile.values, width, stride, out + row * stride);
         for (int r = 0; r < R; ++r)
-          online_softmax(s + r * kTileKeys, limit[r], limit[R - 1], maximum + row + r, sum + row + r,
-                         out + (row + r) * stride, width);
-        add_seen<R>(s, limit, tile.values, width, stride, out + row * stride);
+          add_seen<1>(from[r], s + r * kTileKeys, limit + r, tile.values, width, stride, out + (row + r) * stride);
       });
     };
     const int64_t end = depth + kTileKeys;
@@ -189,8 +225,8 @@ struct Queries {  // of a span and KV head: rows of `stride` floats, in order of
   float *weight, *grad_score, *weight_t, *grad_score_t;  // [kTileKeys][kTileKeys] each
   int32_t* position;                                     // of each row
   int per_kv, dim, width;
-  int64_t stride;
-  float scale;
+  int64_t stride, window;
+  float scale, softcap;
 };
 
 }  // namespace
@@ -206,9 +242,8 @@ static void transpose_tile(const float* in, int rows, int columns, float* out) {
     }
 }
 
-// Weights and gradients of the scores of `count` rows from `row` on, of which row r sees the first limit[r] <= keys
-// keys of the tile.
-static void score_gradients(const Queries& q, int64_t row, int count, const int* limit, int keys) {
+// Weights and gradients of the scores of `count` rows from `row` on, of which row r sees some of the first `keys` keys.
+static void score_gradients(const Queries& q, int64_t row, int count, const SeenKeys* seen, int keys) {
   const int padded_keys = (keys + kLanes - 1) / kLanes * kLanes;
   for_row_blocks(count, [&]<int R>(int first) {
     const int64_t at = (row + first) * q.stride;
@@ -219,11 +254,18 @@ static void score_gradients(const Queries& q, int64_t row, int count, const int*
   for (int r = 0; r < count; ++r) {
     float *w = q.weight + r * kTileKeys, *d = q.grad_score + r * kTileKeys;
     for (int k = 0; k < padded_keys; k += kLanes) {
-      vfloat p = vexp(load<vfloat>(w + k) * q.scale - q.lse[row + r]);
-      vfloat s = p * (load<vfloat>(d + k) - q.delta[row + r]) * q.scale;
-      if (k + kLanes > limit[r]) {
-        p = lane < limit[r] - k ? p : vfloat{};
-        s = lane < limit[r] - k ? s : vfloat{};
+      vfloat score = load<vfloat>(w + k) * q.scale, slope = splat(q.scale);
+      if (q.softcap) {
+        const vfloat share = vtanh(score / q.softcap);
+        score = share * q.softcap;
+        slope *= 1.0f - share * share;
+      }
+      vfloat p = vexp(score - q.lse[row + r]);
+      vfloat s = p * (load<vfloat>(d + k) - q.delta[row + r]) * slope;
+      if (k < seen[r].from || k + kLanes > seen[r].limit) {
+        const vint is_seen = (lane >= seen[r].from - k) & (lane < seen[r].limit - k);
+        p = is_seen ? p : vfloat{};
+        s = is_seen ? s : vfloat{};
       }
       store(w + k, p);
       store(d + k, s);
@@ -236,25 +278,14 @@ static void score_gradients(const Queries& q, int64_t row, int count, const int*
 // the least depth at which a node began.
 static void backward_tile(const Queries& q, const TreeAttention& a, const TreeSpan& span, int keys, int64_t depth,
                           int64_t from, const TreeNode* next, float* grad_key, float* grad_value) {
-  const float *key[kTileKeys], *query[kTileKeys], *grad_out[kTileKeys];
+  const float* key[kTileKeys];
   Nothing nothing;
   for (int j = 0; j < kTileKeys; ++j) key[j] = q.key + j * q.stride;
   const int64_t rows = (span.end - span.begin) * q.per_kv;
   int64_t row = (from - span.begin) * q.per_kv, shared = depth + keys;
-  while (row < rows) {
-    int limit[kTileKeys], count = 0, most = 0;
-    bool left = false;
-    for (; count < kTileKeys && row + count < rows; ++count) {
-      const int64_t token = span.begin + (row + count) / q.per_kv, position = q.position[row + count];
-      for (; next < a.nodes_end && next->start <= token; ++next)
-        shared = next->depth < shared ? next->depth : shared;
-      const int64_t seen = (position < shared ? position + 1 : shared) - depth;
-      if ((left = seen <= 0)) break;
-      limit[count] = seen < keys ? int(seen) : keys;
-      most = limit[count] > most ? limit[count] : most;
-    }
-    if (count == 0) return;
-    score_gradients(q, row, count, limit, most);
+  const auto add_gradients = [&](int64_t row, int count, const SeenKeys* seen, int most) {
+    const float *query[kTileKeys], *grad_out[kTileKeys];
+    score_gradients(q, row, count, seen, most);
     for (int r = 0; r < count; ++r) {
       query[r] = q.query + (row + r) * q.stride;
       grad_out[r] = q.grad_out + (row + r) * q.stride;
@@ -271,6 +302,21 @@ static void backward_tile(const Queries& q, const TreeAttention& a, const TreeSp
       add_values<R>(q.grad_score_t + j * kTileKeys, TileRows<float>{query}, count, q.width, nothing,
                     grad_key + j * q.stride, q.stride);
     });
+  };
+  while (row < rows) {
+    SeenKeys seen[kTileKeys];
+    int count = 0, most = 0;
+    bool left = false;
+    for (; count < kTileKeys && row + count < rows; ++count) {
+      const int64_t token = span.begin + (row + count) / q.per_kv, position = q.position[row + count];
+      for (; next < a.nodes_end && next->start <= token; ++next)
+        shared = next->depth < shared ? next->depth : shared;
+      const int64_t end = position < shared ? position + 1 : shared;
+      if ((left = end <= depth)) break;
+      seen[count] = seen_keys(position, end, depth, keys, q.window);
+      if (!seen[count].none() && seen[count].limit > most) most = seen[count].limit;
+    }
+    if (most > 0) add_gradients(row, count, seen, most);
     if (left) return;
     row += count;
   }
@@ -285,7 +331,9 @@ static void backward_as(const TreeAttention& a, const TreeGradients& g, const Tr
   q.dim = a.dim;
   q.width = (a.dim + kLanes - 1) / kLanes * kLanes;
   q.stride = tree_stride(a.dim);
+  q.window = a.window;
   q.scale = a.scale;
+  q.softcap = a.softcap;
   const int64_t rows = tokens * q.per_kv;
   const auto part = [&scratch](int64_t floats) { return (scratch += floats) - floats; };
   float** const of_queries[] = {&q.query, &q.grad_out, &q.grad_query};
@@ -298,7 +346,7 @@ static void backward_as(const TreeAttention& a, const TreeGradients& g, const Tr
   q.delta = part(rows);
   float *const grad_key = part(tokens * q.stride), *const grad_value = part(tokens * q.stride);
   q.position = reinterpret_cast<int32_t*>(part(rows));
-  find_positions(span, q.per_kv, q.position);
+  const Depths depths = find_positions(span, q.per_kv, q.position);
   const int head = kv_head * q.per_kv;
   const auto gather = [&](const void* from, float* to) {
     gather_rows<T>(from, span.begin, tokens, a.heads, head, q.per_kv, a.dim, q.stride, q.width, to);
@@ -333,7 +381,7 @@ static void backward_as(const TreeAttention& a, const TreeGradients& g, const Tr
     pack_keys(TileRows<float>{key}, keys, a.dim, nothing, q.kt);
     pack_keys(TileRows<float>{value}, keys, a.dim, nothing, q.vt);
   };
-  for (int64_t d = 0; d < depth; d += kTileKeys) {
+  for (int64_t d = depths.first_tile(a.window); d < depth; d += kTileKeys) {
     const int keys = depth - d < kTileKeys ? int(depth - d) : kTileKeys;
     load_tile(keys, [&](int j) { return above.path[d + j]; });
     float* const grads = above.grads + d * q.stride;

@@ -26,7 +26,7 @@ struct WideRows {  // kWideRows rows of one KV head
 bool wide_fits(const Attention& a, const AttentionSpan& span) {
   return a.cache_type == Float::bf16 && a.query_type == Float::bf16 && a.dim % 32 == 0 && a.dim <= 512 &&
          a.block_size % 16 == 0 && span.queries * (a.heads / a.kv_heads) * a.dim >= 256 &&
-         span.queries * (a.heads / a.kv_heads) > 1;
+         span.queries * (a.heads / a.kv_heads) > 1 && a.softcap == 0 && span.hidden + span.queries <= 1;
 }
 
 // values[g][c][pair][column]: two neighbouring keys side by side, 32 keys and 16 columns to a tile. Of every 32 columns

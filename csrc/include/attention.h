@@ -4,6 +4,8 @@
 
 namespace rlk {
 
+constexpr int64_t kNoWindow = int64_t(1) << 40;  // more keys than any query sees
+
 enum class Float : int { f32 = 0, bf16 = 1, f16 = 2 };
 
 // [.., .., .., dim] with unit stride of the last dimension; strides in elements.
@@ -23,6 +25,8 @@ struct Attention {
   float* lse;  // [T, heads]
   int32_t heads, kv_heads, dim, block_size;
   float scale;
+  int64_t window = kNoWindow;  // keys that a query sees at most, itself included; not for prefixes
+  float softcap = 0;           // bounds scores: softcap * tanh(score / softcap); 0: no bound
 };
 
 // Some queries of one sequence (or of one group's prefix) against some of its keys.
@@ -33,6 +37,7 @@ struct AttentionSpan {
   int32_t first_kv_head, kv_heads;
   int32_t first_key, last_key;  // the last one exclusive, at most the most that a query sees
   int64_t visible;              // keys that the first query sees; every further query sees `step` more
+  int64_t hidden;               // keys before the first query's window, if positive; every further query hides one more
   int32_t step;                 // 1: causal; 0: every query sees all keys
   float* part_out;              // where the first query's first head goes, [.., heads, dim]; null: to out and lse
   float* part_lse;              // [.., heads]
@@ -70,6 +75,8 @@ struct TreeAttention {
   Float type;
   int32_t heads, kv_heads, dim;
   float scale;
+  int64_t window;  // as of Attention
+  float softcap;
   const TreeNode *nodes, *nodes_end;
 };
 

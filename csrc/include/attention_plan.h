@@ -80,8 +80,10 @@ inline void add_spans(const Attention& a, const KeySource& s, float* part_out, f
         span.visible = s.causal ? s.keys - s.queries + q + 1 : s.keys;
         const int64_t seen = s.causal ? span.visible + queries - 1 : s.keys;
         const int64_t begin = i * kStretchKeys, end = i + 1 == s.stretches ? seen : std::min(seen, begin + kStretchKeys);
-        span.first_key = int32_t(begin);
-        span.last_key = int32_t(std::max(begin, end));
+        span.hidden = s.causal ? span.visible - a.window : -kNoWindow;
+        const int64_t first = std::max(begin, std::max<int64_t>(span.hidden, 0) / kTileKeys * kTileKeys);
+        span.first_key = int32_t(first);
+        span.last_key = int32_t(std::max(first, end));
         const int64_t row = (s.part + i * s.queries + q) * a.heads;
         span.part_out = s.part < 0 ? nullptr : part_out + row * a.dim;
         span.part_lse = s.part < 0 ? nullptr : part_lse + row;

@@ -259,6 +259,10 @@ static void add_values(const float* p, TileRows<T> rows, int keys, int padded, A
   for (; c < padded; c += kLanes) value_block<R, 1>(p, rows, keys, c, ahead, out, stride);
 }
 
+static inline void cap_scores(float* s, int keys, float softcap) {
+  for (int k = 0; k < keys; k += kLanes) store(s + k, vtanh(load<vfloat>(s + k) / softcap) * softcap);
+}
+
 // Turns the scores of one row into weights and brings its running maximum, sum and output up to date.
 static inline void online_softmax(float* s, int64_t visible, int keys, float* maximum, float* sum, float* out, int padded) {
   const vint lane = lane_numbers();

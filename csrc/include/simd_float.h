@@ -169,6 +169,17 @@ RLK_INLINE vfloat vexp(vfloat x) {
   return x < -87.3f ? vfloat{} : p * power;
 }
 
+// tanh(x) within 2 units in the last place (Cephes); NaN stays.
+RLK_INLINE vfloat vtanh(vfloat x) {
+  const vfloat size = x < 0.0f ? -x : x, a = size > 10.0f ? splat(10.0f) : size, z = a * a;
+  vfloat p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const vfloat far = 1.0f - 2.0f / (vexp(a + a) + 1.0f), y = a < 0.625f ? p * z * a + a : far;
+  return x < 0.0f ? -y : y;
+}
+
 // log(x) for 1 <= x <= 2, within 1e-7 (Cephes' polynomial); NaN stays.
 RLK_INLINE vfloat vlog_of_1_to_2(vfloat x) {
   const vint high = x > 1.41421356f;

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #ifdef __linux__
@@ -70,7 +71,8 @@ struct Call {
   at::Tensor query, out, lse;
 };
 
-Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, double scale) {
+Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, double scale,
+             const std::optional<int64_t>& window = {}, const std::optional<double>& softcap = {}) {
   Call c;
   c.query = query.stride(2) == 1 ? query : query.contiguous();
   c.out = at::empty(query.sizes(), query.options());
@@ -96,6 +98,8 @@ Call prepare(const at::Tensor& query, const at::Tensor& key_cache, const at::Ten
   a.dim = int32_t(query.size(2));
   a.block_size = int32_t(key_cache.size(1));
   a.scale = float(scale);
+  a.window = window_of(window);
+  a.softcap = softcap_of(softcap);
   return c;
 }
 
@@ -114,8 +118,9 @@ std::vector<KeySource> own_sources(const at::Tensor& query, const at::Tensor& ke
 std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
                                                    const at::Tensor& value_cache, const at::Tensor& block_tables,
                                                    const at::Tensor& seq_lens, const at::Tensor& query_starts,
-                                                   double scale) {
-  Call c = prepare(query, key_cache, value_cache, scale);
+                                                   double scale, const std::optional<int64_t>& window,
+                                                   const std::optional<double>& softcap) {
+  Call c = prepare(query, key_cache, value_cache, scale, window, softcap);
   const Ragged sequences{"block_tables", "seq_lens", "query_starts", block_tables, seq_lens, query_starts};
   std::vector<KeySource> own = own_sources(query, key_cache, sequences), none;
   attend_sources(c.a, none, own, {}, torch_threads());
@@ -211,7 +216,7 @@ TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
   m.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()");
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-      "Tensor query_starts, float scale) -> (Tensor, Tensor)");
+      "Tensor query_starts, float scale, int? window=None, float? softcap=None) -> (Tensor, Tensor)");
   m.def(
       "shared_prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor group_tables, "
       "Tensor group_lens, Tensor group_starts, Tensor block_tables, Tensor seq_lens, Tensor query_starts, "

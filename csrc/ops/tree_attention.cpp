@@ -44,9 +44,13 @@ std::vector<TreeNode> read_nodes(const at::Tensor& nodes, int64_t tokens) {
 }
 
 // Pairs of a query and a key that it sees.
-int64_t count_pairs(const std::vector<TreeNode>& nodes) {
+int64_t count_pairs(const std::vector<TreeNode>& nodes, int64_t window) {
   int64_t pairs = 0;
-  for (const TreeNode& n : nodes) pairs += (n.stop - n.start) * (2 * n.depth + n.stop - n.start + 1) / 2;
+  for (const TreeNode& n : nodes) {
+    const int64_t tokens = n.stop - n.start, whole = std::clamp<int64_t>(window - n.depth, 0, tokens);
+    pairs += whole * (2 * n.depth + whole + 1) / 2;
+    if (whole < tokens) pairs += (tokens - whole) * window;
+  }
   return pairs;
 }
 
@@ -64,16 +68,16 @@ std::vector<TreeSpan> cut_tokens(const std::vector<TreeNode>& nodes, const Cut& 
 
 // Spans of about equal work for the backward pass, whatever the number of threads: it must not change a sum. The keys
 // above all spans are at most four times the tokens. Preferred are cuts at roots, with nothing above, and at nodes.
-std::vector<TreeSpan> cut_evenly(const std::vector<TreeNode>& nodes, int64_t heads_per_kv) {
+std::vector<TreeSpan> cut_evenly(const std::vector<TreeNode>& nodes, int64_t heads_per_kv, int64_t window) {
   if (nodes.empty()) return {};
-  const int64_t pairs = count_pairs(nodes), tokens = nodes.back().stop;
+  const int64_t pairs = count_pairs(nodes, window), tokens = nodes.back().stop;
   int64_t longest = 0, work = 0;
   for (const TreeNode& n : nodes) longest = std::max(longest, n.depth + n.stop - n.start);
   const int64_t spans = std::min({4 * tokens / longest, tokens * heads_per_kv / kLeastRows, kMostSpans});
   const int64_t share = pairs / std::max<int64_t>(spans, 1) + 1;
   return cut_tokens(nodes, [&](int64_t t, const TreeNode& n, int64_t depth) {
     const bool cut = work >= share * (depth == 0 ? 2 : t == n.start ? 3 : 5) / 4;
-    work = cut ? depth + 1 : work + depth + 1;
+    work = (cut ? 0 : work) + std::min(depth + 1, window);
     return cut;
   });
 }
@@ -81,7 +85,8 @@ std::vector<TreeSpan> cut_evenly(const std::vector<TreeNode>& nodes, int64_t hea
 void* data(const at::Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 
 TreeAttention prepare(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
-                      const at::Tensor& lse, const std::vector<TreeNode>& nodes, double scale) {
+                      const at::Tensor& lse, const std::vector<TreeNode>& nodes, double scale,
+                      const std::optional<int64_t>& window, const std::optional<double>& softcap) {
   const auto type = query.scalar_type();
   for (const at::Tensor* t : {&query, &key, &value, &out}) RLK_CHECK_TENSOR((*t), type, 3);
   RLK_CHECK_TENSOR(lse, at::kFloat, 2);
@@ -92,21 +97,24 @@ TreeAttention prepare(const at::Tensor& query, const at::Tensor& key, const at::
               "shapes do not fit together");
   return {query.const_data_ptr(), key.const_data_ptr(), value.const_data_ptr(), data(out),
           static_cast<float*>(data(lse)), float_type(query, "query"), int32_t(heads), int32_t(kv_heads), int32_t(dim),
-          float(scale), nodes.data(), nodes.data() + nodes.size()};
+          float(scale), window_of(window), softcap_of(softcap), nodes.data(),
+          nodes.data() + nodes.size()};
 }
 
 std::tuple<at::Tensor, at::Tensor> tree_attention(const at::Tensor& query, const at::Tensor& key,
-                                                  const at::Tensor& value, const at::Tensor& nodes, double scale) {
+                                                  const at::Tensor& value, const at::Tensor& nodes, double scale,
+                                                  const std::optional<int64_t>& window,
+                                                  const std::optional<double>& softcap) {
   TORCH_CHECK(query.dim() == 3, "query must be [T, heads, dim]");
   const std::vector<TreeNode> tree = read_nodes(nodes, query.size(0));
   at::Tensor out = at::empty_like(query), lse = at::empty(query.sizes().slice(0, 2), query.options().dtype(at::kFloat));
-  const TreeAttention a = prepare(query, key, value, out, lse, tree, scale);
+  const TreeAttention a = prepare(query, key, value, out, lse, tree, scale, window, softcap);
   const int64_t per_kv = a.heads / a.kv_heads, step = std::max<int64_t>(1, kTreeRows / per_kv);
   const std::vector<TreeSpan> spans = cut_tokens(tree, [&](int64_t t, const TreeNode&, int64_t) { return t % step == 0; });
   int64_t floats = 0;
   for (const TreeSpan& s : spans) floats = std::max(floats, tree_scratch(s.end - s.begin, s.above(), per_kv, a.dim));
   const auto kernel = RLK_DISPATCH(attend_tree);
-  with_scratch(torch_threads(), spans.size() * a.kv_heads, floats, count_pairs(tree) * a.heads * a.dim < 1 << 16,
+  with_scratch(torch_threads(), spans.size() * a.kv_heads, floats, count_pairs(tree, a.window) * a.heads * a.dim < 1 << 16,
                [&](int64_t i, float* scratch) { kernel(a, spans[i / a.kv_heads], int(i % a.kv_heads), scratch); });
   return {out, lse};
 }
@@ -135,10 +143,10 @@ void add_above(const TreeAttention& a, const std::vector<TreeSpan>& spans, const
 std::tuple<at::Tensor, at::Tensor, at::Tensor> tree_attention_backward(
     const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-    const at::Tensor& nodes, double scale) {
+    const at::Tensor& nodes, double scale, const std::optional<int64_t>& window, const std::optional<double>& softcap) {
   TORCH_CHECK(query.dim() == 3, "query must be [T, heads, dim]");
   const std::vector<TreeNode> tree = read_nodes(nodes, query.size(0));
-  const TreeAttention a = prepare(query, key, value, out, lse, tree, scale);
+  const TreeAttention a = prepare(query, key, value, out, lse, tree, scale, window, softcap);
   RLK_CHECK_TENSOR(grad_out, query.scalar_type(), 3);
   TORCH_CHECK(grad_out.sizes() == query.sizes(), "shapes do not fit together");
   if (grad_lse) {
@@ -150,7 +158,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> tree_attention_backward(
   const TreeGradients g{grad_out.const_data_ptr(), grad_lse ? grad_lse->const_data_ptr<float>() : nullptr,
                         data(grad_query), static_cast<float*>(data(grad_key)), static_cast<float*>(data(grad_value))};
   const int64_t per_kv = a.heads / a.kv_heads, stride = tree_stride(a.dim);
-  const std::vector<TreeSpan> spans = cut_evenly(tree, per_kv);
+  const std::vector<TreeSpan> spans = cut_evenly(tree, per_kv, a.window);
   int64_t keys = 0, longest = 0;
   for (const TreeSpan& s : spans) keys += s.above(), longest = std::max(longest, s.end - s.begin);
   const auto path = std::make_unique_for_overwrite<int32_t[]>(keys);
@@ -175,10 +183,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> tree_attention_backward(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rlkernels, m) {
-  m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor nodes, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor nodes, float scale, int? window=None, "
+      "float? softcap=None) -> (Tensor, Tensor)");
   m.def(
       "tree_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor lse, Tensor nodes, float scale) -> (Tensor, Tensor, Tensor)");
+      "Tensor lse, Tensor nodes, float scale, int? window=None, float? softcap=None) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(rlkernels, CPU, m) {

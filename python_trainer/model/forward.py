@@ -5,6 +5,7 @@ layer (``rlkernels.integrations.transformers_attention``). In training it is a `
 generation a :class:`PagedBatch`. Both call the ops of rlkernels.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
-from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention, logit_factor
 from rlkernels.prefix_cache import Sequence as CachedSequence
 
 # ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V], last hidden states [R, H]
@@ -73,11 +74,10 @@ def forward(
 def logit_scale(model: Any, logits: torch.Tensor, states: torch.Tensor) -> float | None:
     """Return x if float32 logits [R, V] are x times the product of states [R, H] and output matrix, by the config.
 
-    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``; Gemma caps, which small logits hide.
+    None for a model that caps logits, as Gemma: small ones hide the cap.
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    scale, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
-    factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+    factor = logit_factor(config)
     if factor <= 0 or getattr(config, "final_logit_softcapping", None) is not None:
         return None
     product = linear(states[None], head.weight, head.bias)[0] * factor
@@ -99,19 +99,25 @@ class PagedBatch:
     seq_lens: torch.Tensor  # int32 [B]
     query_starts: torch.Tensor  # int32 [B + 1]
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
+    # with groups: makes block tables and lengths of whole sequences, for layers that do not see all of them alike
+    whole: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    longest: int = 0  # tokens of a sequence, which windows of as many do not cut
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+        window: int | None, *, softcap: float | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         caches = self.cache.key_cache[layer], self.cache.value_cache[layer]
         write_kv(key, value, *caches, self.slots)
+        window = None if window is None or window >= self.longest else window
         sequences = self.block_tables, self.seq_lens, self.query_starts
-        if self.groups is None:
-            out = paged_attention(query, *caches, *sequences, scale=scale)
-        else:
-            out = shared_prefix_attention(query, *caches, *self.groups, *sequences, scale=scale)
-        assert isinstance(out, torch.Tensor)
-        return out
+        if self.groups is not None and window is softcap is None:
+            return shared_prefix_attention(query, *caches, *self.groups, *sequences, scale=scale, return_lse=return_lse)
+        if self.whole is not None:
+            sequences = *self.whole(), self.query_starts
+        return paged_attention(
+            query, *caches, *sequences, scale=scale, window=window, softcap=softcap, return_lse=return_lse
+        )
 
 
 def page(
@@ -134,10 +140,13 @@ def page(
     starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(torch.tensor(query_lens, dtype=torch.int32, device="cpu"), 0, out=starts[1:])
     query_starts, lens = starts.to(cache.device), torch.tensor(seq_lens, dtype=torch.int32, device=cache.device)
+    longest = max(seq_lens, default=0)
     if share_from is not None:
         prefix_tables, prefix_lens, group_starts, tables, _ = cache.group(sequences, min_tokens=share_from)
         if prefix_tables.shape[1]:  # which the host knows, unlike the lengths
             # a chunk of a prompt sees less than the cache knows
             own_lens = lens - prefix_lens.repeat_interleave(group_starts.diff(), output_size=len(sequences))
-            return PagedBatch(cache, slots, tables, own_lens, query_starts, (prefix_tables, prefix_lens, group_starts))
-    return PagedBatch(cache, slots, cache.tables(sequences)[0], lens, query_starts)
+            groups = prefix_tables, prefix_lens, group_starts
+            whole = functools.cache(lambda: (cache.tables(sequences)[0], lens))
+            return PagedBatch(cache, slots, tables, own_lens, query_starts, groups, whole, longest)
+    return PagedBatch(cache, slots, cache.tables(sequences)[0], lens, query_starts, longest=longest)

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, linear
 
 import rlkernels.backend
 from rlkernels.decoder import add_rms_norm, rope, silu_mul
-from rlkernels.integrations.transformers_attention import Attention
+from rlkernels.integrations.transformers_attention import Attention, sliding_window
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Limit of float32 weights: in larger models calls cost little, and joined copies of weights cost memory. In bfloat16
@@ -80,6 +80,7 @@ class FusedLayer:
         self.gate_up = Product(mlp.gate_proj, mlp.up_proj, pack=pack)
         self.down = Product(mlp.down_proj, pack=pack)
         self.scale: float = attention.scaling
+        self.window = sliding_window(attention.config, attention.layer_idx)
 
 
 def supports(model: Any) -> bool:
@@ -157,7 +158,7 @@ class FusedDecoder:
             k_heads = (qkv.shape[1] // dim - q_heads) // 2
             qkv = rope(qkv, positions, self.cos, self.sin, q_heads, q_heads + k_heads, *layer.head_norms, self.eps)
             query, key, value = qkv.view(len(ids), -1, dim).split([q_heads, k_heads, k_heads], 1)
-            attended = attention.attend(i, query, key, value, layer.scale, None)
+            attended = attention.attend(i, query, key, value, layer.scale, layer.window)
             update = layer.out(attended.reshape(len(ids), -1))
             hidden, x = add_rms_norm(hidden, update, layer.norms[1], self.eps)
             update = layer.down(silu_mul(layer.gate_up(x)))

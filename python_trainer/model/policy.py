@@ -126,7 +126,7 @@ class Policy:
             generation.eos_token_id = self.eos_token_ids if len(self.eos_token_ids) > 1 else self.eos_token_ids[0]
         model.eval()
         self.traits = find_traits(model, f"{name} ({type(model).__name__})")
-        self.max_length, self.limited_by = longest_sequence(model, self.traits.window)
+        self.max_length, self.limited_by = longest_sequence(model)
         self.fused = self.traits.fusible
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
@@ -218,7 +218,7 @@ class Policy:
         inputs = packed.ids, packed.position_ids, packed.rows, packed.layout
         # a hook or checkpointing may have come since
         if self.fused and not recomputes(self.model) and supports(self.model):
-            decoder = FusedDecoder(self.model, int(packed.layout.position_ids.max()) + 1)  # read on the host
+            decoder = FusedDecoder(self.model, packed.layout.longest)
             return decoder(*inputs, predict)
         return forward(self.model, *inputs, predict)
 

@@ -144,8 +144,11 @@ def _cached_logits(run: Forward, cache: PagedKVCache, group: _Group) -> torch.Te
     return torch.cat([prompt, torch.stack(decoded, 1).flatten(0, 1)])
 
 
-def longest_sequence(model: PreTrainedModel, window: int | None) -> tuple[int, str]:
+def longest_sequence(model: PreTrainedModel, window: int | None = None) -> tuple[int, str]:
     """Find the most tokens of a sequence that the model computes as by itself, packed or cached with any others.
+
+    Args:
+        window: a limit where layers cannot look at a window of a sequence.
 
     Returns:
         Their number, and the reason, for messages.

@@ -288,8 +288,9 @@ class PagedCache(Cache):
             )
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+        window: int | None, *, softcap: float | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         """Attend: query [B * q, Hq, d], key and value [B * q, Hk, d] -> [B * q, Hq, d], zeros for padding."""
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("paged attention has no gradient: run the model under torch.no_grad()")
@@ -300,22 +301,18 @@ class PagedCache(Cache):
                 f"keys and values of layer {layer} must be {list(kv.key_cache.shape[3:])} (heads, dimensions), got "
                 f"{list(value.shape[1:])}; layers of differing shape are not supported"
             )
-        if window is not None and step.longest > window:
-            raise ValueError(
-                f"sequences must be at most {window} tokens, the sliding window of layer {layer}, got {step.longest}"
-            )
         if step.own is not None:
             key, value = key[step.own], value[step.own]
         write_kv(key, value, kv.key_cache[layer], kv.value_cache[layer], step.slots)
-        out = paged_attention(
+        results: Any = paged_attention(
             query if step.queries is None else query[step.queries], kv.key_cache[layer], kv.value_cache[layer],
-            step.block_tables, step.seq_lens, step.query_starts, scale=scale,
+            step.block_tables, step.seq_lens, step.query_starts, scale=scale, softcap=softcap, return_lse=True,
+            window=None if window is None or window >= step.longest else window,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
         step.attended[layer] += 1
-        if step.queries is None:
-            return out
-        return out.new_zeros(query.shape).index_put((step.queries,), out)
+        if step.queries is not None:
+            results = tuple(x.new_zeros(len(query), *x.shape[1:]).index_put((step.queries,), x) for x in results)
+        return results if return_lse else results[0]
 
     def finish(self, name: str, *, failed: bool) -> None:
         """Ends a forward pass, whose keys and values are written now unless it failed."""

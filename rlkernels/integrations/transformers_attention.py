@@ -6,30 +6,46 @@ on arguments that it does not know. Transformers makes no mask for a name withou
 see the tokens of all sequences as one row, with position ids and nothing else.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 __all__: list[str] = []  # for the cache beside it and for the trainer
 
 IMPLEMENTATION = "rlkernels"
 # arguments of attention functions that change the result and that our kernels do not know
-UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "block_table", "cu_seq_lens_q")
+UNSUPPORTED = ("sinks", "position_bias", "block_table", "cu_seq_lens_q")
 
 
 class Attention(Protocol):
     """What the T tokens of a forward pass look at."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """Attend: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d]; ``window``: a sliding layer's tokens."""
+               window: int | None, *, softcap: float | None = None, return_lse: bool = False) -> Any:  # fmt: skip
+        """Attend: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d], with ``return_lse`` also lse [T, Hq].
+
+        ``window``: a sliding layer's tokens. ``softcap`` and ``return_lse`` are passed for models that need them only.
+        """
 
 
 ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default=None)
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return attention [T, Hq, d] whose softmax also has the score ``sinks`` [Hq], of no key; differentiable.
+
+    Args:
+        out: [T, Hq, d], attention without it.
+        lse: float32 [T, Hq], natural logarithm of the denominator of ``out``.
+        sinks: [Hq].
+    """
+    return (out * (lse - sinks.to(lse.dtype)).sigmoid()[..., None]).to(out.dtype)
 
 
 def other_layers(config: PretrainedConfig) -> list[str]:
@@ -57,20 +73,33 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def logit_factor(config: PretrainedConfig) -> float:
+    """Return the factor of logits to the product of states and output matrix that a decoder's config names.
+
+    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``.
+    """
+    scale, multiplier, divisor = (
+        1.0 if (value := getattr(config, name, None)) is None else value
+        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")
+    )
+    return scale * multiplier / divisor
+
+
 class _Probe:
     """An attention that notes what each layer attends to."""
 
     def __init__(self) -> None:
         self.times: Counter[int] = Counter()
-        self.shapes: dict[tuple[int, ...], int] = {}  # (heads, dimensions of a key, of a value) -> first such layer
+        self.shapes: dict[tuple[int, int], int] = {}  # (heads, dimensions) of keys and values -> first such layer
         self.windows: list[int] = []  # tokens
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
+               window: int | None, *, softcap: float | None = None, return_lse: bool = False) -> Any:  # fmt: skip
         self.times[layer] += 1
-        self.shapes.setdefault((*key.shape[1:], value.shape[2]), layer)
+        self.shapes.setdefault((key.shape[1], key.shape[2]), layer)
         self.windows += [] if window is None else [window]
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        out = torch.zeros_like(query)
+        return (out, out[..., 0].float()) if return_lse else out
 
 
 @torch.no_grad()
@@ -87,13 +116,13 @@ def probe_layers(model: PreTrainedModel, layers: int) -> tuple[int, int, int | N
     finally:
         ACTIVE.reset(token)
     check_layers(probe.times, layers, type(model).__name__)
-    (heads, key_dim, value_dim), *others = probe.shapes
-    if others or key_dim != value_dim:
+    (heads, dim), *others = probe.shapes
+    if others:
         raise ValueError(
-            f"keys and values must have one shape in all layers, {type(model).__name__} has (heads, dimensions of a "
-            f"key, of a value): {', '.join(f'{s} from layer {i} on' for s, i in probe.shapes.items())}"
+            f"keys and values must have one shape in all layers, {type(model).__name__} has (heads, dimensions): "
+            f"{', '.join(f'{s} from layer {i} on' for s, i in probe.shapes.items())}"
         )
-    return heads, key_dim, min(probe.windows, default=None)
+    return heads, dim, min(probe.windows, default=None)
 
 
 def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
@@ -142,10 +171,19 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     else:  # a model that puts it into the mask
         window = sliding_window(getattr(module, "config", None), module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    batch, tokens = query.shape[0], query.shape[2]
+    batch, tokens, value_dim = query.shape[0], query.shape[2], value.shape[-1]
+    dim = max(query.shape[-1], value_dim)  # zeros fill the narrower of keys and values: their products add nothing
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]
-    out = attention.attend(module.layer_idx, query, key, value, scale, window)
-    return out.unflatten(0, (batch, tokens)), None
+    query, key, value = (x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
+    sinks = kwargs.get("s_aux")
+    options: dict[str, Any] = {} if kwargs.get("softcap") is None else {"softcap": kwargs["softcap"]}
+    attend = functools.partial(attention.attend, module.layer_idx, query, key, value, scale, window, **options)
+    if sinks is None:
+        out = attend()
+    else:
+        out, lse = attend(return_lse=True)
+        out = add_sinks(out, lse, sinks)
+    return out[..., :value_dim].unflatten(0, (batch, tokens)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

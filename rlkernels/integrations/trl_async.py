@@ -10,7 +10,6 @@ import torch
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.trainer.utils import get_peak_flops_per_device
 
-from rlkernels.integrations.transformers_attention import sliding_window
 from rlkernels.integrations.trl_shared import _attend_beside
 from rlkernels.prefix_cache import TreeLayout
 
@@ -47,9 +46,6 @@ def _pass_layout(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
         return None
     given = {name: kwargs.pop(name) for name in TREE_ARGUMENTS}
     layout = tree_layout(given["tree_cu_seqlens_q"], given["tree_cu_seqlens_k"])
-    window = sliding_window(model.config.get_text_config(decoder=True))
-    if window is not None and (longest := int(layout.position_ids.max()) + 1) > window:
-        raise ValueError(f"a sample has {longest} tokens, more than the sliding window of {window} of the model")
     _attend_beside(model)  # at each pass: every AsyncGRPOTrainer registers TRL's own again
     return args, kwargs | {"attention": layout}
 

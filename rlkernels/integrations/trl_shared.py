@@ -6,6 +6,7 @@ what answers to one prompt begin with. On a GPU prompts alone are shared (:func:
 
 import functools
 import logging
+import sys
 import types
 from collections import Counter
 from typing import Any
@@ -16,15 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
-from rlkernels import linear_token_logprobs
-from rlkernels.integrations.transformers_attention import _attend, other_layers, rotary_limit, sliding_window
+from rlkernels import linear_token_logprobs, token_logprobs
+from rlkernels.integrations.transformers_attention import _attend, logit_factor, other_layers, rotary_limit
 from rlkernels.prefix_cache import Packed, TreeLayout, pack, packs_tries
 from rlkernels.prefix_cache.layout import sort_by_tokens
 
 __all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixRLOOTrainer"]
 
-# of configs whose logits are not the head's product, or whose attention is not the plain one
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping", "attn_logit_softcapping")
+EAGER = "eager_attention_forward"  # that of a model, in its own file, which no registry knows
 TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
 LOW_PRECISION = 0.05
 TOKENS_OVER_TRL = "shared_prefix/tokens_over_trl"
@@ -67,23 +67,35 @@ def obstacle(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if others := other_layers(config):
         return f"it has layers of {', '.join(others)}"
-    if scaled := [name for name in SCALES if getattr(config, name, None) not in (None, 1.0)]:
-        return f"it has {scaled[0]}"
     if dropped := [name for name, share in config.to_dict().items() if "att" in name and "drop" in name and share]:
         return f"it has {dropped[0]}"
     if any(getattr(one, "alora_invocation_tokens", None) for one in getattr(model, "peft_config", {}).values()):
         return "its adapter (aLoRA) begins at a token of each row"
-    if config._attn_implementation == "eager" and not model._supports_sdpa:
-        return "it has eager attention alone"
+    if config._attn_implementation == "eager" and not _eager_files(model):
+        return f"its eager attention is no function {EAGER}"
     return None
 
 
+def _eager_files(model: PreTrainedModel) -> list[Any]:
+    """List the files of a model's layers that hold its eager attention."""
+    files = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
+    return [file for file in files.values() if hasattr(file, EAGER)]
+
+
 def _attend_beside(model: PreTrainedModel) -> None:
-    """Let the model's attention function leave a pass to ours that says what its packed tokens look at."""
+    """Let the model's attention functions leave a pass to ours that says what its packed tokens look at."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
-    plain = ALL_ATTENTION_FUNCTIONS[name]
-    if plain.__module__ == __name__:
+    if name != "eager":
+        AttentionInterface.register(name, _beside(ALL_ATTENTION_FUNCTIONS[name]))
         return
+    for file in _eager_files(model):
+        setattr(file, EAGER, _beside(getattr(file, EAGER)))
+
+
+def _beside(plain: Any) -> Any:
+    """Return an attention function that leaves a pass to ours if the pass says what its tokens look at."""
+    if plain.__module__ == __name__:
+        return plain
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                *args: Any, attention: TreeLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
@@ -94,7 +106,7 @@ def _attend_beside(model: PreTrainedModel) -> None:
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         return _attend(module, query, key, value, None, *args, attention=attention, **kwargs)
 
-    AttentionInterface.register(name, attend)
+    return attend
 
 
 def packed_arguments(model: Any, ids: torch.Tensor, layout: TreeLayout) -> dict[str, Any]:
@@ -110,6 +122,8 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
 
     The second is None unless ``with_entropy`` is true. All else stays as it was.
     """
+    config = model.config.get_text_config(decoder=True)
+    factor, softcap = logit_factor(config), getattr(config, "final_logit_softcapping", None)
     inner = model.forward
 
     @functools.wraps(type(model).forward)  # generate() looks at the signature
@@ -127,8 +141,14 @@ def share_prefixes(model: PreTrainedModel, temperature: float, head_in_float32: 
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
         with torch.autocast(kind, enabled=False):
-            score = functools.partial(linear_token_logprobs, bias=bias, temperature=temperature)
-            found = score(hidden, weight, packed.targets, return_entropy=with_entropy)
+            score: Any
+            if softcap is None:
+                scaled = temperature / factor
+                score = functools.partial(linear_token_logprobs, hidden, weight, bias=bias, temperature=scaled)
+            else:  # the logits of answers alone, where TRL makes those of padding too
+                logits = softcap * (F.linear(hidden, weight, bias) * (factor / softcap)).tanh()
+                score = functools.partial(token_logprobs, logits, temperature=temperature)
+            found = score(packed.targets, return_entropy=with_entropy)
         return found if with_entropy else (found, None)
 
     model.forward = types.MethodType(forward, model)
@@ -139,8 +159,8 @@ class PrefixSharing:
 
     It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, eager attention alone, dropout of attention, soft caps, scaled logits, aLoRA, images, a router's loss, or
-    a batch longer than the sliding window or the length at which rotary factors change.
+    attention, dropout of attention, aLoRA, images, a router's loss, or a batch longer than the length at which rotary
+    factors change.
     The first batch that fits in all processes is computed both ways. If the log-probabilities differ, TRL's way stays
     for the whole run.
 
@@ -183,11 +203,9 @@ class PrefixSharing:
                 self._step_back(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
         config = models[0].config.get_text_config(decoder=True)
-        self._window, self._rotary_limit = sliding_window(config), rotary_limit(config)
+        self._rotary_limit = rotary_limit(config)
         self.shares_prefixes = True
         for model in models:
-            if model.config._attn_implementation == "eager":  # a function of its own file, which no registry knows
-                model.set_attn_implementation("sdpa")
             self._share(model)
 
     def _share(self, model: Any) -> None:
@@ -216,8 +234,6 @@ class PrefixSharing:
             reason = f"a batch with {given[0]} goes TRL's way"
         elif compute_aux_loss:
             reason = "the loss of the router needs TRL's way"
-        elif self._window is not None and int(attention_mask.sum(1).max()) > self._window:
-            reason = f"prompt and answer are longer than the sliding window of {self._window} tokens"
         elif self._rotary_limit is not None and attention_mask.shape[1] > self._rotary_limit:  # TRL counts padding
             reason = f"a padded batch is longer than {self._rotary_limit} tokens, where rotary factors change"
         else:

@@ -111,6 +111,8 @@ def paged_attention(
     query_starts: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Result:
@@ -127,6 +129,7 @@ def paged_attention(
         seq_lens: int32 [B], keys of each sequence, its queries included.
         query_starts: int32 [B + 1]; sequence b has the queries ``query_starts[b]`` .. ``query_starts[b + 1] - 1``.
         scale: factor of the scores before the softmax, usually d ** -0.5.
+        window, softcap: as for :func:`tree_attention`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -139,16 +142,22 @@ def paged_attention(
             gradients are enabled.
     """
     _check_sizes(query, key_cache, value_cache, scale)
+    _check_mask(window, softcap)
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
+    options = () if window is softcap is None else (window, softcap)
+    if chosen == "triton" and options:
+        if backend != "auto":
+            raise ValueError(f"backend={backend!r} runs paged_attention without window and softcap, got {options}")
+        chosen = "torch"
+    args = query, key_cache, value_cache, *sequences, float(scale), *options
     if chosen == "cpu":
-        out, lse = torch.ops.rlkernels.paged_attention(query, key_cache, value_cache, *sequences, float(scale))
+        out, lse = torch.ops.rlkernels.paged_attention(*args)
     else:
         if _check.on_host(query):
             _check_lengths(query, key_cache, sequences)
-        attend = _attention(chosen, query, key_cache).paged_attention
-        out, lse = attend(query, key_cache, value_cache, *sequences, float(scale))
+        out, lse = _attention(chosen, query, key_cache).paged_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -269,6 +278,8 @@ def tree_attention(
     layout: TreeLayout,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Result:
@@ -283,6 +294,8 @@ def tree_attention(
         key, value: [T, Hk, d].
         layout: how the T tokens are packed, ``TreeLayout.from_sequences(token ids)``.
         scale: factor of the scores before the softmax, usually d ** -0.5.
+        window: keys that a query sees at most, by their places in its sequence, its own included.
+        softcap: bounds scores: softcap * tanh(score / softcap).
         return_lse: also return the log-sum-exp of the scores, differentiable too.
 
     Returns:
@@ -294,7 +307,11 @@ def tree_attention(
     """
     if not isinstance(layout, TreeLayout):
         raise TypeError(f"layout must be a TreeLayout, got {type(layout).__name__}")
-    out, lse = _attend_packed("tree_attention", query, key, value, layout, scale, return_lse, backend)
+    _check_mask(window, softcap)
+    if window is not None and window >= layout.longest:
+        window = None
+    options = return_lse, backend, window, softcap
+    out, lse = _attend_packed("tree_attention", query, key, value, layout, scale, *options)
     return (out, lse) if return_lse else out
 
 
@@ -334,6 +351,8 @@ def _attend_packed(
     scale: float,
     return_lse: bool,
     backend: str,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Return out and the log-sum-exp, which may be None unless it is asked for."""
     for name, t in (("key", key), ("value", value)):
@@ -342,15 +361,18 @@ def _attend_packed(
     _check_scale(scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
-    chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
-    args = (query, key, value, layout, float(scale))
+    whole = window is None and softcap is None
+    chosen = _choose("grouped_attention" if whole and isinstance(layout, GroupedLayout) else op, backend, query)
+    args = (query, key, value, layout, float(scale), window)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
-        return _gradients.apply(_TreeAttention, *tensors, layout, float(scale), chosen)
-    if library.suits_training(query, return_lse):
+        return _gradients.apply(_TreeAttention, *tensors, *args[3:], softcap, chosen)
+    if softcap is None and library.suits_training(query, return_lse):
         return library.tree_attention(*args)
-    if return_lse or not layout.num_tokens or _backend.runs_on(query.device) == "cpu":
-        return reference.tree_attention(*args)
+    on_cpu = _backend.runs_on(query.device) == "cpu"
+    if return_lse or softcap is not None or not layout.num_tokens or on_cpu:
+        recompute = not (on_cpu or torch._C._are_functorch_transforms_active())
+        return reference.tree_attention(*args, softcap, recompute=recompute)
     return reference.tree_attention_by_kernels(*args), None
 
 
@@ -358,16 +380,16 @@ class _TreeAttention(torch.autograd.Function):
     """Our kernels: output and log-sum-exp, from which the backward pass computes the weights again."""
 
     @staticmethod
-    def forward(query, key, value, layout: Any, scale: float, backend: str):
+    def forward(query, key, value, layout: Any, scale: float, window: int | None, softcap: float | None, backend: str):
         if backend == "triton":
             from rlkernels.prefix_cache import triton_grouped
 
             return triton_grouped.forward(query, key, value, layout, scale)
-        return torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale)
+        return torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale, window, softcap)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, ctx.layout, ctx.scale, ctx.backend = inputs
+        query, key, value, ctx.layout, *ctx.options, ctx.backend = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.set_materialize_grads(False)
 
@@ -377,13 +399,14 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        given = grad_out, grad_lse, query, key, value, out, lse
         if ctx.backend == "triton":
             from rlkernels.prefix_cache import triton_grouped
 
-            backward, layout = triton_grouped.backward, ctx.layout
+            grads = triton_grouped.backward(*given, ctx.layout, ctx.options[0])
         else:
-            backward, layout = torch.ops.rlkernels.tree_attention_backward, ctx.layout.nodes
-        return *backward(grad_out, grad_lse, query, key, value, out, lse, layout, ctx.scale), None, None, None
+            grads = torch.ops.rlkernels.tree_attention_backward(*given, ctx.layout.nodes, *ctx.options)
+        return *grads, None, None, None, None, None
 
 
 def _kernels(chosen: str) -> Any:
@@ -451,6 +474,13 @@ def _check_scale(scale: float) -> None:
         _check.number("scale", scale)
     if not abs(float(scale)) < float("inf"):
         raise ValueError(f"scale must be finite, got {scale!r}")
+
+
+def _check_mask(window: int | None, softcap: float | None) -> None:
+    if window is not None:
+        _check.integer("window", window, 1)
+    if softcap is not None:
+        _check.positive("softcap", softcap)
 
 
 def _check_attention(op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ class TreeLayout:
         places: for each sequence, the places of its tokens, int64; empty in a layout made of lengths.
         nodes: int64 [N, 3], start, stop and end of each stretch without a fork, depth first.
         num_tokens: T.
+        longest: tokens of the longest sequence.
         tiles: what kernels have worked out for this layout and use in every layer, by sizes and device.
 
     All tensors are on the CPU. They are made at once, so that torch.compile finds tensors and need not look into them.
@@ -40,6 +41,7 @@ class TreeLayout:
     ):
         self.position_ids, self.end, self.ids, self.places = position_ids, end, ids, list(places)
         self.num_tokens = len(end)
+        self.longest = int(position_ids.max()) + 1 if len(end) else 0
         # the same end: a token and its only continuation
         starts = torch.cat([end[:1] * 0, (end[1:] != end[:-1]).nonzero().flatten() + 1])
         self.nodes = torch.stack(
@@ -94,14 +96,21 @@ class TreeLayout:
             open_nodes.append((end, [*path[: len(path) - joined], own]))
         return found
 
+    def seen_by_nodes(self, window: int | None = None) -> list[list[slice]]:
+        """List for each node the stretches of tokens that one of its queries sees, in order: the path and itself.
+
+        Args:
+            window: that of :func:`rlkernels.tree_attention`; it leaves at most ``window`` - 1 tokens of the path.
+        """
+        paths = self.paths() if window is None else [_last_tokens(path, window - 1) for path in self.paths()]
+        return [[*path, slice(start, stop)] for (start, stop, _), path in zip(self.nodes.tolist(), paths)]
+
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
-               window: int | None) -> torch.Tensor:  # fmt: skip
-        """Attend as a layer of a model: ``window``, of a sliding layer, must be longer than every sequence."""
+               window: int | None, **options: Any) -> Any:  # fmt: skip
+        """Attend as a layer of a model, see ``rlkernels.integrations.transformers_attention.Attention``."""
         from rlkernels.prefix_cache import tree_attention
 
-        out = tree_attention(query, key, value, self, scale=scale)
-        assert isinstance(out, torch.Tensor)
-        return out
+        return tree_attention(query, key, value, self, scale=scale, window=window, **options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nodes={len(self.nodes)}, tokens={self.num_tokens})"
@@ -228,6 +237,16 @@ def token_ids(name: str, value: TokenIds) -> np.ndarray:
     if ids.dtype.kind not in "iu" and (len(ids) or ids.dtype == object):
         raise TypeError(f"{name} must hold integers, got {reprlib.repr(value)}")
     return np.ascontiguousarray(ids, dtype=np.int64)
+
+
+def _last_tokens(stretches: Sequence[slice], tokens: int) -> list[slice]:
+    """Cut stretches to so many of their last tokens."""
+    last = []
+    for stretch in reversed(stretches):
+        if tokens > 0:
+            last.append(slice(max(stretch.start, stretch.stop - tokens), stretch.stop))
+        tokens -= stretch.stop - stretch.start
+    return last[::-1]
 
 
 def _lengths(name: str, value: Lengths) -> torch.Tensor:

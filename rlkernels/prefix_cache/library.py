@@ -59,21 +59,28 @@ def suits_training(query: torch.Tensor, with_lse: bool) -> bool:
     return suits(query) and query.shape[-1] + with_lse * HEAD_STEP <= LARGEST_HEAD
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool) -> Any:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool,
+           window: int | None = None) -> Any:  # fmt: skip
     """Return out [T, Hq, d], lse [Hq, T] and two tensors for the backward pass, of gathered keys, values [M, Hk, d].
 
     Where a query sees no key, or no weight but 0, the kernels give an output of 0 and a log-sum-exp of inf; they give
     inf for NaN, too. The logarithm of the output tells these apart, as -inf and NaN.
     """
-    starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
-    out, lse, *rest = aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale)[:4]
+    starts, sides = (rows.starts_q, rows.starts_k, rows.max_q, rows.max_k), _sides(window)
+    found = aten._flash_attention_forward(query, key, value, *starts, 0.0, causal, False, scale=scale, **sides)
+    out, lse, *rest = found[:4]
     return out, torch.where(lse == torch.inf, out[..., 0].T.log(), lse), *rest
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Return a window as the kernels' arguments: keys on both sides of a query's own."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _flash_gradients(
     key: torch.Tensor, value: torch.Tensor, rows: Rows, causal: bool, grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor,
-    unused: torch.Tensor, scale: float,
+    unused: torch.Tensor, scale: float, window: int | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradients of query, gathered key and value; lse and grad_lse [Hq, T]."""
     dim = query.shape[2]
@@ -85,19 +92,21 @@ def _flash_gradients(
         grad_out[..., dim], out[..., dim] = 1, -grad_lse.T.to(out.dtype)
     starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
     found = aten._flash_attention_backward(
-        grad_out, query, key, value, out, lse, *starts, 0.0, causal, seed, unused, scale=scale
+        grad_out, query, key, value, out, lse, *starts, 0.0, causal, seed, unused, scale=scale, **_sides(window)
     )
     return [g[..., :dim] for g in found]
 
 
-def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool) -> Pair:
+def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal: bool,
+            window: int | None = None) -> Pair:  # fmt: skip
     """Return out [T, Hq, d] and lse [T, Hq] over gathered entries of the caches [N, Hk, d]."""
     if not rows.places.numel():
         return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     key, value = (cache.index_select(0, rows.places) for cache in caches)
     if not suits(query, key):
         return _decode(query, key, value, rows, scale)
-    out, lse, *_ = _flash(query, key, value, rows, scale, causal and rows.max_q > 1)
+    causal = causal and (rows.max_q > 1 or window is not None)
+    out, lse, *_ = _flash(query, key, value, rows, scale, causal, window)
     return out, lse.T
 
 
@@ -152,15 +161,17 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
 
 def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
+    seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None,
 ) -> Pair:  # fmt: skip
     """Compute ``reference.paged_attention``."""
-    if not query.numel():
-        return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    rows = _rows(key_cache.shape[1], block_tables, seq_lens, query_starts)
-    if not suits(query, key_cache) and (rows.max_q > 1 or len(query) < len(seq_lens)):
-        return reference.paged_attention(query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    return _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, causal=True)
+    tables, options = (block_tables, seq_lens, query_starts), (scale, window, softcap)
+    if not query.numel() or softcap is not None:
+        return reference.paged_attention(query, key_cache, value_cache, *tables, *options)
+    rows = _rows(key_cache.shape[1], *tables)
+    if not suits(query, key_cache) and (window is not None or rows.max_q > 1 or len(query) < len(seq_lens)):
+        return reference.paged_attention(query, key_cache, value_cache, *tables, *options)
+    return _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, True, window)
 
 
 def shared_prefix_attention(
@@ -181,11 +192,11 @@ def shared_prefix_attention(
     return reference.merge_attention(*shared, *own)
 
 
-def _packed_rows(layout: TreeLayout, device: torch.device) -> Rows:
-    """Return each node as a row, with the keys of the path to it and its own; made once."""
-    if (place := ("library", device)) not in layout.tiles:
+def _packed_rows(layout: TreeLayout, device: torch.device, window: int | None) -> Rows:
+    """Return each node as a row, with the keys that its queries see; made once."""
+    if (place := ("library", device, window)) not in layout.tiles:
         places = torch.arange(layout.num_tokens, device="cpu")
-        stretches = [(*path, slice(*node[:2])) for node, path in zip(layout.nodes.tolist(), layout.paths())]
+        stretches = layout.seen_by_nodes(window)
         index = torch.cat([places[s] for row in stretches for s in row])
         keys = torch.tensor([sum(s.stop - s.start for s in row) for row in stretches], device="cpu")
         queries = layout.nodes[:, 1] - layout.nodes[:, 0]
@@ -199,7 +210,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, ctx.layout, ctx.scale = inputs
+        query, key, value, ctx.layout, ctx.scale, *ctx.window = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
@@ -209,22 +220,23 @@ class _Tree(_Packed):
     """One softmax for a query, over the keys of the path to its node and of the node, which are gathered."""
 
     @staticmethod
-    def forward(query, key, value, layout: TreeLayout, scale: float):
-        rows = _packed_rows(layout, query.device)
+    def forward(query, key, value, layout: TreeLayout, scale: float, window: int | None):
+        rows = _packed_rows(layout, query.device, window)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
-        return tuple(_flash(query, keys, values, rows, scale, causal=True))
+        return tuple(_flash(query, keys, values, rows, scale, True, window))
 
     @staticmethod
     @_gradients.once("tree_attention")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
-        rows = _packed_rows(ctx.layout, query.device)
+        [window] = ctx.window
+        rows = _packed_rows(ctx.layout, query.device, window)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
-        arguments = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale)
+        arguments = (grad_out, grad_lse, query, out, lse, seed, unused, ctx.scale, window)
         grad_query, *grads = _flash_gradients(keys, values, rows, True, *arguments)
         # sums over the copies of a key in float32, and always in the same order
         sums = (aten.embedding_dense_backward(g.flatten(1), rows.places, len(key), -1, False) for g in grads)
-        return grad_query, *(s.view_as(key) for s in sums), None, None
+        return grad_query, *(s.view_as(key) for s in sums), None, None, None
 
 
 class Groups(NamedTuple):
@@ -324,11 +336,15 @@ class _Grouped(_Packed):
 
 
 def tree_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
-) -> Pair:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float,
+    window: int | None = None,
+) -> Pair:  # fmt: skip
     """Compute ``reference.tree_attention``; differentiable once."""
     if not query.numel():
         return reference.tree_attention(query, key, value, layout, scale)
-    function = _Grouped if isinstance(layout, GroupedLayout) else _Tree
-    out, lse, *_ = _gradients.apply(function, *(t.contiguous() for t in (query, key, value)), layout, scale)
+    args = (*(t.contiguous() for t in (query, key, value)), layout, scale)
+    if isinstance(layout, GroupedLayout) and window is None:
+        out, lse, *_ = _gradients.apply(_Grouped, *args)
+    else:
+        out, lse, *_ = _gradients.apply(_Tree, *args, window)
     return out, lse.T

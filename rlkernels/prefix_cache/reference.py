@@ -4,10 +4,13 @@ Arithmetic is float32, or float64 when the query is float64. Loops over sequence
 where nothing of ours is proven, so no more than ``PIECE`` scores are held at a time.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from rlkernels._precision import without_autocast
 from rlkernels.backend import may_share
@@ -38,33 +41,41 @@ def write_kv(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causally: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causally: bool,
+    window: int | None = None, softcap: float | None = None, recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute softmax attention of query [q, Hq, d] over key, value [k, Hk, d] -> out [q, Hq, d], lse [q, Hq].
 
     ``causally``: as :func:`causal` says, else all queries see all keys; one that may look nowhere gives 0 and -inf.
+    ``recompute``: hold no scores for the gradient but compute them again.
     """
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads_per_kv = query.shape[1] // key.shape[1]
     key, value = (t.to(exact).repeat_interleave(heads_per_kv, 1) for t in (key, value))
     queries, keys = len(query), len(key)
     step = max(PIECE // max(query.shape[1] * keys, 1), 1)
+    attend_part: Any = _attend
+    if recompute:
+        attend_part = functools.partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
     parts = []
     for first in range(0, max(queries, 1), step):
         part = query[first : first + step].to(exact)
-        mask = causal(queries, keys, query.device, first, first + len(part)) if causally else None
-        parts.append(_attend(part, key, value, scale, mask))
+        seen = functools.partial(causal, queries, keys, query.device, first, first + len(part), window)
+        parts.append(attend_part(part, key, value, scale, seen if causally else None, softcap))
     return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with equally many heads of each; mask [q, k] is True where a query may look."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
+    make_mask: Callable[[], torch.Tensor] | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend with equally many heads of each; the mask [q, k] is True where a query may look."""
     with without_autocast(query.device):
         score = torch.einsum("qhd,khd->hqk", query, key) * scale
-    if mask is not None:
-        score = score.masked_fill(~mask, -torch.inf)
+    if softcap is not None:
+        score = softcap * (score / softcap).tanh()
+    if make_mask is not None:
+        score = score.masked_fill(~make_mask(), -torch.inf)
     lse = score.logsumexp(-1)  # [Hq, q]
     lse = lse.masked_fill(lse == torch.inf, torch.nan)  # inf / inf, as of the output
     weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
@@ -78,10 +89,13 @@ def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
     return cache[table[:blocks].long()].flatten(0, 1)[:length]
 
 
-def causal(queries: int, keys: int, device: torch.device, first: int = 0, end: int | None = None) -> torch.Tensor:
+def causal(
+    queries: int, keys: int, device: torch.device, first: int = 0, end: int | None = None, window: int | None = None
+) -> torch.Tensor:
     """Return [queries, keys] of rows ``first:end``, True where a query sees: the last query sits on the last key."""
-    rows = torch.arange(first, queries if end is None else end, device=device)
-    return torch.arange(keys, device=device) <= rows[:, None] + (keys - queries)
+    place = torch.arange(first, queries if end is None else end, device=device)[:, None] + (keys - queries)
+    key = torch.arange(keys, device=device)
+    return key <= place if window is None else (key <= place) & (key > place - window)
 
 
 def paged_attention(
@@ -92,6 +106,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     query_starts: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`rlkernels.paged_attention`; always returns (out, lse)."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -102,7 +118,7 @@ def paged_attention(
     for i, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         key, value = (gather(cache, block_tables[i], length) for cache in (key_cache, value_cache))
-        result, lse[rows] = attend(query[rows], key, value, scale, causally=True)
+        result, lse[rows] = attend(query[rows], key, value, scale, True, window, softcap)
         out[rows] = result.to(query.dtype)
     return out, lse
 
@@ -149,36 +165,44 @@ def merge_attention(
 
 
 def tree_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`rlkernels.tree_attention`; torch's autograd differentiates it, and holds all scores for that."""
-    parts = (attend(*part, scale, causally=True) for part in _by_nodes(query, key, value, layout))
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float,
+    window: int | None = None, softcap: float | None = None, recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See :func:`rlkernels.tree_attention`; torch's autograd differentiates it.
+
+    ``recompute``: as for :func:`attend`; without it all scores are held for the gradient.
+    """
+    nodes = _by_nodes(query, key, value, layout, window)
+    parts = (attend(*part, scale, True, window, softcap, recompute) for part in nodes)
     out, lse = (torch.cat(tensors) for tensors in zip(*parts))
     return out.to(query.dtype), lse
 
 
 def tree_attention_by_kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float,
+    window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute the output by torch's kernels, which on a GPU store no scores but in float64, and none for the gradient.
 
     A node with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who
-    sees whom, and no mask has to.
+    sees whom, and no mask has to, but for that of a window.
     """
     times, parts = query.shape[1] // key.shape[1], []
-    for q, k, v in _by_nodes(query, key, value, layout):
-        before = len(k) - len(q)
+    for q, k, v in _by_nodes(query, key, value, layout, window):
+        before = 0 if window is not None else len(k) - len(q)
+        mask = None if window is None else causal(len(q), len(k), q.device, window=window)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)))
         with without_autocast(q.device):
-            out = scaled_dot_product_attention(pad(q, (0, 0, before, 0)), k, v, is_causal=True, scale=scale)
+            out = scaled_dot_product_attention(
+                pad(q, (0, 0, before, 0)), k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+            )
         parts.append(out[0, :, before:].transpose(0, 1))
     return torch.cat(parts)
 
 
 def _by_nodes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, window: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield for each node its queries, and the keys and values of the path to it and of itself; at least once."""
-    for (start, stop, _), path in zip(layout.nodes.tolist() or [(0, 0, 0)], layout.paths() or [[]]):
-        seen = [*path, slice(start, stop)]
-        yield query[start:stop], torch.cat([key[rows] for rows in seen]), torch.cat([value[rows] for rows in seen])
+    """Yield for each node its queries, and the keys and values that some of them see; at least once."""
+    for seen in layout.seen_by_nodes(window) or [[slice(0, 0)]]:
+        yield query[seen[-1]], torch.cat([key[rows] for rows in seen]), torch.cat([value[rows] for rows in seen])

@@ -129,3 +129,16 @@ def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
     assert scored(policy, packed, 0)[1] == packed.targets.numel()
     capped = of_shape("Gemma2", tokenizer, attn_logit_softcapping=None, final_logit_softcapping=1e6)
     assert capped.traits.logit_scale is None  # though logits so small show no cap
+
+
+def test_caps_of_scores_and_logits_count_in_training(answers, scored, tokenizer):
+    """Of Gemma 2, whose final cap is no factor; against the model's own pass."""
+    caps = {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.05, "query_pre_attn_scalar": 1}
+    policy = of_shape("Gemma2", tokenizer, **caps)
+    (logprobs, entropy, *_), _ = scored(policy, pack(answers, range(len(answers))), 0)
+    policy.model.set_attn_implementation("eager")
+    for row, answer in enumerate(answers):
+        with torch.no_grad():
+            expected = plain_score(policy, answer, 0.7)
+        length = len(answer.response_ids)
+        torch.testing.assert_close((logprobs[row, :length], entropy[row, :length]), expected, rtol=1e-4, atol=1e-5)

@@ -20,6 +20,7 @@ from python_trainer.errors import UserError
 from python_trainer.model import forward as forward_module
 from python_trainer.model.forward import attend_by
 from python_trainer.model.fused import FusedDecoder, Product, packs_bfloat16
+from python_trainer.model.traits import longest_sequence
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import engine as engine_module
@@ -345,10 +346,13 @@ def test_absolute_positions_and_sliding_window():
     request = Request(prompts([11])[0], max_new_tokens=10)
     got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
     assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
-    # inside its window a sliding layer attends to everything; the engine stops there
-    windowed = engine_for(make("Mistral", sliding_window=24))
-    assert len(windowed.generate([Request(prompts([20])[0], max_new_tokens=10)], GREEDY)[0].ids) == 4
-    assert windowed.max_positions == 24 and windowed.limited_by.endswith("(the model's sliding window)")
+    windowed = make("Mistral", sliding_window=24).eval()
+    request = Request(prompts([20])[0], max_new_tokens=30)
+    wanted = own_greedy(windowed, request.prompt_ids, 30)
+    for fused in (True, False):
+        several = engine_for(windowed, fused=fused).generate([request] * 3, GREEDY)  # that share the prompt
+        assert [one.ids for one in several] == [wanted] * 3
+    assert longest_sequence(windowed, 24) == (24, "the model's sliding window"), "on a GPU the engine stops there"
 
 
 def test_angles_that_depend_on_the_longest_sequence():
@@ -375,10 +379,10 @@ def test_passes_are_measured_where_there_is_room():
 def test_models_it_cannot_run():
     with pytest.raises(UserError, match="MambaForCausalLM"):
         PagedEngine(make("Mamba", state_size=4), eos_token_ids=())
-    gemma = make("Gemma2", head_dim=8)
-    with pytest.raises(UserError, match="softcap"):
-        PagedEngine(gemma, eos_token_ids=())
-    assert gemma.config._attn_implementation != IMPLEMENTATION
+    twice = make("DiffLlama")
+    with pytest.raises(UserError, match="must attend once"):
+        PagedEngine(twice, eos_token_ids=())
+    assert twice.config._attn_implementation != IMPLEMENTATION
 
 
 def test_too_little_memory():

@@ -131,7 +131,8 @@ def test_shapes_of_the_op_that_only_gpus_have(subsequence):
 
 
 def attend(query, keys, values, *tables):
-    return rlkernels.paged_attention(query, keys, values, *tables, scale=0.3, return_lse=True)[0] * 2
+    options = {"scale": 0.3, "window": 3, "softcap": 2.0, "return_lse": True}
+    return rlkernels.paged_attention(query, keys, values, *tables, **options)[0] * 2
 
 
 def attend_in_groups(query, key, value):
@@ -139,7 +140,7 @@ def attend_in_groups(query, key, value):
 
 
 def attend_in_a_tree(query, key, value):
-    out, lse = rlkernels.tree_attention(query, key, value, TREE, scale=0.3, return_lse=True)
+    out, lse = rlkernels.tree_attention(query, key, value, TREE, scale=0.3, window=3, softcap=2.0, return_lse=True)
     return out * (lse - 1).sigmoid()[..., None]
 
 

@@ -14,12 +14,24 @@ LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
 BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
 SPLIT = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}  # groups of 4 in parts
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 MODELS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "mistral": ("Mistral", {"sliding_window": 16}),
-    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),  # no SDPA
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8, **CAPS}),
+    "mistral": ("Mistral", {"sliding_window": 9}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
+    "granite": ("Granite", {"logits_scaling": 4.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),  # padding counts as positions
     "phi3": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -174,7 +186,23 @@ class Recorder:
         return made
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma2", "mistral", "gpt_oss", "granite", "cohere"])
+def test_windows_sinks_soft_caps_and_scaled_logits(train, kind):
+    shared = train(kind, temperature=0.7, logging_steps=1)
+    assert shared[0].shares_prefixes and shared[0]._compared
+    assert shared[0].state.log_history[0]["shared_prefix/tokens_over_trl"] < 1
+    assert_same(shared, train(kind, shared=False, temperature=0.7))
+
+
+def test_eager_attention_that_no_other_takes_the_place_of_is_an_obstacle():
+    """As in Bloom, which makes it in the layer."""
+    transformers = importlib.import_module("transformers")
+    obstacle = importlib.import_module("rlkernels.integrations.trl_shared").obstacle
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
+    assert "eager attention is no function" in obstacle(transformers.BloomForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "dropout"])
 def test_the_logs_show_tokens_over_those_of_trl(train, kind):
     """1 for a model whose prompts are not shared."""
     counts = Recorder()
@@ -303,9 +331,6 @@ def test_own_generation_and_evaluation(train, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "settings", "reason"), [
-    ("gemma2", {}, "final_logit_softcapping"),
-    ("mistral", {}, "longer than the sliding window of 16 tokens"),
-    ("gpt_oss", {}, "eager attention alone"),
     ("dropout", {}, "attention_dropout"),
     ("qwen2", {"lora": {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}}, "aLoRA"),
 ])  # fmt: skip
@@ -319,7 +344,7 @@ def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, k
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     attention = "rlkernels.prefix_cache.tree_attention"
-    monkeypatch.setattr(attention, lambda query, *_, scale: query * 0.5)
+    monkeypatch.setattr(attention, lambda query, *_, **__: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
         found = train()
     assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text

@@ -95,7 +95,9 @@ class PagedEngine(Engine):
             self.share_from = MIN_SHARED_ON_GPU if self.device.type == "cuda" else MIN_SHARED_TOKENS
         traits = traits or find_traits(model)
         self.fused = traits.fusible
-        self.max_positions, reason = longest_sequence(model, traits.window)
+        # on a GPU the kernels of windows wait for the host, which recorded passes cannot
+        window = traits.window if self.device.type == "cuda" else None
+        self.max_positions, reason = longest_sequence(model, window)
         self.limited_by = f"the limit of rollout.engine paged ({reason})"
         self.vocab_size: int = model.config.get_text_config().vocab_size
         token_bytes = 2 * traits.layers * traits.kv_heads * traits.head_dim * model.dtype.itemsize

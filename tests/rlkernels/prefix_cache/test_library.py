@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from paged_problems import check_tree
+from paged_problems import check_tree, paged
 from pretend_gpu import flash_backward, flash_forward
 
 import rlkernels
@@ -163,6 +163,23 @@ def test_tree_attention_and_the_gradient_of_its_log_sum_exp(dtype, launches):
     )
     check_tree(partial(rlkernels.tree_attention, return_lse=True, backend="torch"), layout, 4, 2, 16, dtype)
     assert len(launches) == 1, "one launch for all nodes"
+
+
+def test_a_window_is_an_argument_of_the_kernels_and_cuts_the_keys(launches):
+    """Also of two levels, whose prefix is then gathered for each suffix."""
+    attend = partial(rlkernels.tree_attention, return_lse=True, backend="torch")
+    sequences = [[*range(9)], [*range(9), 1], [*range(5), 2, 2], [*range(5), 2, 3], [7]]
+    for layout in (rlkernels.TreeLayout.from_sequences(sequences), GroupedLayout(*GROUPS[0])):
+        for window in (1, 3, 6):
+            check_tree(attend, layout, 4, 2, 16, F32, window=window)
+            assert launches[-1].kwargs["window_size_left"] == window - 1
+            spans = (layout.nodes[:, 1] - layout.nodes[:, 0]).tolist()
+            assert len(launches[-1].args[1]) <= sum(spans) + len(spans) * (window - 1)
+    for queries in ([1, 7, 9], [1, 1, 1]):
+        problem = paged([5, 40, 9], queries, dim=16)
+        ours = rlkernels.paged_attention(*problem.args(), scale=0.25, window=6, backend="torch")
+        torch.testing.assert_close(ours, reference.paged_attention(*problem.args(), 0.25, 6)[0], rtol=1e-4, atol=1e-5)
+        assert launches[-1].kwargs["window_size_left"] == 5
 
 
 def test_between_the_passes_no_gathered_key_is_held():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from accuracy import with_gradients
-from paged_problems import Problem, check_change, check_write_kv, paged
+from paged_problems import Problem, check_attention, check_change, check_write_kv, paged
 from support import Launches
 
 import rlkernels
@@ -14,7 +14,7 @@ from rlkernels.prefix_cache import reference
 F = torch.nn.functional
 
 
-def plain(problem: Problem, i: int) -> torch.Tensor:
+def plain(problem: Problem, i: int, window: int | None = None) -> torch.Tensor:
     """torch's own attention of the queries of sequence i, [q, Hq, d]."""
     length, rows = int(problem.seq_lens[i]), slice(*problem.query_starts[i : i + 2].tolist())
     size = problem.key_cache.shape[1]
@@ -22,6 +22,7 @@ def plain(problem: Problem, i: int) -> torch.Tensor:
     key, value = (c.flatten(0, 1)[place.long()] for c in (problem.key_cache, problem.value_cache))
     queries = rows.stop - rows.start
     mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+    mask = mask if window is None else mask.triu(length - queries - window + 1)
     heads = (t.transpose(0, 1) for t in (problem.query[rows], key, value))
     return F.scaled_dot_product_attention(*heads, mask, scale=problem.scale, enable_gqa=True).transpose(0, 1)
 
@@ -33,6 +34,28 @@ def test_paged_attention_is_attention():
         rows = slice(*problem.query_starts[i : i + 2].tolist())
         torch.testing.assert_close(out[rows], plain(problem, i))
     assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [1, 4, 6])
+def test_a_window_is_a_mask(window):
+    problem = paged([1, 4, 5, 9, 3, 7], [1, 4, 1, 3, 0, 7], dtype=torch.float64)
+    out = rlkernels.paged_attention(*problem.args(), scale=problem.scale, window=window)
+    for i in range(6):
+        rows = slice(*problem.query_starts[i : i + 2].tolist())
+        torch.testing.assert_close(out[rows], plain(problem, i, window))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, None), (63, None), (64, 2.0), (65, None), (1100, None), (None, 50.0)]
+)
+def test_windows_and_soft_caps(cpu_isa, window, softcap, dtype):
+    """Decoding, drafts and prefills, of heads that fill vectors and others; keys that are cut into stretches, too."""
+    lens, queries = [5, 2500, 130, 64, 65, 200, 1], [1, 1, 3, 1, 65, 130, 0]
+    for heads, kv_heads, dim in ((4, 2, 32), (6, 1, 20)):
+        problem = paged(lens, queries, heads=heads, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype)
+        scale = 4 * problem.scale
+        check_attention("paged_attention", problem.args(), scale, "cpu", 3e-6, 2e-6, window=window, softcap=softcap)
 
 
 def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):

@@ -134,10 +134,26 @@ def test_the_reference_is_attention_by_a_mask(found):
     torch.testing.assert_close(reference.tree_attention_by_kernels(*tensors, layout, 0.3), wanted[0])
 
 
-def test_gradients_of_float64_by_differences():
+@given(sequences(), st.integers(1, 14), st.sampled_from([None, 0.5]))
+@settings(max_examples=30, deadline=None)
+def test_the_reference_with_a_window_and_a_soft_cap(found, window, softcap):
+    layout = TreeLayout.from_sequences(found)
+    *tensors, grad = (torch.randn(layout.num_tokens, h, 3, dtype=torch.float64) for h in (4, 2, 2, 4))
+    options = {"layout": layout, "scale": 0.3, "window": window, "softcap": softcap}
+    wanted = with_gradients(partial(attend_by_mask, **options), tensors, grad, grad[..., 0])
+    torch.testing.assert_close(with_gradients(partial(attend, **options), tensors, grad, grad[..., 0]), wanted)
+    if softcap is None:
+        torch.testing.assert_close(reference.tree_attention_by_kernels(*tensors, layout, 0.3, window), wanted[0])
+    for seen, whole in zip(layout.seen_by_nodes(window), layout.seen_by_nodes(), strict=True):
+        above = [i for s in whole[:-1] for i in range(s.start, s.stop)]
+        assert [i for s in seen[:-1] for i in range(s.start, s.stop)] == above[max(len(above) - window + 1, 0) :]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 0.5}])
+def test_gradients_of_float64_by_differences(options):
     layout = TreeLayout.from_sequences([[1, 2], [1, 3, 4], [5]])
     leaves = [t.double().requires_grad_() for t in tensors_for(layout, 2, 1, 2)]
-    assert torch.autograd.gradcheck(partial(attend, layout=layout, scale=0.7), leaves)
+    assert torch.autograd.gradcheck(partial(attend, layout=layout, scale=0.7, **options), leaves)
 
 
 @given(sequences(longest=90), st.sampled_from([(4, 2, 32), (3, 3, 20), (7, 1, 16)]), st.sampled_from(DTYPES))
@@ -149,6 +165,23 @@ def test_equals_attention_by_a_mask(found, heads, dtype):
     if layout.num_tokens:
         for _ in every_isa():
             check_tree(on_cpu, layout, *heads, dtype)
+
+
+@given(sequences(longest=90), st.integers(1, 150), st.sampled_from([None, 2.0, 50.0]), st.sampled_from(DTYPES))
+@settings(max_examples=25, deadline=None)
+def test_windows_and_soft_caps(found, window, softcap, dtype):
+    if rlkernels.backend.extension_error():
+        lacks("the compiled extension")
+    layout = TreeLayout.from_sequences(found)
+    if layout.num_tokens:
+        for _ in every_isa():
+            check_tree(on_cpu, layout, 4, 2, 32, dtype, size=4, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 128, 150, 10**12])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_windows_across_tiles(cpu_isa, shape, window):
+    check_tree(on_cpu, TreeLayout.from_sequences(grown(shape)), 3, 1, 32, torch.float32, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -177,13 +210,16 @@ def test_a_gradient_from_one_of_the_outputs_alone(compiled, outs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2, 32), (6, 1, 64), (2, 2, 130)])
+@pytest.mark.parametrize(("heads", "options"), [
+    ((4, 2, 32), {}), ((6, 1, 64), {}), ((2, 2, 130), {}), ((4, 2, 32), {"window": 70, "softcap": 2.0}),
+])  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_changes_no_bit(cpu_isa, shape, heads, dtype):
+def test_packing_changes_no_bit(cpu_isa, shape, heads, options, dtype):
     """Also not that of what is NaN or infinite."""
     found = grown(shape)
     layout = TreeLayout.from_sequences(found)
     tensors = tensors_for(layout, *heads, dtype)
+    attend = partial(rlkernels.tree_attention, return_lse=True, **options)
     together = attend(*tensors, layout, scale=0.2)
     step = max(len(found) // 8, 1)
     for tokens, places in zip(found[::step], layout.places[::step]):
@@ -208,7 +244,8 @@ def test_threads_change_no_bit(compiled, set_threads, kv_heads):
     found = []
     for threads in (1, 2, 5):
         set_threads(threads)
-        found.append(with_gradients(partial(attend, layout=layout, scale=0.3), tensors, grad, grad[..., 0]))
+        both = [partial(attend, layout=layout, scale=0.3, window=window) for window in (None, 90)]
+        found.append([x for one in both for x in with_gradients(one, tensors, grad, grad[..., 0])])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -235,6 +272,9 @@ def test_what_is_wrong_is_named():
         ({"scale": torch.nan}, ValueError, "scale must be finite"),
         ({"key": key[:3]}, ValueError, r"key must have shape \[4, 2, 32\]"),
         ({"value": value.double()}, TypeError, "value must have dtype torch.float32"),
+        ({"window": 0}, ValueError, "window must be >= 1, got 0"),
+        ({"window": 1.5}, TypeError, "window must be an integer, got 1.5"),
+        ({"softcap": 0.0}, ValueError, "softcap must be > 0, got 0.0"),
         ({"backend": "triton"}, ValueError, "cannot run tree_attention here: tree_attention has no triton"),
     ):  # fmt: skip
         given = {"query": query, "key": key, "value": value, "layout": layout, "scale": 0.3} | change
@@ -251,4 +291,15 @@ def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [1, 6]])
     with patch.object(reference, "scaled_dot_product_attention", side_effect=kernels) as called:
         rlkernels.tree_attention(*tensors_for(layout), layout, scale=0.3, backend="torch")
-    assert called.call_count == len(layout.nodes) == 5
+        assert called.call_count == len(layout.nodes) == 5
+        rlkernels.tree_attention(*tensors_for(layout), layout, scale=0.3, window=2, backend="torch")
+    assert called.call_count == 10 and all(call.kwargs["attn_mask"] is not None for call in called.mock_calls[5:])
+    query, key, value = (t.requires_grad_() for t in tensors_for(layout))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = rlkernels.tree_attention(query, key, value, layout, scale=0.3, softcap=2.0, backend="torch")
+    assert kept and all(len(shape) < 2 or shape[-1] == 32 for shape in kept), "no score [Hq, q, k]"
+    wanted = torch.autograd.grad(
+        attend_by_mask(query, key, value, layout, 0.3, softcap=2.0)[0].sum(), [query, key, value]
+    )
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), [query, key, value]), wanted)
