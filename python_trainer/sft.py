@@ -20,6 +20,7 @@ from python_trainer.keyed import prompt_order
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.model.packing import micro_batches, pack
+from python_trainer.origin import digest_value
 from python_trainer.parts import load_run_policy, resolve_settings
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run_directory import read_metrics
@@ -68,8 +69,20 @@ class Sft:
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens))
         self.logger.max_steps = len(self.batches)
         self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
-        progress = {"sft_steps": len(self.batches)}  # checkpoints of train lack it, and so are refused
-        self.checkpointer.restore(self.learner, lambda: progress, lambda saved: saved["sft_steps"], origin)
+        self.examples = digest_value([(answer.prompt_ids, answer.response_ids) for answer in self.rows])
+        self.checkpointer.restore(self.learner, lambda: {"sft_examples": self.examples}, self.check_examples, origin)
+
+    def check_examples(self, saved: dict[str, Any]) -> None:
+        """Compare the training examples of a checkpoint with those of this run; checkpoints of train lack them.
+
+        Raises:
+            UserError: they differ, so that some would be trained on twice and others never.
+        """
+        if saved["sft_examples"] != self.examples:
+            raise UserError(
+                f"{self.folder} began with other training examples than the {len(self.rows)} of task "
+                f"{self.config.task.name} now: resume it with those, or choose another --output-dir"
+            )
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
         """Return the reference answer to each example: its column ``answer``, then the end token.

@@ -48,7 +48,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in found] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
-    with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_steps"):
+    with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_examples"):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
     told = dict(summary_rows(find_runs([tmp_path / "run"])))
@@ -145,6 +145,8 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, t
     assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in said
     with pytest.raises(UserError, match=r"has done \d steps, and these settings make \d: raise .*sft.epochs"):
         Sft(config_of(begun, sft={"epochs": 1}), tmp_path / "run", resume=True, console=QUIET)
+    with pytest.raises(UserError, match="began with other training examples than the 3 of task jsonl now: resume it"):
+        Sft(config_of(begun, task={"train_path": f"{tmp_path}/train.jsonl:train[1:]"}), tmp_path / "run", resume=True)
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
         Sft(config_of(begun, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
 
