@@ -53,7 +53,7 @@ def main() -> int:
     ]
     for harness in harnesses if not args.report_only else ():
         harness.run_all(args.seeds)
-    rows = [row for harness in harnesses for row in harness.rows(args.seeds)]
+    rows = [row for harness in harnesses for row in harness.rows(args.seeds, measure=not args.report_only)]
     if not rows:
         print(f"error: no run below {args.output / args.name} is over; nothing was written", file=sys.stderr)
         return 2

@@ -233,11 +233,11 @@ class Harness:
     def _is_late(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def rows(self, seeds: int) -> list[dict[str, Any]]:
-        """The figures of all runs that are over."""
+    def rows(self, seeds: int, *, measure: bool = True) -> list[dict[str, Any]]:
+        """The figures of all runs that are over; without ``measure`` those that are known."""
         tuned = [arm for arm in self.study.arms if arm.rate is not None or self._is_tuned(arm)]
         runs = [self.run_of(arm, seed) for arm in tuned for seed in range(seeds)]
-        return [row_of(self.study, run) for run in runs if run.finished()]
+        return [row_of(self.study, run, measure=measure) for run in runs if run.finished()]
 
     def _is_tuned(self, arm: Arm) -> bool:
         return all(self.tuning_run(arm, rate).finished() for rate in self.study.rates)
@@ -258,8 +258,8 @@ def evaluations(folder: Path) -> list[tuple[int, float, float, float]]:
     return [(row["step"], row.get(TOKENS, 0), row.get(SECONDS, 0.0), row[ACCURACY]) for row in rows if ACCURACY in row]
 
 
-def row_of(study: Study, run: Run) -> dict[str, Any]:
-    """The figures of a finished run."""
+def row_of(study: Study, run: Run, *, measure: bool = True) -> dict[str, Any]:
+    """The figures of a finished run; without ``measure`` those that are known."""
     found, summary = evaluations(run.folder), json.loads((run.folder / "summary.json").read_text())
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     row: dict[str, Any] = {
@@ -274,12 +274,15 @@ def row_of(study: Study, run: Run) -> dict[str, Any]:
     if run.earlier is not None:
         last = evaluations(run.earlier)[-1]
         row |= {"earlier tokens": last[1], "earlier seconds": last[2]}
-    if study.measure is not None:
-        path = run.folder / "measured.json"
-        measured = json.loads(path.read_text()) if path.exists() else study.measure(run.folder)
+    whole, part = run.folder / "measured.json", run.folder / "other_weights.json"
+    if study.measure is not None and measure and not whole.exists():
+        measured = study.measure(run.folder)
         if measured:  # else it waits for another run
-            path.write_text(json.dumps(measured))
-        more |= measured
+            whole.write_text(json.dumps(measured))
+    if whole.exists():
+        more |= json.loads(whole.read_text())
+    elif part.exists():
+        more[OTHER_WEIGHTS] = json.loads(part.read_text())
     return row | {"more": more}
 
 

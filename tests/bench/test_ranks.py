@@ -52,7 +52,7 @@ def write_snapshots(run, path):
 @pytest.fixture(params=[write_history, write_snapshots])
 def straight_run(request, tmp_path, monkeypatch):
     """A run whose matrix moves along one direction, by as much in every step, while its accuracy rises to 1."""
-    monkeypatch.setattr(ranks, "SMOOTHING", 1)
+    monkeypatch.setattr(ranks, "SMOOTHING_STEPS", 1)
     monkeypatch.setattr(ranks, "EVERY", 2)
     base = {MATRIX: torch.randn(12, 8, generator=torch.Generator().manual_seed(0)) / 8, NORM: torch.ones(8)}
     step = torch.outer(direction(12, 1), direction(8, 2)) / STEPS

@@ -90,6 +90,20 @@ def test_arms_take_turns_and_what_is_over_is_kept(study, tmp_path):
     assert rows[1]["more"] == {"last reward": pytest.approx(0.55)}
 
 
+def test_a_report_of_what_there_is_measures_nothing(study, tmp_path):
+    """It takes what a killed measurement left; the next real one is kept."""
+    Harness(study, tmp_path).run_all(1)
+    calls = []
+    study = dataclasses.replace(study, measure=lambda run: calls.append(run.parent.name) or {"norm": 2.0})
+    harness = Harness(study, tmp_path)
+    (tmp_path / "some" / "half" / "seed-0" / "other_weights.json").write_text('{"rank 1": [0.5, 0.1]}')
+    known = [row["more"] for row in harness.rows(1, measure=False)]
+    assert [more.get("other weights") for more in known] == [None, {"rank 1": [0.5, 0.1]}] and not calls
+    for _ in range(2):
+        assert [row["more"]["norm"] for row in harness.rows(1)] == [2.0, 2.0]
+    assert calls == ["plain", "half"] and harness.rows(1, measure=False)[1]["more"]["norm"] == 2.0
+
+
 def test_a_study_that_was_killed_goes_on(study, tmp_path):
     with pytest.raises(RuntimeError, match="exit code 3"):
         Harness(study, tmp_path, ["fails=2"]).run_all(1)
