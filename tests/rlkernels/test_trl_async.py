@@ -109,14 +109,17 @@ class Kernel:
     """What TRL calls of FlashAttention 3, by torch; counts the rows of keys that it is given."""
 
     def __init__(self):
-        self.rows = []
+        self.rows, self.windows = [], set()
 
     def flash_attn_varlen_func(self, query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
         self.rows.append(len(key))
+        self.windows.add(window_size[0])
         out = []
         for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
             q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
             mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            if window_size[0] >= 0:
+                mask = mask.triu(d - c - (b - a) - window_size[0])
             out.append(scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True)[0])
         return torch.cat(out, 1).transpose(0, 1)
 
@@ -128,13 +131,18 @@ def by_trl(train, monkeypatch, **options):
     return *train(asynchronous.AsyncGRPOTrainer, **options), kernel
 
 
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+
 @pytest.mark.parametrize("settings", [
-    {}, {"gradient_checkpointing": False, "token_budget": 90, "gradient_accumulation_steps": 2}
+    {}, {"gradient_checkpointing": False, "token_budget": 90, "gradient_accumulation_steps": 2},
+    {"model_init_kwargs": WINDOW},
 ])  # fmt: skip
 def test_loss_and_gradients_are_those_of_trl(train, monkeypatch, settings):
-    """In rows of all samples, and in rows that a budget cuts."""
+    """In rows of all samples, in rows that a budget cuts, and with a layer whose window is shorter than samples."""
     trainer, steps = train(**settings)
-    theirs, expected, _ = by_trl(train, monkeypatch, **settings)
+    theirs, expected, kernel = by_trl(train, monkeypatch, **settings)
+    assert kernel.windows == ({-1, 15} if "model_init_kwargs" in settings else {-1})
     assert len(steps) == len(expected) == 2 and steps[0].keys() == expected[0].keys()
     for found, wanted in zip(steps, expected):
         for name in wanted:
