@@ -1,6 +1,7 @@
 """Every interval on the pages, and every figure of README's table, is recomputed from rows in the repository."""
 
 import csv
+import importlib
 import json
 import math
 import re
@@ -13,7 +14,8 @@ import pytest
 from support import ROOT
 
 from bench.studies.harness import Interval, paired, reached
-from bench.studies.report import RESULTS, at_level, geometric, log_ratios, pair_of, read_rows, to_plains_end
+from bench.studies.ranks import share_of_gain
+from bench.studies.report import RESULTS, at_level, geometric, log_ratios, pair_of, read_rows, tables, to_plains_end
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 INTERVAL = re.compile(r"(?<!in |to )\[[-+]?[\d.]+, [-+]?[\d.]+\]")
@@ -96,6 +98,14 @@ def sooner(arm: str, text: str = "") -> list[str]:
     return [f"{fmean(at_level(arm_rows('trl', arm), 0.85, 1)):.1f}", f"{mean} {text}[{', '.join(ends)}]"]
 
 
+def with_weights(name: str) -> list[str]:
+    """The accuracy of the run of sentences with other weights, and its share of the gain."""
+    (row,) = arm_rows("sentences", "a quarter of the prompts")
+    weights = row["more"]["other weights"]
+    accuracy, error = weights[name]
+    return [f"{accuracy:.3f}, {error:.3f}", f"{100 * share_of_gain(weights, name):.0f} %"]
+
+
 def update(provider: str) -> str:
     """Seconds and memory of an update of TRL with 8 answers in a micro-batch."""
     with (ROOT / "bench" / "results.csv").open() as file:
@@ -151,6 +161,11 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| `full` |": lambda: [gain("ungated full"), kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
+        "| before; after |": lambda: [with_weights("start")[0], with_weights("end")[0]],
+        "| projections not trained": lambda: with_weights("rank 0"),
+        "| rank 1 |": lambda: with_weights("rank 1"),
+        "| rank 4 |": lambda: with_weights("rank 4"),
+        "| rank 1, norm of the update kept": lambda: with_weights("rank 1, norm kept"),
         "| TRL 1.16 | 63": lambda: [sooner("TRL")[0]],
         "| this trainer | 13": lambda: sooner("python_trainer"),
         "| with all four accelerators |": lambda: sooner("python_trainer, all accelerators"),
@@ -184,6 +199,16 @@ def test_every_interval_is_computed_here(page):
     for line in re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
         if not line.startswith(starts):
             assert not INTERVAL.search(re.sub("`[^`]*`", "", line)), f"{page.name} has an interval: {line}"
+
+
+@pytest.mark.parametrize("name", ["sentences"])
+def test_the_page_of_a_study_has_the_tables_of_its_rows(name):
+    rows, page = read_rows(RESULTS / f"{name}.jsonl"), (RESULTS / f"{name}.md").read_text().splitlines()
+    expected: list[str] = []
+    for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
+        if own := [row for row in rows if row["study"] == study.name]:
+            expected += [line for line in tables(study, own) if line]
+    assert expected and [line for line in page if line.startswith("|")] == expected
 
 
 def test_a_changed_figure_and_a_missing_row_are_found(monkeypatch):
