@@ -19,7 +19,7 @@ from python_trainer.kernels import settle_kernels
 from python_trainer.learner import Learner
 from python_trainer.logger import Logger
 from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
-from python_trainer.model.loading import base_folder, choose_device, ignored_settings, run_dtype
+from python_trainer.model.loading import base_folder, choose_device, ignored_settings, recurrent_layers, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy
 from python_trainer.model.precision import set_matmul_precision
@@ -114,17 +114,18 @@ def load_run_policy(chosen: Config, ranks: RankGroup, note: Callable[[str], None
 
 
 def resolve_engine(config: Config) -> Config:
-    """Replace ``rollout.engine: auto``: vLLM where servers are named, else the trainer's own engine.
+    """Replace ``rollout.engine: auto``: vLLM where servers are named or the model is recurrent, else the own engine.
 
-    Every model that the trainer accepts runs in its own engine, which needs no memory for a second copy of the weights.
+    That one needs no memory for a second copy of the weights.
 
     Raises:
-        UserError: a setting does not go with the servers.
+        UserError: a setting does not go with vLLM; there is no such model.
     """
     if config.rollout.engine != "auto":
         return config
-    chosen = config.with_changes("rollout", engine="vllm" if config.rollout.vllm_server else "paged")
-    if config.rollout.vllm_server and (conflict := next(chosen.conflicts(), None)) is not None:  # of a plug-in
+    takes_vllm = config.rollout.vllm_server or recurrent_layers(config.model)
+    chosen = config.with_changes("rollout", engine="vllm" if takes_vllm else "paged")
+    if takes_vllm and (conflict := next(chosen.conflicts(), None)) is not None:  # of a plug-in
         raise UserError(conflict)
     return chosen
 

@@ -20,6 +20,7 @@ from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights
+from rlkernels.integrations.transformers_attention import other_layers
 from rlkernels.weights.checkpoints import indexed_files, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -174,12 +175,22 @@ def described_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> 
     Raises:
         UserError: there is none, or it does not say what model it is.
     """
+    with _described_source(config) as settings, META:
+        return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def recurrent_layers(config: ModelConfig) -> list[str]:
+    """List the kinds of layers that the policy has beside attention; as :func:`described_model`."""
+    with _described_source(config) as settings:
+        return other_layers(settings.get_text_config(decoder=True))
+
+
+@contextmanager
+def _described_source(config: ModelConfig) -> Iterator[Any]:
+    """Yields the config of the policy's model, within :func:`model_source`."""
     files = "*.json", "*.py"
-    folder = base_folder(policy_folder(config.path, files), files)
-    with model_source(folder, config) as source:
-        settings = AutoConfig.from_pretrained(**source)
-        with META:
-            return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    with model_source(base_folder(policy_folder(config.path, files), files), config) as source:
+        yield AutoConfig.from_pretrained(**source)
 
 
 def model_without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:

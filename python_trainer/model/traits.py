@@ -13,7 +13,13 @@ from python_trainer.model.forward import Forward, attend_by, forward, logit_scal
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.precision import Float32, stated_precision
 from rlkernels import PagedKVCache
-from rlkernels.integrations.transformers_attention import other_layers, probe_layers, rotary_limit
+from rlkernels.integrations.transformers_attention import (
+    attention_layers,
+    mixing_layers,
+    other_layers,
+    probe_layers,
+    rotary_limit,
+)
 from rlkernels.prefix_cache import GroupedLayout, Sequence
 
 BLOCK = 2  # tokens: the prompt fills a block, which is shared, and half of another, which is copied
@@ -27,14 +33,15 @@ GROUPS = 3
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Keys and values are of one shape in all layers."""
+    """Keys and values are of one shape in all layers of attention."""
 
-    layers: int
+    layers: int  # of attention
     kv_heads: int
     head_dim: int
     window: int | None  # tokens of the smallest sliding window
     logit_scale: float | None  # of logits to the product of states and output matrix; None: made in another way
     fusible: bool  # FusedDecoder computes what the model computes
+    recurrent: tuple[str, ...] = ()  # kinds of layers beside attention, which no paged cache holds
 
 
 def find_traits(model: PreTrainedModel, name: str | None = None) -> ModelTraits:
@@ -72,9 +79,10 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
     if model.get_output_embeddings() is None:
         raise ValueError("it names no output layer (get_output_embeddings)")
     config = model.config.get_text_config()
-    if others := other_layers(config):
-        raise ValueError(f"it has layers of {', '.join(others)}")
-    device, layers, dtype = next(model.parameters()).device, config.num_hidden_layers, model.dtype
+    if mixing := mixing_layers(config, model.modules()):
+        raise ValueError(f"it has layers of {', '.join(mixing)}")
+    layers, recurrent = attention_layers(config), tuple(other_layers(config))
+    device, dtype = next(model.parameters()).device, model.dtype
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
     groups = [_Group(vocabulary, seed, device) for seed in range(GROUPS)]
     with stated_precision(device):
@@ -84,12 +92,16 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
         if not logits.isfinite().all():
             raise ValueError(f"its logits hold NaN or infinity in {dtype}")
         fusible, same_type = supports(model), logits.dtype == states.dtype
-        cache = partial(PagedKVCache, layers, heads, dim, num_blocks=8, block_size=BLOCK, device=device)
+        cache = partial(PagedKVCache, len(layers), heads, dim, num_blocks=8, block_size=BLOCK, device=device)
         cache = partial(cache, dtype=torch.float32)
         with Float32():  # in low precision rounding is as large as some faults
             for group in groups:
                 with attend_by(model):
-                    found, states = _pass_by_pass(partial(forward, model), group, cache())
+                    if recurrent:  # trees alone
+                        packed, states = forward(model, *group.packed)
+                        found = packed[None]
+                    else:
+                        found, states = _pass_by_pass(partial(forward, model), group, cache())
                 expected = _eager_logits(model, group)
                 if _agree(found, expected):
                     break
@@ -97,7 +109,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
                 raise ValueError("it computes something else than on its own; nothing but attention may mix tokens")
             scale = logit_scale(model, found[0], states) if same_type else None
             fusible = fusible and _agree(_pass_by_pass(FusedDecoder(model, 5), group, cache())[0], expected)
-    return ModelTraits(layers, heads, dim, window, scale, fusible)
+    return ModelTraits(len(layers), heads, dim, window, scale, fusible, recurrent)
 
 
 def _eager_logits(model: PreTrainedModel, group: _Group) -> torch.Tensor:

@@ -33,7 +33,7 @@ class RolloutConfig(Section):
 
     engine: Literal["auto", "paged", "vllm"] = "auto"
     """`paged`: the trainer's own engine. `vllm`: vLLM 0.32 or newer, on the device of the model or on servers. `auto`:
-    vllm if vllm_server is set, else paged."""
+    vllm if vllm_server is set or the model has recurrent layers, else paged."""
     vllm_server: Annotated[list[str] | None, LOCAL] = Field(None)
     """URL of a vLLM server, or a list of servers that share the work. docs/scale.md says how to start one. Servers read
     weights from OUTPUT_DIR."""

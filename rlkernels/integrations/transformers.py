@@ -85,7 +85,7 @@ def paged_kv_cache(
     _set_attention(model, IMPLEMENTATION)
     try:
         layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
-        heads, dim, _ = probe_layers(model, layers)
+        heads, dim, _ = probe_layers(model, range(layers))
         kv = PagedKVCache(
             layers, heads, dim, num_blocks=num_blocks, memory_bytes=memory_bytes,
             block_size=block_size, dtype=model.dtype, device=model.device,
@@ -320,7 +320,7 @@ class PagedCache(Cache):
         if failed:
             return
         assert step is not None
-        check_layers(step.attended, len(self.kv.key_cache), name)
+        check_layers(step.attended, range(len(self.kv.key_cache)), name)
         self._columns, self._width, self._failed = self._end, self._end, False
         if not self._committed:
             self._commit()

@@ -8,7 +8,7 @@ see the tokens of all sequences as one row, with position ids and nothing else.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -16,9 +16,13 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from rlkernels.integrations.transformers_recurrence import followed_layers
+from rlkernels.prefix_cache import TreeLayout
+
 __all__: list[str] = []  # for the cache beside it and for the trainer
 
 IMPLEMENTATION = "rlkernels"
+PLAIN = {"full_attention", "sliding_attention"}  # kinds of layers
 # arguments of attention functions that change the result and that our kernels do not know
 UNSUPPORTED = ("sinks", "position_bias", "block_table", "cu_seq_lens_q")
 
@@ -48,12 +52,31 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torc
     return (out * (lse - sinks.to(lse.dtype)).sigmoid()[..., None]).to(out.dtype)
 
 
-def other_layers(config: PretrainedConfig) -> list[str]:
+def other_layers(config: PretrainedConfig | None) -> list[str]:
     """List the kinds of layers that are more than attention to all tokens before or to a sliding window of them.
 
     Chunked attention is one, though it differs by its mask alone. ``config`` is that of the decoder.
     """
-    return sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    return sorted(set(getattr(config, "layer_types", None) or ()) - PLAIN)
+
+
+def attention_layers(config: PretrainedConfig) -> list[int]:
+    """List the layers that are attention; ``config`` is that of the decoder."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind in PLAIN]
+
+
+def mixing_layers(config: PretrainedConfig | None, modules: Iterable[torch.nn.Module]) -> list[str]:
+    """List the kinds of layers that would carry values from one branch of a packed tree into the next.
+
+    Args:
+        config: of the decoder.
+        modules: its own, or some of each modeling file that it is made of.
+    """
+    if not (kinds := other_layers(config)):
+        return []
+    files = {cls.__module__ for module in modules for cls in type(module).__mro__}  # FSDP derives classes of its own
+    return sorted({*kinds}.difference(*map(followed_layers, files)))
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
@@ -103,7 +126,7 @@ class _Probe:
 
 
 @torch.no_grad()
-def probe_layers(model: PreTrainedModel, layers: int) -> tuple[int, int, int | None]:
+def probe_layers(model: PreTrainedModel, layers: Collection[int]) -> tuple[int, int, int | None]:
     """Return (heads, dimensions) of keys and values, and the smallest sliding window, by a forward pass on one token.
 
     Raises:
@@ -125,11 +148,11 @@ def probe_layers(model: PreTrainedModel, layers: int) -> tuple[int, int, int | N
     return heads, dim, min(probe.windows, default=None)
 
 
-def check_layers(times: Mapping[int, int], layers: int, name: str) -> None:
+def check_layers(times: Mapping[int, int], layers: Collection[int], name: str) -> None:
     """Raises unless each of the layers attended once."""
-    if wrong := {layer: times.get(layer, 0) for layer in range(layers) if times.get(layer, 0) != 1}:
+    if wrong := {layer: times.get(layer, 0) for layer in layers if times.get(layer, 0) != 1}:
         raise ValueError(
-            f"each of {layers} layers must attend once in a pass of {name}, by the attention implementation "
+            f"each of {len(layers)} layers must attend once in a pass of {name}, by the attention implementation "
             f"{IMPLEMENTATION!r}, got {wrong} (layer: times)"
         )
 
@@ -161,6 +184,11 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name}, which the attention of rlkernels does not know")
+    if isinstance(attention, TreeLayout) and (mixing := mixing_layers(getattr(module, "config", None), [module])):
+        raise ValueError(
+            f"the model of {type(module).__name__} has layers of {', '.join(mixing)}, which do not follow a tree: "
+            "pass each sequence by itself"
+        )
     if attention_mask is not None or getattr(module, "is_causal", None) is False:
         what = "looks ahead (is_causal is False)" if attention_mask is None else "makes an attention_mask of its own"
         raise ValueError(

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from rlkernels import linear_token_logprobs, token_logprobs
-from rlkernels.integrations.transformers_attention import _attend, logit_factor, other_layers, rotary_limit
+from rlkernels.integrations.transformers_attention import _attend, logit_factor, mixing_layers, rotary_limit
 from rlkernels.prefix_cache import Packed, TreeLayout, pack, packs_tries
 from rlkernels.prefix_cache.layout import sort_by_tokens
 
@@ -65,8 +65,8 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def obstacle(model: PreTrainedModel) -> str | None:
     """Return what keeps a model from sharing prefixes, or None."""
     config = model.config.get_text_config(decoder=True)
-    if others := other_layers(config):
-        return f"it has layers of {', '.join(others)}"
+    if mixing := mixing_layers(config, model.modules()):
+        return f"it has layers of {', '.join(mixing)}"
     if dropped := [name for name, share in config.to_dict().items() if "att" in name and "drop" in name and share]:
         return f"it has {dropped[0]}"
     if any(getattr(one, "alora_invocation_tokens", None) for one in getattr(model, "peft_config", {}).values()):
@@ -158,8 +158,8 @@ class PrefixSharing:
     """A trainer of TRL with what samples begin with computed once per micro-batch.
 
     It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
-    Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers other than
-    attention, dropout of attention, aLoRA, images, a router's loss, or a batch longer than the length at which rotary
+    Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers such as
+    Mamba's, dropout of attention, aLoRA, images, a router's loss, or a batch longer than the length at which rotary
     factors change.
     The first batch that fits in all processes is computed both ways. If the log-probabilities differ, TRL's way stays
     for the whole run.

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 from conftest import QUIET, merged, save_tiny_policy, train
+from fake_vllm import FakeLLM, install
 from paged import GREEDY, LONGROPE, SIZES, make, make_policy, prompts
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny import own_greedy
 
 from python_trainer.checkpoint import list_checkpoints, load_checkpoint
@@ -202,12 +204,12 @@ def test_models_that_want_contiguous_attention(kind):
     assert engine.generate([Request(prompt, max_new_tokens=8)], GREEDY)[0].ids == own_greedy(model, prompt, 8)
 
 
-@pytest.mark.parametrize("engine", ["paged", "vllm"])
-def test_a_hybrid_model_is_refused_when_it_is_loaded(make_config, tmp_path, engine):
+@pytest.mark.parametrize("engine", ["auto", "paged", "vllm"])
+def test_layers_that_do_not_follow_a_tree_are_refused_when_they_are_loaded(make_config, tmp_path, engine):
     folder = save_tiny_policy(tmp_path / "policy")
-    config = transformers.Lfm2Config(**SIZES | {"vocab_size": 64}, layer_types=["conv", "full_attention", "conv"])
-    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
-    message = rf"^cannot run {folder} \(Lfm2ForCausalLM\) on flattened tokens: it has layers of conv$"
+    options = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 2, "vocab_size": 64}
+    make("MiniMax", **options, num_hidden_layers=4).save_pretrained(folder)
+    message = rf"^cannot run {folder} \(MiniMaxForCausalLM\) on flattened tokens: it has layers of linear_attention$"
     with pytest.raises(UserError, match=message):
         Trainer(make_config(model={"path": str(folder)}, rollout={"engine": engine}), tmp_path / "run",
                 console=QUIET)  # fmt: skip
@@ -219,6 +221,59 @@ def test_masks_that_short_sequences_do_not_show_are_refused():
     config = transformers.Llama4TextConfig(**SIZES | options, no_rope_layers=[1, 1, 0])
     with pytest.raises(UserError, match="cannot run Llama4ForCausalLM .* it has layers of chunked_attention"):
         find_traits(transformers.Llama4ForCausalLM(config))
+
+
+HYBRIDS = {"Qwen3_5Text": "linear_attention", "OlmoHybrid": "linear_attention", "Lfm2": "conv"}
+
+
+def make_hybrid(kind, **settings):
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES | heads | {"linear_value_head_dim": 8, "initializer_range": 0.06} | settings,
+        layer_types=[HYBRIDS[kind], "full_attention", HYBRIDS[kind]],
+    )
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_recurrent_model_scores_packed_answers_as_each_alone(tokenizer, kind):
+    policy = Policy(make_hybrid(kind, vocab_size=64, eos_token_id=63), tokenizer, name=kind)
+    found = policy.traits
+    assert (found.layers, found.recurrent, found.fusible) == (1, (HYBRIDS[kind],), False)
+    prompt, other = prompts([9, 2])
+    answers = [[3, 5, 7], [3, 5, 8, 1, 2], [4], [63]]
+    rollouts = [Rollout(prompt, answer) for answer in answers] + [Rollout(other, [9, 9, 1])]
+    packed = pack(rollouts, range(len(rollouts)))
+    with policy.packed_attention(), torch.no_grad():
+        logprobs, _, _ = policy.score(packed, 1.0)
+    policy.model.set_attn_implementation("eager")
+    for rollout, row in zip(rollouts, logprobs):
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+        with torch.no_grad():
+            alone = policy.model(ids, use_cache=False).logits[0].log_softmax(-1)
+        size = len(rollout.response_ids)
+        expected = alone[-1 - size : -1].gather(1, ids[0, -size:, None])[:, 0]
+        torch.testing.assert_close(row[:size], expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_recurrent_model_is_updated_and_generated_by_vllm(make_config, tmp_path, monkeypatch):
+    """The fake takes the weights as a checkpoint names them; the own engine says what to set."""
+    install(monkeypatch, sleeps=False)
+    folder = save_tiny_policy(tmp_path / "policy")
+    make_hybrid("Qwen3_5Text", vocab_size=64, eos_token_id=63).save_pretrained(folder)
+    before = load_file(folder / "model.safetensors")
+    config = make_config(model={"path": str(folder)}, max_steps=2)
+    message = (
+        r"^rollout.engine paged caches keys and values alone, and Qwen3_5ForCausalLM has layers of linear_attention: "
+    )
+    with pytest.raises(UserError, match=message + "set rollout.engine=vllm$"):
+        Trainer(config.with_changes("rollout", engine="paged"), tmp_path / "paged", console=QUIET)
+    trainer = train(config.with_changes("rollout", engine="auto"), tmp_path / "run")
+    trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert trained.keys() == before.keys() == FakeLLM.last.loaded.keys()
+    assert all((trained[name] != weight).any() for name, weight in before.items() if "linear_attn" in name)
+    assert trainer.engine.stats["generated_tokens"] > 0
 
 
 def test_traits_of_models():

@@ -15,6 +15,10 @@ BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps":
 SPLIT = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}  # groups of 4 in parts
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+DELTA = {
+    "initializer_range": 0.06, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 MODELS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -34,6 +38,8 @@ MODELS = {
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),  # padding counts as positions
+    "qwen3_5": ("Qwen3_5Text", DELTA),
+    "olmo_hybrid": ("OlmoHybrid", DELTA),
     "phi3": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
 }
 
@@ -48,13 +54,18 @@ def policy(tmp_path_factory):
         if kind not in made:
             name, more = MODELS[kind]
             torch.manual_seed(5)
-            config = getattr(transformers, f"{name}Config")(
-                vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
-                num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=EOS,
-                bos_token_id=None, pad_token_id=EOS, **more,
-            )  # fmt: skip
+            sizes = {
+                "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
+                "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
+                "initializer_range": 0.2, "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS,
+            }  # fmt: skip
+            config = getattr(transformers, f"{name}Config")(**sizes | more)
             made[kind] = tmp_path_factory.mktemp(kind)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            for name, weight in model.named_parameters():
+                if name.endswith(("A_log", "dt_bias")):  # recurrent states that last
+                    weight.data.uniform_(-3, -1)
+            model.save_pretrained(made[kind])
             save_letters(made[kind], VOCAB)
         return made[kind]
 
@@ -169,6 +180,13 @@ def test_update_equals_that_of_trl(train, name):
     mixed = train(kind, **CASES[name])
     assert mixed[0].shares_prefixes and mixed[0]._compared
     assert_same(mixed, train(kind, shared=False, **CASES[name]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "olmo_hybrid"])
+def test_an_update_of_recurrent_layers_equals_that_of_trl(train, kind):
+    shared = train(kind, **SPLIT)
+    assert shared[0].shares_prefixes and shared[0]._compared
+    assert_same(shared, train(kind, shared=False, **SPLIT))
 
 
 class Recorder:

@@ -94,6 +94,11 @@ class PagedEngine(Engine):
         if rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch":
             self.share_from = MIN_SHARED_ON_GPU if self.device.type == "cuda" else MIN_SHARED_TOKENS
         traits = traits or find_traits(model)
+        if traits.recurrent:
+            raise UserError(
+                f"rollout.engine paged caches keys and values alone, and {type(model).__name__} has layers of "
+                f"{', '.join(traits.recurrent)}: set rollout.engine=vllm"
+            )
         self.fused = traits.fusible
         # on a GPU the kernels of windows wait for the host, which recorded passes cannot
         window = traits.window if self.device.type == "cuda" else None
