@@ -21,8 +21,8 @@ from bench._case import Row
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import load_config
 from python_trainer.data import Rollout
-from python_trainer.learner import Learner
-from python_trainer.memory import Device, plan_memory
+from python_trainer.loop.learner import Learner
+from python_trainer.loop.memory import Device, plan_memory
 from python_trainer.model.policy import load_policy
 
 PROMPTS, SAMPLES, PROMPT = 4, 8, 24

@@ -34,7 +34,7 @@ def run(argv: list[str] | None) -> int:
     try:
         if problem := folder_problem():
             raise UserError(problem)
-        from python_trainer.commands import parse_arguments
+        from python_trainer.command_line.commands import parse_arguments
 
         args = parse_arguments(argv)
         args.call(args)

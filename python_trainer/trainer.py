@@ -16,20 +16,20 @@ from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
 from python_trainer.callbacks import Callback, make_callbacks
-from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.dynamic_sampling import StepSampler
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed
-from python_trainer.logger import Logger, choose_samples, group_spread, rollout_statistics
+from python_trainer.loop.checkpointer import Checkpointer
+from python_trainer.loop.dynamic_sampling import StepSampler
+from python_trainer.loop.origin import compare_settings
+from python_trainer.loop.parts import Builder
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.turns import missing_stop_token
-from python_trainer.origin import compare_settings
-from python_trainer.parts import Builder
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run_state import RunState, summarise
+from python_trainer.run.logger import Logger, choose_samples, group_spread, rollout_statistics
+from python_trainer.run.run_state import RunState, summarise
 from python_trainer.tasks.base import Task
 
 REHEARSAL_WARMUP_UPDATES = 5  # updates on stored answers only, until they have the full learning rate

@@ -22,7 +22,7 @@ EXCEPTIONS = {  # as SECURITY.md names them
     # between the processes that torchrun, or accelerate, started
     "python_trainer/distributed/group.py": {"all_gather_object", "broadcast_object_list"},
     "rlkernels/integrations/trl.py": {"all_gather_object"},
-    "python_trainer/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
+    "python_trainer/run/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
 }
 
 

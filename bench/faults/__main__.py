@@ -47,7 +47,7 @@ def main() -> int:
     # every run is a fork of this process: import here what each of them would have to
     for name in ("torch.utils.tensorboard", "tensorboard.compat.proto.event_pb2", "python_trainer.trainer",
                  "sqlalchemy", "python_trainer.accelerators.rhyme.database",
-                 "python_trainer.report"):  # fmt: skip
+                 "python_trainer.command_line.report"):  # fmt: skip
         importlib.import_module(name)
     return run(args)
 

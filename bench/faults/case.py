@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.faults.training import Ended, Training, differences, make_inputs, saved_steps, write_settings
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.checkpoint import load_newest
 from python_trainer.errors import UserError
+from python_trainer.run.checkpoint import load_newest
 
 ALPHA = {"track_steps": 1, "first_step": 3, "every": 2, "refuse": False}
 VARIANTS: dict[str, dict[str, Any]] = {

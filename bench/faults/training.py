@@ -22,9 +22,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from python_trainer.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
+from python_trainer.run.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
 from python_trainer.run_directory import read_metrics
 
 LIMIT = 120.0  # seconds that a run may take, many times what it needs
@@ -176,7 +176,7 @@ def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ |= group
     from python_trainer import __main__ as program
-    from python_trainer import report
+    from python_trainer.command_line import report
 
     report.report = lambda folders, console=None: None  # drawing takes longer than the run
     code = 1

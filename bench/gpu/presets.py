@@ -119,7 +119,7 @@ def preset(name: str, device: torch.device) -> Message:
     from bench.gpu.model import QWEN, TINY
     from bench.gpu.updates import SIZES
     from python_trainer import load_config
-    from python_trainer.memory import parse_gpus, plan_memory
+    from python_trainer.loop.memory import parse_gpus, plan_memory
 
     real = device.type == "cuda"
     shape = SIZES["Qwen2.5-1.5B" if "1.5b" in name else "Qwen2.5-0.5B"]

@@ -84,8 +84,9 @@ STAGES = (
           "torch's. Above 4 ms a pass, host time comes first."),
     Stage("sharded", 40, "If a step by fsdp2 over NCCL differs from one without by more than rounding, the page says "
           "that it is broken on GPUs, and an issue is opened; otherwise the list of what never ran loses it."),
-    Stage("presets", 75, "If a step's peak is above the plan of --dry-run, the constants of python_trainer/memory.py "
-          "rise to it; below 0.8 of the plan they fall. A preset that does not fit loses micro_batch_tokens."),
+    Stage("presets", 75, "If a step's peak is above the plan of --dry-run, the constants of "
+          "python_trainer/loop/memory.py rise to it; below 0.8 of the plan they fall. A preset that does not fit loses "
+          "micro_batch_tokens."),
     Stage("counters", 45, "A kernel that moves 1.2 times its bytes, or reaches less than half of both bandwidth and "
           "matrix rate, is the next to be worked on."),
     Stage("tests", 300, "A test that fails here withdraws the verdicts of its op."),

@@ -16,7 +16,7 @@ from bench._trl import Generation, make_grpo_trainer
 from bench._turns import Turns
 from bench.studies.harness import ACCURACY, SECONDS, TOKENS, Arm, Study, fewer_prompts
 from python_trainer import Trainer, load_config
-from python_trainer.run_state import device_name
+from python_trainer.run.run_state import device_name
 
 
 def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:

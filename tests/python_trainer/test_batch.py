@@ -11,8 +11,8 @@ from test_packing import plain_score
 
 from python_trainer.algorithms.losses import importance_weights, kl_estimate, policy_loss
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch, scatter_rows
 from python_trainer.data import Rollout
+from python_trainer.loop.batch import Batch, Minibatch, scatter_rows
 from python_trainer.model.packing import micro_batches, scored_tokens
 
 MAX_LENGTH = 24

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.faults.training import differences
 from python_trainer.accelerators import drafts
 from python_trainer.callbacks import Callback
-from python_trainer.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
-from python_trainer.evaluation import Evaluator
-from python_trainer.logger import Logger
+from python_trainer.loop.evaluation import Evaluator
+from python_trainer.run.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.run.logger import Logger
+from python_trainer.run.run_state import RunState, best_evaluated
 from python_trainer.run_directory import locked, read_metrics
-from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 

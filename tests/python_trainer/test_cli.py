@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from support import ROOT
 
 from python_trainer.__main__ import main
+from python_trainer.command_line.report import find_runs, report, summary_rows
 from python_trainer.errors import UserError
 from python_trainer.removed import REMOVED
-from python_trainer.report import find_runs, report, summary_rows
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -259,10 +259,10 @@ def test_a_deleted_current_folder_is_named(tmp_path, program):
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "python_trainer.commands", None)  # as where one of its imports fails
+    monkeypatch.setitem(sys.modules, "python_trainer.command_line.commands", None)  # as where one of its imports fails
     assert main(["train", "--help-settings"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "python_trainer.commands" in said
+    assert said.count("\n") == 1 and "python_trainer.command_line.commands" in said
     assert "pip install --no-build-isolation -e '.[train]'" in said
 
 

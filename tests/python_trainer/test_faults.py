@@ -15,8 +15,8 @@ from bench.faults.fuzz import TARGETS, Written, attempt, run_target
 from bench.faults.tensors import Op, target
 from bench.faults.training import Ended, differences
 from python_trainer.accelerators.rhyme.database import unpack_tensors
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.errors import UserError
+from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.run_directory import append_row, read_metrics
 
 

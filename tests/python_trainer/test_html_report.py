@@ -13,11 +13,7 @@ from conftest import QUIET, merged, run_settings, train
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from python_trainer.config import flatten, load_config
-from python_trainer.data import Rollout
-from python_trainer.errors import UserError
-from python_trainer.logger import SAMPLES, Logger, choose_samples
-from python_trainer.report import (
+from python_trainer.command_line.report import (
     by_variant,
     caveats,
     draw_curves,
@@ -28,6 +24,10 @@ from python_trainer.report import (
     table_rows,
     verdicts,
 )
+from python_trainer.config import flatten, load_config
+from python_trainer.data import Rollout
+from python_trainer.errors import UserError
+from python_trainer.run.logger import SAMPLES, Logger, choose_samples
 from python_trainer.run_directory import read_metrics, read_samples
 
 VOID = {"meta", "img"}

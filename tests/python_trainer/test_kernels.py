@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from python_trainer import kernels
-from python_trainer.checkpoint import load_checkpoint, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import RankGroup
+from python_trainer.loop import kernels
+from python_trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, Workload
 

@@ -9,10 +9,10 @@ from conftest import QUIET, graded
 from paged import make_policy
 
 import python_trainer.model.policy
-from python_trainer.batch import Minibatch
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.memory import Device, plan_memory
+from python_trainer.loop.batch import Minibatch
+from python_trainer.loop.memory import Device, plan_memory
 from python_trainer.model.packing import pack
 from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.trainer import Trainer

@@ -9,13 +9,13 @@ from conftest import QUIET, merged, save_tiny_policy
 from support import ROOT
 from transformers import Qwen2Config
 
-import python_trainer.memory
-import python_trainer.parts
+import python_trainer.loop.memory
+import python_trainer.loop.parts
 from bench import memory as bench
 from python_trainer.__main__ import main
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
-from python_trainer.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
+from python_trainer.loop.memory import Device, device_here, needs_recomputing, parse_gpus, plan_memory
 from python_trainer.model.policy import recomputes
 from python_trainer.trainer import Trainer
 
@@ -177,8 +177,8 @@ def test_checkpointing_by_need(make_config, tmp_path, monkeypatch, setting, memo
     bytes_kept = plan_memory(kept, Device("cuda", 24 << 30)).phases["the update"]
     here = Device("cuda", int(bytes_kept * memory))
     with monkeypatch.context() as patched:
-        patched.setattr(python_trainer.memory, "choose_device", lambda name: torch.device("cuda"))
-        patched.setattr(python_trainer.parts, "device_here", lambda name, ranks: here)
+        patched.setattr(python_trainer.loop.memory, "choose_device", lambda name: torch.device("cuda"))
+        patched.setattr(python_trainer.loop.parts, "device_here", lambda name, ranks: here)
         assert needs_recomputing(config, here) == (expected and setting == "auto")
         trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert recomputes(trainer.policy.model) == expected

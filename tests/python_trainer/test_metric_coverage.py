@@ -9,11 +9,11 @@ from conftest import QUIET, graded, train
 from sampling_cases import own_logprobs
 from test_ppo import step_batch
 
-from python_trainer.batch import Minibatch, mean_metrics
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.logger import rollout_statistics
+from python_trainer.loop.batch import Minibatch, mean_metrics
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run.logger import rollout_statistics
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredRun
+from python_trainer.command_line.report import report
 from python_trainer.errors import UserError, escape_controls, tell, tell_error
-from python_trainer.logger import Logger
-from python_trainer.report import report
+from python_trainer.run.logger import Logger
 from rlkernels.__main__ import main as rlkernels_main
 
 # clear the screen, set its title, ring, go back, C1's CSI, turn the direction of text, half of a character

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from bench.faults.training import differences, load_whole
-from python_trainer.batch import Minibatch
-from python_trainer.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
 from python_trainer.config import load_config
 from python_trainer.distributed import start
 from python_trainer.errors import NotFinite, UserError, is_shared
+from python_trainer.loop.batch import Minibatch
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.run.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer import errors
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints
 from python_trainer.distributed import start
 from python_trainer.errors import UserError, mark_shared
+from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.run_directory import read_metrics
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     raised.add_note("step 2 is saved")
     if shared:
         mark_shared(raised)
-    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=raised))
+    monkeypatch.setattr("python_trainer.command_line.report.report", Mock(side_effect=raised))
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["report", str(tmp_path)]) == 2
@@ -93,7 +93,7 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
 
 
 def test_a_single_process_has_lost_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("python_trainer.report.report", Mock(side_effect=RuntimeError(LOST)))
+    monkeypatch.setattr("python_trainer.command_line.report.report", Mock(side_effect=RuntimeError(LOST)))
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(RuntimeError, match="closed by peer"):
         main(["report", str(tmp_path)])

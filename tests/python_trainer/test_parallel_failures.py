@@ -17,13 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from bench.faults.training import load_whole
 from python_trainer import distributed
-from python_trainer.checkpoint import list_checkpoints, save_checkpoint
 from python_trainer.config import load_config
 from python_trainer.distributed import start
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import Environment
 from python_trainer.errors import Interrupted, UserError, is_shared, mark_shared
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run.checkpoint import list_checkpoints, save_checkpoint
 from python_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # two processes set up many times
@@ -33,8 +33,8 @@ PLACES = {
     "task": "python_trainer.tasks.files.JSONLSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
-    "learner": "python_trainer.parts.Learner",
-    "checkpoint": "python_trainer.learner.Learner.load_state_dict",
+    "learner": "python_trainer.loop.parts.Learner",
+    "checkpoint": "python_trainer.loop.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
     "shards": "python_trainer.distributed.sharded.ShardedGroup._sharded_copy",
     "policy": "python_trainer.model.policy.Policy.__init__",

@@ -12,10 +12,10 @@ from gloo import KINDS, run_on_ranks, train
 from tiny import digits
 
 from bench.faults.training import differences
-from python_trainer.checkpoint import list_checkpoints
 from python_trainer.config import load_config
 from python_trainer.errors import Interrupted
-from python_trainer.learner import Learner
+from python_trainer.loop.learner import Learner
+from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # two processes train twice

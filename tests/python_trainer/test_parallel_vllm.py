@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
-from python_trainer.learner import Learner
+from python_trainer.loop.learner import Learner
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import checkpoint_weights

@@ -9,13 +9,13 @@ from conftest import QUIET, save_tiny_policy, train
 
 from python_trainer.algorithms.advantages import explained_variance
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch, Minibatch, gather_rows
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
+from python_trainer.loop.batch import Batch, Minibatch, gather_rows
 from python_trainer.model.critic import Critic
 from python_trainer.model.packing import pack
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
+from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

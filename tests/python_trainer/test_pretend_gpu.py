@@ -14,12 +14,12 @@ from tiny import save_tiny_policy
 from torch.utils._pytree import tree_leaves
 
 from bench.faults.tensors import OPS
-from python_trainer import kernels
+from python_trainer.command_line.probe import probe
 from python_trainer.config import load_config
 from python_trainer.data import Request
+from python_trainer.loop import kernels
 from python_trainer.model.forward import page
 from python_trainer.model.policy import load_policy
-from python_trainer.probe import probe
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged.engine import PagedEngine

@@ -7,14 +7,14 @@ import yaml
 from conftest import merged
 
 from python_trainer.__main__ import main
+from python_trainer.command_line.probe import lines, probe
 from python_trainer.config import load_config
-from python_trainer.learner import Learner
-from python_trainer.probe import lines, probe
+from python_trainer.loop.learner import Learner
 from python_trainer.rollout.paged.engine import PagedEngine
 
 
 def test_the_command(settings, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("python_trainer.run.logger.LINE_SECONDS", 0.0)
     changes = {"task": {"reward": "conftest:even"}, "accelerators": {"enabled": ["drafts"]}}
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(merged(settings, changes)))

@@ -13,8 +13,8 @@ from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.accelerators.rpo import RPO, length_factors
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch
 from python_trainer.data import Group, Rollout, filter_scores
+from python_trainer.loop.batch import Batch
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from test_packing import plain_score
 
 from python_trainer.__main__ import main
+from python_trainer.command_line.report import find_runs, summary_rows
 from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.memory import parse_gpus, plan_memory
+from python_trainer.loop.memory import parse_gpus, plan_memory
+from python_trainer.loop.parts import make_engine
 from python_trainer.model.optimizer import PolicyOptimizer
 from python_trainer.model.policy import load_policy, recomputes
-from python_trainer.parts import make_engine
-from python_trainer.report import find_runs, summary_rows
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
@@ -170,6 +170,6 @@ def test_memory_is_planned_without_a_cache(lessons, tmp_path, monkeypatch):
         plans.append(plan_memory(config, parse_gpus("80"), **options))
         return True
 
-    monkeypatch.setattr("python_trainer.parts.needs_recomputing", plan)
+    monkeypatch.setattr("python_trainer.loop.parts.needs_recomputing", plan)
     run = Sft(config_of(lessons, sft={"epochs": 1}), tmp_path / "run", console=QUIET)
     assert recomputes(run.policy.model) and plans[0].parts["KV cache"] == 0

@@ -18,12 +18,12 @@ from python_trainer.config import Config
 from python_trainer.distributed import RankGroup, start
 from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.errors import UserError
-from python_trainer.learner import Learner
+from python_trainer.loop.learner import Learner
+from python_trainer.loop.parts import resolve_settings
 from python_trainer.model.packing import pack
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig
 from python_trainer.model.weights import full
-from python_trainer.parts import resolve_settings
 
 pytestmark = pytest.mark.slow  # two processes load models for half a minute
 

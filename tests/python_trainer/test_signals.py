@@ -20,15 +20,15 @@ import torch.distributed as dist
 from conftest import LORA, QUIET, digits
 
 from bench.faults.training import differences
-from python_trainer import last_step
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
-from python_trainer.checkpoint import list_checkpoints
-from python_trainer.checkpointer import Checkpointer
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.last_step import LastStep, copy_to_host, free_memory
-from python_trainer.learner import Learner
+from python_trainer.loop.checkpointer import Checkpointer
+from python_trainer.loop.learner import Learner
+from python_trainer.run import last_step
+from python_trainer.run.checkpoint import list_checkpoints
+from python_trainer.run.last_step import LastStep, copy_to_host, free_memory
 from python_trainer.run_directory import read_metrics
 from python_trainer.signals import SIGNALS, StopSignal
 from python_trainer.trainer import Trainer

@@ -13,10 +13,10 @@ from python_trainer.config import load_config
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.environment import Environment
+from python_trainer.loop.parts import make_engine
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.turns import missing_stop_token
-from python_trainer.parts import make_engine
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 

@@ -18,11 +18,11 @@ from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_P
 from python_trainer.accelerators.rhyme.sampling import AnswerBank
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.batch import Batch
 from python_trainer.data import Rollout
-from python_trainer.dynamic_sampling import StepSampler
-from python_trainer.logger import group_spread, rollout_statistics
+from python_trainer.loop.batch import Batch
+from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.rollout.settings import RolloutConfig
+from python_trainer.run.logger import group_spread, rollout_statistics
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

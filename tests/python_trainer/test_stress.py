@@ -11,7 +11,7 @@ from tiny import weights
 from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.errors import NotFinite
-from python_trainer.learner import Learner
+from python_trainer.loop.learner import Learner
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import SamplingParams

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from python_trainer.accelerators.rhyme.database import prompt_hash
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
-from python_trainer.memory import read_shape
+from python_trainer.loop.memory import read_shape
 from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig

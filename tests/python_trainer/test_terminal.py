@@ -11,7 +11,7 @@ from conftest import merged
 from support import ROOT
 
 from python_trainer.__main__ import main
-from python_trainer.checkpoint import list_checkpoints
+from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.run_directory import read_metrics
 from python_trainer.terminal import LOG, log_into, surviving
 from python_trainer.trainer import Trainer

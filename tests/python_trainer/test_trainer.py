@@ -13,7 +13,7 @@ from tiny import weights
 
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import RPOSettings
-from python_trainer.batch import Batch
+from python_trainer.loop.batch import Batch
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -216,7 +216,7 @@ def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_pa
 
 def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):
     """Without a terminal a line now and then, here at once; the answers are those of a run that nobody watches."""
-    monkeypatch.setattr("python_trainer.logger.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("python_trainer.run.logger.LINE_SECONDS", 0.0)
     console = Console(file=io.StringIO(), width=200)
     watched = Trainer(make_config(max_steps=1), tmp_path / "watched", console=console)
     watched.run()

@@ -18,11 +18,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import own_greedy
 
-from python_trainer.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.loop.parts import make_engine
 from python_trainer.model import traits as traits_module
 from python_trainer.model.forward import page
 from python_trainer.model.loading import described_model, find_dtype, ignored_settings, run_dtype
@@ -30,9 +30,9 @@ from python_trainer.model.packing import pack
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
-from python_trainer.parts import make_engine
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged.engine import PagedEngine
+from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION

@@ -14,8 +14,8 @@ from tiny import grpo_trainer, weights
 from torch.nn.utils.rnn import pad_sequence
 
 from python_trainer.algorithms.settings import LOSS_TYPES
-from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout
+from python_trainer.loop.batch import Batch, Minibatch
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
 

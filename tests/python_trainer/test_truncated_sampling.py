@@ -17,8 +17,8 @@ from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.loop.parts import make_engine
 from python_trainer.model.policy import load_policy
-from python_trainer.parts import make_engine
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.settings import RolloutConfig

@@ -22,10 +22,10 @@ from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
+from python_trainer.loop.parts import make_engine
 from python_trainer.model.lora import is_adapter
 from python_trainer.model.policy import load_policy
 from python_trainer.model.weights import checkpoint_weights
-from python_trainer.parts import make_engine
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.vllm import servers as servers_module

@@ -100,7 +100,7 @@ def call(args):
             os.kill(os.getpid(), signal.SIGSTOP)
         ranks.gather(None)
 
-from python_trainer import commands
+from python_trainer.command_line import commands
 commands.parse_arguments = lambda argv: type("Arguments", (), {"call": call})
 sys.stdout.flush()
 os._exit(program.main())

@@ -135,7 +135,7 @@ def test_a_history_that_is_not_the_runs(make_config, tmp_path):
 
 def test_a_delta_that_cannot_be_written(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "python_trainer.weight_history.replace_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+        "python_trainer.run.weight_history.replace_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
     )
     (warning,) = limited(make_config, tmp_path, 10**9)
     assert "ends at step 0" in warning and "full" in warning

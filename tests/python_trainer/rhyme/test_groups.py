@@ -11,9 +11,9 @@ from python_trainer.accelerators.rhyme import sampling
 from python_trainer.accelerators.rhyme.database import StoredAnswer
 from python_trainer.accelerators.rhyme.sampling import begins_with
 from python_trainer.accelerators.settings import RhymeSettings
-from python_trainer.batch import Batch, Minibatch
 from python_trainer.data import Rollout, by_group
 from python_trainer.keyed import keyed_unit, prompt_order
+from python_trainer.loop.batch import Batch, Minibatch
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 

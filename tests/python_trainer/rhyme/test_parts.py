@@ -23,11 +23,11 @@ from python_trainer.accelerators.rhyme.sampling import AnswerBank, Candidate, en
 from python_trainer.data import Example, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.evaluation import Scorer
+from python_trainer.loop.evaluation import Scorer
 from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.run_state import RunState
+from python_trainer.run.run_state import RunState
 from python_trainer.tasks import Task
 from rlkernels import dtw
 from tools.policies.training import byte_tokenizer

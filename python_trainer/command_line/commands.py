@@ -104,8 +104,8 @@ def run_train(args: argparse.Namespace) -> None:
     if args.output_dir is None:
         raise UserError("train needs --output-dir DIR, or --dry-run")
     config = load_checked(args, resume=args.resume)
+    from python_trainer.command_line.report import report
     from python_trainer.distributed import start
-    from python_trainer.report import report
     from python_trainer.trainer import Trainer
 
     note_resuming(args, config)
@@ -117,8 +117,8 @@ def run_train(args: argparse.Namespace) -> None:
 
 def print_plan(config: Config, gpus: str | None) -> None:
     """Print the settings as resolved and the memory of each device."""
-    from python_trainer import memory
-    from python_trainer.parts import resolve_engine
+    from python_trainer.loop import memory
+    from python_trainer.loop.parts import resolve_engine
 
     config = resolve_engine(config)
     device = memory.device_here(config.model.device) if gpus is None else memory.parse_gpus(gpus)
@@ -138,7 +138,7 @@ def print_plan(config: Config, gpus: str | None) -> None:
 def run_compare(args: argparse.Namespace) -> None:
     """Train with and without accelerators: every variant on every seed, one after the other, into
     OUTPUT_DIR/VARIANT/seed-N; then reports on all. It keeps finished runs and continues interrupted ones."""
-    from python_trainer.compare import compare
+    from python_trainer.command_line.compare import compare
 
     config = load_checked(args, resume=True)
     compare(config, args.output_dir, variants=args.variants.split(","), seeds=args.seeds)
@@ -164,7 +164,7 @@ def run_probe(args: argparse.Namespace) -> None:
     config = load_config(args.config, [*args.overrides, "accelerators.enabled=[]"])
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise UserError(f"--json must be a file in a folder that exists, got {args.json}")
-    from python_trainer.probe import lines, probe
+    from python_trainer.command_line.probe import lines, probe
 
     findings = probe(config, seconds=args.seconds)
     print("\n".join(lines(findings)))
@@ -176,7 +176,7 @@ def run_report(args: argparse.Namespace) -> None:
     """Report on runs, finished or not: prints a verdict and a table of all runs under the folders. Writes
     report.html, one page with curves, sample answers and the settings that differ: into DIR, or beside the first of
     several. It needs no network."""
-    from python_trainer.report import report
+    from python_trainer.command_line.report import report
 
     report(args.folders)
 
@@ -216,7 +216,7 @@ def note_resuming(args: argparse.Namespace, config: Config) -> None:
     """Note what a mistyped folder or a forgotten setting would hide."""
     if not args.resume:
         return
-    from python_trainer.checkpoint import list_checkpoints
+    from python_trainer.run.checkpoint import list_checkpoints
 
     if not list_checkpoints(args.output_dir / "checkpoints"):
         tell(f"{args.output_dir} has no checkpoint to resume: training begins with the first step")

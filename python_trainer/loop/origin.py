@@ -23,10 +23,10 @@ from python_trainer.data import Example
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.hub import policy_folder
+from python_trainer.loop.prompts import Prompts
 from python_trainer.model.loading import adapter_base, choose_device, tokenizer_fingerprint
 from python_trainer.model.policy import Policy
-from python_trainer.prompts import Prompts
-from python_trainer.run_state import versions
+from python_trainer.run.run_state import versions
 from python_trainer.settings import shared_values
 from rlkernels.weights.checkpoints import weight_files
 
@@ -184,7 +184,7 @@ def digest_examples(examples: Sequence[Example], ids: Sequence[Sequence[int]]) -
 def digest_code(values: Iterable[str]) -> str:
     """Return a digest of the sources of our packages, and of the modules that settings name as ``module:attribute``."""
     digest = hashlib.blake2b(digest_size=16)
-    for root in (Path(__file__).parent, Path(rlkernels.__file__).parent):
+    for root in (Path(__file__).parents[1], Path(rlkernels.__file__).parent):
         for file in sorted(root.rglob("*.py")):
             digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     plugins = {match[1] for value in values for match in PLUGIN.finditer(value)}

@@ -13,7 +13,7 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.episodes import initial_prompt
-from python_trainer.run_state import RunState
+from python_trainer.run.run_state import RunState
 from python_trainer.tasks.base import Task
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from python_trainer.checkpoint import flatten
 from python_trainer.errors import is_out_of_memory
+from python_trainer.run.checkpoint import flatten
 
 SHARE = 0.25  # of the free memory of the host, for a copy
 POLL = 0.1  # seconds between looks at the votes of other ranks

@@ -13,7 +13,7 @@ from python_trainer.config import Config
 from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
 from python_trainer.keyed import keyed_seed, prompt_order
-from python_trainer.run_state import device_name, versions
+from python_trainer.run.run_state import device_name, versions
 from python_trainer.trainer import Trainer
 
 FIRST_PROMPTS = 4  # few, so that a short time is enough

@@ -15,9 +15,9 @@ from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.keyed import keyed_seed
-from python_trainer.logger import SAMPLES, Logger, clip
-from python_trainer.prompts import Prompts, PromptSet
+from python_trainer.loop.prompts import Prompts, PromptSet
 from python_trainer.rollout.engine import Engine, SamplingParams
+from python_trainer.run.logger import SAMPLES, Logger, clip
 from python_trainer.run_directory import EVALUATIONS, append_row
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores, score

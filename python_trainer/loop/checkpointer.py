@@ -13,7 +13,14 @@ import torch
 from pydantic import BaseModel, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
-from python_trainer.checkpoint import (
+from python_trainer.config import Config, dump_config
+from python_trainer.distributed import RankGroup
+from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, tell
+from python_trainer.loop.learner import Learner
+from python_trainer.loop.origin import Origin, check_origin
+from python_trainer.model.loading import base_name, dtype_name
+from python_trainer.model.lora import adapter_weights, save_adapter
+from python_trainer.run.checkpoint import (
     checkpoint_path,
     list_checkpoints,
     load_checkpoint,
@@ -22,21 +29,14 @@ from python_trainer.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from python_trainer.config import Config, dump_config
-from python_trainer.distributed import RankGroup
-from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, tell
-from python_trainer.last_step import LastStep, copy_to_host
-from python_trainer.learner import Learner
-from python_trainer.logger import Logger
-from python_trainer.model.loading import base_name, dtype_name
-from python_trainer.model.lora import adapter_weights, save_adapter
-from python_trainer.origin import Origin, check_origin
+from python_trainer.run.last_step import LastStep, copy_to_host
+from python_trainer.run.logger import Logger
+from python_trainer.run.run_state import RunState, best_evaluated
+from python_trainer.run.weight_history import WeightHistory, check_weight_history
 from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
-from python_trainer.run_state import RunState, best_evaluated
 from python_trainer.settings import copy_nested, problem_line
 from python_trainer.signals import StopSignal
 from python_trainer.terminal import log_into
-from python_trainer.weight_history import WeightHistory, check_weight_history
 from rlkernels._files import draft_of, remove_folder, replace_folder
 from rlkernels.weights.checkpoints import BASE
 

@@ -8,23 +8,22 @@ from typing import Any
 
 import rlkernels.backend
 from python_trainer.accelerators.base import Accelerator
-from python_trainer.checkpointer import Checkpointer
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.evaluation import Evaluator, Scorer
-from python_trainer.kernels import settle_kernels
-from python_trainer.learner import Learner
-from python_trainer.logger import Logger
-from python_trainer.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
+from python_trainer.loop.checkpointer import Checkpointer
+from python_trainer.loop.evaluation import Evaluator, Scorer
+from python_trainer.loop.kernels import settle_kernels
+from python_trainer.loop.learner import Learner
+from python_trainer.loop.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
+from python_trainer.loop.origin import Origin, compare_inputs, find_origin
+from python_trainer.loop.prompts import Prompts, load_tasks
 from python_trainer.model.loading import base_folder, choose_device, ignored_settings, recurrent_layers, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy
 from python_trainer.model.precision import set_matmul_precision
-from python_trainer.origin import Origin, compare_inputs, find_origin
-from python_trainer.prompts import Prompts, load_tasks
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
 from python_trainer.rollout.ordering import LengthHistory
@@ -32,7 +31,8 @@ from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, import_vllm
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
-from python_trainer.run_state import RunState
+from python_trainer.run.logger import Logger
+from python_trainer.run.run_state import RunState
 
 
 @dataclass

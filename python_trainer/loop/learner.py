@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from python_trainer.algorithms.settings import POLICY_LOSSES
-from python_trainer.batch import Batch, Minibatch, ReferenceAnswers, mean_metrics, scatter_rows
 from python_trainer.config import Config
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import NotFinite
+from python_trainer.loop.batch import Batch, Minibatch, ReferenceAnswers, mean_metrics, scatter_rows
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import PolicyOptimizer, learning_rate

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from python_trainer.accelerators import ACCELERATORS
+from python_trainer.command_line.report import BASELINE, report
 from python_trainer.config import Config, changed_settings, dump_config, load_config
 from python_trainer.errors import UserError
-from python_trainer.report import BASELINE, report
 
 
 def parse_variant(variant: str) -> tuple[list[str], int | None]:
