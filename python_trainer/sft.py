@@ -18,9 +18,9 @@ from python_trainer.errors import UserError
 from python_trainer.keyed import prompt_order
 from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
+from python_trainer.loop.origin import digest_value
 from python_trainer.loop.parts import load_run_policy, resolve_settings
 from python_trainer.model.packing import micro_batches, pack
-from python_trainer.loop.origin import digest_value
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, summarise

@@ -107,8 +107,21 @@ class Trainer:
         self.accelerators = parts.accelerators
         self.scorer = parts.scorer
         self.evaluator = parts.evaluator
-        self.run_context = RunContext(
-            config=config,
+        with ExitStack() as unless_ready:
+            unless_ready.callback(self.engine.close)
+            self.run_context = self.make_run_context()
+            if self.checkpointer.restore(
+                self.learner, self.progress, self.load_progress, parts.origin, self.late_progress
+            ):
+                self.engine.policy_updated()
+                self.engine.policy_version = self.state.policy_version
+            unless_ready.pop_all()
+        self.logged = asdict(self.state)  # at the newest row of metrics
+
+    def make_run_context(self) -> RunContext:
+        """Return the parts of the run that accelerators may use."""
+        return RunContext(
+            config=self.config,
             folder=self.folder,
             task=self.task,
             prompts=self.prompts.ids["train"],
@@ -118,19 +131,10 @@ class Trainer:
             answer=self.answer_once,
             score_stored=self.scorer.score_stored,
             evaluate_each=self.evaluator.evaluate_each,
-            on_rank0=ranks.on_rank0,
+            on_rank0=self.ranks.on_rank0,
             note=self.logger.note,
             seconds=lambda: self.state.training_seconds,
         )
-        with ExitStack() as unless_restored:
-            unless_restored.callback(self.engine.close)
-            if self.checkpointer.restore(
-                self.learner, self.progress, self.load_progress, parts.origin, self.late_progress
-            ):
-                self.engine.policy_updated()
-                self.engine.policy_version = self.state.policy_version
-            unless_restored.pop_all()
-        self.logged = asdict(self.state)  # at the newest row of metrics
 
     @property
     def task(self) -> Task:

@@ -197,7 +197,13 @@ class Rehearses(Accelerator):
     def before_step(self, context):
         if context.step != 3:
             return []
-        stored = {"logprobs": [math.nan] * 3, "reward": 1.0, "accuracy": 1.0, "importance_cap": 1.0, "expected": 0.5}
+        stored = {
+            "logprobs": [math.nan] * 3,
+            "reward": 1.0,
+            "accuracy": 1.0,
+            "importance_cap": 1.0,
+            "success_rate": 0.5,
+        }
         return [[Rollout(context.run.prompts[0], [1, 2, 3], **stored)]]
 
 
