@@ -1,9 +1,9 @@
-"""Attention under the models of Transformers: one function that their layers call, one protocol behind it.
+"""Attention under the models of Transformers: one function that their layers call, and one protocol behind it.
 
-``AttentionInterface`` knows the function as ``rlkernels``. What the tokens of a forward pass look at is an argument
-``attention`` of the model's forward, which hands it on to every layer, or what ``ACTIVE`` holds: not every model hands
-on arguments that it does not know. Transformers makes no mask for a name without a mask function, so that a model may
-see the tokens of all sequences as one row, with position ids and nothing else.
+The function is registered at ``AttentionInterface`` as ``rlkernels``. An :class:`Attention` object defines the tokens
+that each token attends to. It is the argument ``attention`` of the model's forward, which passes it to every layer. For
+models that do not pass unknown arguments on, ``ACTIVE`` holds it. Transformers makes no mask for a name without a mask
+function: a model may get the tokens of all sequences as one row, with position ids only.
 """
 
 import functools
@@ -28,13 +28,13 @@ UNSUPPORTED = ("sinks", "position_bias", "block_table", "cu_seq_lens_q")
 
 
 class Attention(Protocol):
-    """What the T tokens of a forward pass look at."""
+    """The tokens that each of the T tokens of a forward pass attends to."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                window: int | None, *, softcap: float | None = None, return_lse: bool = False) -> Any:  # fmt: skip
         """Attend: query [T, Hq, d], key and value [T, Hk, d] -> [T, Hq, d], with ``return_lse`` also lse [T, Hq].
 
-        ``window``: a sliding layer's tokens. ``softcap`` and ``return_lse`` are passed for models that need them only.
+        ``window``: tokens of a sliding window. Only models that need ``softcap`` and ``return_lse`` pass them.
         """
 
 
@@ -42,10 +42,10 @@ ACTIVE: ContextVar[Attention | None] = ContextVar("rlkernels_attention", default
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return attention [T, Hq, d] whose softmax also has the score ``sinks`` [Hq], of no key; differentiable.
+    """Return attention [T, Hq, d] whose softmax has a further score ``sinks`` [Hq] without a key; differentiable.
 
     Args:
-        out: [T, Hq, d], attention without it.
+        out: [T, Hq, d], attention without sinks.
         lse: float32 [T, Hq], natural logarithm of the denominator of ``out``.
         sinks: [Hq].
     """
@@ -53,9 +53,9 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torc
 
 
 def other_layers(config: PretrainedConfig | None) -> list[str]:
-    """List the kinds of layers that are more than attention to all tokens before or to a sliding window of them.
+    """List the kinds of layers other than full causal attention and sliding windows.
 
-    Chunked attention is one, though it differs by its mask alone. ``config`` is that of the decoder.
+    Chunked attention is one, although only its mask differs. ``config`` is that of the decoder.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - PLAIN)
 
@@ -71,7 +71,7 @@ def mixing_layers(config: PretrainedConfig | None, modules: Iterable[torch.nn.Mo
 
     Args:
         config: of the decoder.
-        modules: its own, or some of each modeling file that it is made of.
+        modules: all modules of the decoder, or at least one of each modeling file.
     """
     if not (kinds := other_layers(config)):
         return []
@@ -80,39 +80,40 @@ def mixing_layers(config: PretrainedConfig | None, modules: Iterable[torch.nn.Mo
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
-    """Return the length up to which rotary factors do not depend on the length; None: they never do.
+    """Return the length up to which rotary factors do not depend on the length; None without a limit.
 
-    Beyond it those of all tokens follow the longest sequence of a pass, and keys that are cached do not fit any more.
+    Beyond it the factors of all tokens follow the longest sequence of a pass, so that cached keys do not fit any more.
     ``config`` is that of the decoder.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
     limits = []
-    for one in (parameters, *parameters.values()):  # of all layers, or of each kind of them
-        kind = (one.get("rope_type") if isinstance(one, dict) else None) or ""
-        if kind == "longrope":
-            limits.append(one["original_max_position_embeddings"])
-        elif "dynamic" in kind:
+    for parameters in (rope_parameters, *rope_parameters.values()):  # of all layers, or of each kind of layer
+        rope_type = (parameters.get("rope_type") if isinstance(parameters, dict) else None) or ""
+        if rope_type == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+        elif "dynamic" in rope_type:
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
 
 
 def logit_factor(config: PretrainedConfig) -> float:
-    """Return the factor of logits to the product of states and output matrix that a decoder's config names.
+    """Return the factor by which a decoder's config scales logits.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``.
     """
-    scale, multiplier, divisor = (
-        1.0 if (value := getattr(config, name, None)) is None else value
-        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")
-    )
-    return scale * multiplier / divisor
+
+    def setting(name: str) -> float:
+        value = getattr(config, name, None)
+        return 1.0 if value is None else value
+
+    return setting("logit_scale") * setting("lm_head_multiplier") / setting("logits_scaling")
 
 
 class _Probe:
-    """An attention that notes what each layer attends to."""
+    """An attention that records the calls, shapes and windows of layers."""
 
     def __init__(self) -> None:
-        self.times: Counter[int] = Counter()
+        self.times: Counter[int] = Counter()  # calls of each layer
         self.shapes: dict[tuple[int, int], int] = {}  # (heads, dimensions) of keys and values -> first such layer
         self.windows: list[int] = []  # tokens
 
@@ -120,7 +121,8 @@ class _Probe:
                window: int | None, *, softcap: float | None = None, return_lse: bool = False) -> Any:  # fmt: skip
         self.times[layer] += 1
         self.shapes.setdefault((key.shape[1], key.shape[2]), layer)
-        self.windows += [] if window is None else [window]
+        if window is not None:
+            self.windows.append(window)
         out = torch.zeros_like(query)
         return (out, out[..., 0].float()) if return_lse else out
 
@@ -139,18 +141,19 @@ def probe_layers(model: PreTrainedModel, layers: Collection[int]) -> tuple[int, 
     finally:
         ACTIVE.reset(token)
     check_layers(probe.times, layers, type(model).__name__)
-    (heads, dim), *others = probe.shapes
-    if others:
+    if len(probe.shapes) > 1:
         raise ValueError(
             f"keys and values must have one shape in all layers, {type(model).__name__} has (heads, dimensions): "
-            f"{', '.join(f'{s} from layer {i} on' for s, i in probe.shapes.items())}"
+            f"{', '.join(f'{shape} from layer {layer} on' for shape, layer in probe.shapes.items())}"
         )
+    heads, dim = next(iter(probe.shapes))
     return heads, dim, min(probe.windows, default=None)
 
 
 def check_layers(times: Mapping[int, int], layers: Collection[int], name: str) -> None:
-    """Raises unless each of the layers attended once."""
-    if wrong := {layer: times.get(layer, 0) for layer in layers if times.get(layer, 0) != 1}:
+    """Raise unless each of the layers attended once; ``name`` is the model's."""
+    counts = {layer: times.get(layer, 0) for layer in layers}
+    if wrong := {layer: count for layer, count in counts.items() if count != 1}:
         raise ValueError(
             f"each of {len(layers)} layers must attend once in a pass of {name}, by the attention implementation "
             f"{IMPLEMENTATION!r}, got {wrong} (layer: times)"
@@ -158,20 +161,21 @@ def check_layers(times: Mapping[int, int], layers: Collection[int], name: str) -
 
 
 def sliding_window(config: Any, layer: int | None = None) -> int | None:
-    """Return the config's window in tokens, of a layer or of those that have one; None without a window."""
-    if not hasattr(type(config), "sliding_window"):  # that of a Llama may hold one, which the model does not know
+    """Return the window in tokens, of one layer or of all sliding layers; None without a window."""
+    if not hasattr(type(config), "sliding_window"):  # a Llama's config may hold one, which the model ignores
         return None
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        used = "sliding_attention" in (kinds if layer is None else kinds[layer : layer + 1])
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        has_window = getattr(config, "use_sliding_window", None) is not False
     else:
-        used = getattr(config, "use_sliding_window", None) is not False
-    return config.sliding_window if used else None
+        has_window = "sliding_attention" in (kinds if layer is None else kinds[layer : layer + 1])
+    return config.sliding_window if has_window else None
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
             **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attend, as Transformers calls it: [B, H, q, d] each -> [B, q, Hq, d]."""
+    """Attend, with the signature of Transformers: [B, H, q, d] each -> [B, q, Hq, d]."""
     if attention is None:
         attention = ACTIVE.get()
     if attention is None:
@@ -199,8 +203,9 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     else:  # a model that puts it into the mask
         window = sliding_window(getattr(module, "config", None), module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    batch, tokens, value_dim = query.shape[0], query.shape[2], value.shape[-1]
-    dim = max(query.shape[-1], value_dim)  # zeros fill the narrower of keys and values: their products add nothing
+    batch, _, tokens, key_dim = query.shape
+    value_dim = value.shape[-1]
+    dim = max(key_dim, value_dim)  # zeros widen the narrower of keys and values: their products add nothing
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]
     query, key, value = (x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
     sinks = kwargs.get("s_aux")

@@ -13,6 +13,7 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -67,15 +68,15 @@ def _tokenize(prompts: list, tokenizer: Any, options: dict[str, Any] | None) -> 
     )["input_ids"]
 
 
-def _watch(reward: Reward, see: Callable[..., None]) -> Reward:
-    """Return the same reward function; ``see`` gets what it returns and, by name, what it was given."""
+def _watch(reward: Reward, record: Callable[..., None]) -> Reward:
+    """Return the same reward function; ``record`` gets its values and its keyword arguments."""
     if inspect.iscoroutinefunction(reward):
         raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
 
     @functools.wraps(reward)
-    def watched(**given: Any) -> Sequence[float | None]:
-        values = reward(**given)
-        see(values, **given)
+    def watched(**arguments: Any) -> Sequence[float | None]:
+        values = reward(**arguments)
+        record(values, **arguments)
         return values
 
     return watched
@@ -85,27 +86,27 @@ def _gather(values: list) -> list:
     """Join the lists of all processes, in their order."""
     if not dist.is_initialized():
         return values
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    return [value for part in parts for value in part]
+    lists: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, values)
+    return list(itertools.chain.from_iterable(lists))
 
 
 class SuffixRollouts:
-    """TRL's ``rollout_func``: only the last part of an answer is generated (RPO, arXiv 2601.19404).
+    """TRL's ``rollout_func`` that generates only the last part of an answer (RPO, arXiv 2601.19404).
 
-    A prompt that was answered right before begins with a part of that answer, cut at a random place that its group
-    shares. The part given counts as the completion's beginning for reward functions and is left out of the loss
-    (TRL's ``env_mask``). Evaluation answers from the start. Changes the objective: the policy learns to finish answers.
+    If an earlier answer to a prompt was right, new ones begin with a prefix of it, cut at a random place that the group
+    shares. Reward functions see the prefix as the completion's beginning; the loss leaves it out (TRL's ``env_mask``).
+    Evaluation answers from the start. Changes the objective: the policy learns to finish answers.
 
-    Each process remembers the prompts that it has seen. Checkpoints of TRL do not hold ``answers``: save them beside.
+    Each process remembers the prompts that it has seen. Checkpoints of TRL do not hold ``answers``: save them yourself.
 
     Args:
-        right: an answer is remembered if the watched reward exceeds this and it has come to its end.
-        seed: of the cuts, and of which right answer of a group is remembered.
+        right: a finished answer is remembered if its watched reward exceeds this.
+        seed: of the cuts, and of the choice among a group's right answers.
 
     Attributes:
         answers: prompt (messages as JSON) -> token ids of a whole answer.
-        continued: rows of the last call that were given a beginning.
+        continued: rows of the last call that began with a prefix.
     """
 
     def __init__(self, *, right: float = 0.5, seed: int = 0):
@@ -113,18 +114,20 @@ class SuffixRollouts:
         self.answers: dict[str, list[int]] = {}
         self.continued = 0
         self._watching = False
-        self._step: int | None = None  # of the last rollouts for training; None: they were for evaluation
-        self._ends: frozenset[int] = frozenset()
+        self._step: int | None = None  # of the last training rollouts; None: the last ones were for evaluation
+        self._ends: frozenset[int] = frozenset()  # end-of-sequence tokens
 
     def beginning(self, prompt: Any, step: int, longest: int) -> list[int]:
-        """Return what answers to the prompt begin with at a step: fewer than ``longest`` tokens, none if it is new."""
+        """Return the prefix of answers to the prompt at a step: below ``longest`` tokens, none for a new prompt."""
         answer = self.answers.get(_key(prompt), [])
         if not 0 < len(answer) <= longest:
             return []
-        return answer[: -random.Random(f"{self.seed}/{step}/{_key(prompt)}").randint(1, len(answer))]
+        generator = random.Random(f"{self.seed}/{step}/{_key(prompt)}")
+        suffix_len = generator.randint(1, len(answer))
+        return answer[:-suffix_len]
 
     def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Generate an answer to each prompt and its beginning, by vLLM if TRL uses it, else by ``generate``.
+        """Generate an answer to each prompt and its prefix, by vLLM if TRL uses it, else by ``generate``.
 
         Raises:
             ValueError: a process that holds a part of a group only, prompts with images, tools, or no watched reward
@@ -133,34 +136,40 @@ class SuffixRollouts:
         if not (self._watching or self.answers):
             raise ValueError("reward_funcs must hold the function that watch(reward) of these SuffixRollouts returned")
         training = trainer.model.training
-        size = trainer.num_generations if training else trainer.num_generations_eval
-        if any(prompts[i] != prompts[i - i % size] for i in range(len(prompts))) or len(prompts) % size:
+        num_generations = trainer.num_generations if training else trainer.num_generations_eval
+        splits_groups = any(prompt != prompts[i - i % num_generations] for i, prompt in enumerate(prompts))
+        if splits_groups or len(prompts) % num_generations:
             raise ValueError(
-                f"per_device_train_batch_size must give each process whole groups of {size} answers, got a batch of "
-                f"{len(prompts)} whose groups are split"
+                f"per_device_train_batch_size must give each process whole groups of {num_generations} answers, got a "
+                f"batch of {len(prompts)} whose groups are split"
             )
         if trainer.tools:
             raise ValueError(f"tools must be None for SuffixRollouts, got {trainer.tools!r:.200}")
         prompt_ids = _tokenize(prompts, trainer.processing_class, trainer.chat_template_kwargs)
-        step, longest = trainer.state.global_step, trainer.max_completion_length
-        self._step, self._ends = (step if training else None), frozenset(trainer.eos_token_ids)
-        given = [self.beginning(prompt, step, longest) if training else [] for prompt in prompts]
-        self.continued = sum(map(bool, given))
+        step = trainer.state.global_step
+        longest = trainer.max_completion_length
+        self._step = step if training else None
+        self._ends = frozenset(trainer.eos_token_ids)
+        prefixes = [self.beginning(prompt, step, longest) if training else [] for prompt in prompts]
+        self.continued = sum(map(bool, prefixes))
         generate = self._generate_by_vllm if trainer.use_vllm else self._generate
-        new, logprobs = generate(trainer, [ids + begun for ids, begun in zip(prompt_ids, given)], size)
-        new = [ids[: longest - len(begun)] for ids, begun in zip(new, given)]
-        if logprobs is not None:  # of the sampler; those of the beginnings are masked like the loss
-            logprobs = [[0.0] * len(begun) + row[: len(ids)] for begun, ids, row in zip(given, new, logprobs)]
+        inputs = [ids + prefix for ids, prefix in zip(prompt_ids, prefixes)]
+        suffixes, logprobs = generate(trainer, inputs, num_generations)
+        suffixes = [ids[: longest - len(prefix)] for ids, prefix in zip(suffixes, prefixes)]
+        if logprobs is not None:  # of the sampler; zeros for prefixes, which env_mask leaves out of the loss
+            logprobs = [[0.0] * len(prefix) + row[: len(ids)] for prefix, ids, row in zip(prefixes, suffixes, logprobs)]
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [begun + ids for begun, ids in zip(given, new)],
+            "completion_ids": [prefix + ids for prefix, ids in zip(prefixes, suffixes)],
             "logprobs": logprobs,
-            "env_mask": [[0] * len(begun) + [1] * len(ids) for begun, ids in zip(given, new)],
+            "env_mask": [[0] * len(prefix) + [1] * len(ids) for prefix, ids in zip(prefixes, suffixes)],
         }
 
     @torch.no_grad()
     def _generate(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list[list[int]], None]:
-        width, device = max(map(len, rows)), trainer.accelerator.device
+        """Generate by the model's ``generate``, each row up to its end-of-sequence token."""
+        width = max(map(len, rows))
+        device = trainer.accelerator.device
         pad = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -168,18 +177,18 @@ class SuffixRollouts:
             trainer.model_wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation,
             trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs,
         ) as model:  # fmt: skip
-            found = model.generate(input_ids=ids, attention_mask=mask, generation_config=trainer.generation_config)
-        rows = found[:, width:].tolist()
-        lengths = (next((i + 1 for i, token in enumerate(row) if token in self._ends), None) for row in rows)
-        return [row[:length] for row, length in zip(rows, lengths)], None
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=trainer.generation_config)
+        suffixes = output[:, width:].tolist()
+        lengths = (next((i + 1 for i, token in enumerate(row) if token in self._ends), None) for row in suffixes)
+        return [row[:length] for row, length in zip(suffixes, lengths)], None
 
     def _generate_by_vllm(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list, list]:
         """Generate by TRL's vLLM, whose weights TRL sends before it calls a ``rollout_func``."""
-        _, new, logprobs, _ = trainer.vllm_generation.generate(prompts=rows, images=None, num_generations=size)
-        return new, [[of_token[0] for of_token in row] for row in logprobs]
+        _, suffixes, logprobs, _ = trainer.vllm_generation.generate(prompts=rows, images=None, num_generations=size)
+        return suffixes, [[candidates[0] for candidates in row] for row in logprobs]
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it finds right is remembered.
+        """Return the same reward function; answers that it finds right are remembered.
 
         Raises:
             TypeError: an async function.
@@ -191,25 +200,26 @@ class SuffixRollouts:
     def _remember(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, **_: Any) -> None:
         if self._step is None:
             return
-        options: dict[str, list[list[int]]] = {}
+        right_answers: dict[str, list[list[int]]] = {}
         for prompt, ids, value in zip(prompts, completion_ids, values, strict=True):
             if value is not None and value > self.right and ids and ids[-1] in self._ends:
-                options.setdefault(_key(prompt), []).append(list(ids))
-        for key, rows in options.items():
-            self.answers[key] = random.Random(f"{self.seed}/{self._step}/kept/{key}").choice(rows)
+                right_answers.setdefault(_key(prompt), []).append(list(ids))
+        for key, answers in right_answers.items():
+            generator = random.Random(f"{self.seed}/{self._step}/kept/{key}")
+            self.answers[key] = generator.choice(answers)
 
 
 class HistoryRecorder(TrainerCallback):
-    """Stores the answers of a run in a file from which :class:`rlkernels.integrations.vllm.HistoryProposer` drafts.
+    """Store the answers of a run in a file from which :class:`rlkernels.integrations.vllm.HistoryProposer` drafts.
 
-    ``vllm serve`` takes it by ``--additional-config '{"rlkernels_history": PATH}'`` beside ``--speculative-config``,
+    ``vllm serve`` takes it by ``--additional-config '{"rlkernels_history": PATH}'`` with ``--speculative-config``,
     and reads it again when it is replaced. Answers to prompts of text or messages without tools are stored with their
     reward, and with the pass over the data as their epoch. The first process writes those of all.
 
     Args:
-        path: of the file. One that is there already is continued; a missing folder is made.
-        every: write after so many steps, and at the end.
-        max_tokens: most tokens of answers that are kept.
+        path: of the file. An existing file is continued; a missing folder is made.
+        every: steps between two writes; the file is also written at the end.
+        max_tokens: most tokens of answers in the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 10, max_tokens: int = 10_000_000):
@@ -222,7 +232,7 @@ class HistoryRecorder(TrainerCallback):
         self._model: Any = None
 
     def watch(self, reward: Reward) -> Reward:
-        """Return the same reward function; what it is given in training is recorded.
+        """Return the same reward function; the answers that it scores in training are recorded.
 
         Raises:
             TypeError: an async function.
@@ -234,13 +244,15 @@ class HistoryRecorder(TrainerCallback):
         if self._tokenize is None:
             raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
         if self._model.training:
-            epoch, rows = int(trainer_state.epoch or 0), zip(self._tokenize(prompts), completion_ids, values)
-            for prompt, answer, value in rows:  # TRL leaves None and NaN out, too
-                reward_of = 0.0 if value is None or not math.isfinite(value) else float(value)
-                self._new.append((prompt, answer, reward_of, epoch))
+            epoch = int(trainer_state.epoch or 0)
+            for prompt, answer, value in zip(self._tokenize(prompts), completion_ids, values):
+                # TRL leaves None and NaN out, too
+                recorded = 0.0 if value is None or not math.isfinite(value) else float(value)
+                self._new.append((prompt, answer, recorded, epoch))
 
     def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
-        self._model, tokenizer = kwargs["model"], kwargs["processing_class"]
+        self._model = kwargs["model"]
+        tokenizer = kwargs["processing_class"]
         self._tokenize = functools.partial(_tokenize, tokenizer=tokenizer, options=args.chat_template_kwargs)
 
     on_init_end = on_train_begin  # an evaluation may come before training
@@ -253,7 +265,8 @@ class HistoryRecorder(TrainerCallback):
         self._write()
 
     def _write(self) -> None:
-        rows, self._new = _gather(self._new), []
+        rows = _gather(self._new)
+        self._new = []
         if not dist.is_initialized() or dist.get_rank() == 0:
             for prompt, answer, reward, epoch in rows:
                 self.history.add(prompt, answer, reward=reward, epoch=epoch)
@@ -261,10 +274,10 @@ class HistoryRecorder(TrainerCallback):
 
 
 class GatedExtrapolation(TrainerCallback):
-    """Weights go on along the direction in which training moved them, if a paired test on held-out prompts says so.
+    """Extrapolate weights along their direction of training, if a paired test on held-out prompts accepts the result.
 
     After AlphaRL (arXiv 2510.00553). Every ``track_steps`` steps the update is added to a
-    :class:`rlkernels.RankOneTrajectory`. Where :func:`rlkernels.refusal` has nothing against it,
+    :class:`rlkernels.RankOneTrajectory`. Unless :func:`rlkernels.refusal` objects,
     :meth:`rlkernels.extrapolation.Attempt.judge` tries predicted weights on the held-out prompts.
 
     For weights that each process holds and trains whole: no LoRA, no shards. Several processes share the held-out
@@ -274,11 +287,10 @@ class GatedExtrapolation(TrainerCallback):
         evaluate: model, range of numbers -> 0 or 1 for each of these held-out prompts. It is called in evaluation mode,
             without gradients and with the same state of torch's random numbers every time; each process gets a part
             of the range.
-        prompts: how many held-out prompts there are, in random order; at least some hundred. Most attempts are decided
-            by a part of them.
-        track_steps: keep factors of the update every so many steps.
+        prompts: number of held-out prompts, in random order; at least some hundred. Some of them decide most attempts.
+        track_steps: steps between two records of the update's factors.
         first_step, every: first attempt, and steps from one decision to the next attempt.
-        level: chance per run of accepting weights that are no better, at most.
+        level: largest chance per run of accepting weights that are no better.
         metric: the logged mean reward, used as accuracy; averaged over its last ``smoothing`` values.
         rules: fields of :class:`rlkernels.extrapolation.Attempt`, such as ``predictor``, ``horizon`` and ``limits``.
 
@@ -293,31 +305,35 @@ class GatedExtrapolation(TrainerCallback):
                             ("smoothing", smoothing)):  # fmt: skip
             _check.integer(name, value, 1)
         self.rules = Attempt(prompts=prompts, **rules)
-        self.evaluate, self.gate = evaluate, Gate(level)
-        self.track_steps, self.next_attempt, self.every = track_steps, first_step, every
-        self.metric, self.smoothing = metric, smoothing
+        self.evaluate = evaluate
+        self.gate = Gate(level)
+        self.track_steps = track_steps
+        self.next_attempt = first_step
+        self.every = every
+        self.metric = metric
+        self.smoothing = smoothing
         self.events: list[dict[str, Any]] = []
         self.trajectory: RankOneTrajectory | None = None
         self._weights = Projections.of({})
-        self._anchor = 0
+        self._anchor = 0  # step at which the trajectory begins
         self._rewards: list[float] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        strategy, every = IntervalStrategy(args.logging_strategy).value, state.logging_steps
-        if strategy != "steps" or self.track_steps % every:
+        strategy = IntervalStrategy(args.logging_strategy).value
+        if strategy != "steps" or self.track_steps % state.logging_steps:
             raise ValueError(
                 f"logging_steps must divide track_steps {self.track_steps} of GatedExtrapolation, which reads "
-                f"rewards from the logs, got {every} with logging_strategy {strategy!r}"
+                f"rewards from the logs, got {state.logging_steps} with logging_strategy {strategy!r}"
             )
         trained = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         self._weights = Projections.of(trained)
         logger.info("GatedExtrapolation: %s", self._weights.describe_left_out())
-        wrong = [name for name, weight in self._weights.items() if "lora_" in name or hasattr(weight, "full_tensor")]
-        if not self._weights or wrong:
+        unusable = [n for n, weight in self._weights.items() if "lora_" in n or hasattr(weight, "full_tensor")]
+        if not self._weights or unusable:
             raise ValueError(
                 f"model must have projections that GatedExtrapolation can follow, trained themselves, not by LoRA, "
                 f"and whole in each process; got {type(kwargs['model']).__name__} with "
-                f"{wrong[0] if wrong else 'none that is trained'}"
+                f"{unusable[0] if unusable else 'none that is trained'}"
             )
         self._restart(state.global_step)
 
@@ -327,7 +343,7 @@ class GatedExtrapolation(TrainerCallback):
         if logs is None or self.trajectory is None:
             return
         if self.metric not in logs:
-            if "loss" in logs:  # of a step, not of an evaluation or the whole run
+            if "loss" in logs:  # logs of a step, not of an evaluation or the whole run
                 raise ValueError(f"metric must be one of {sorted(logs)}, which TRL logs, got {self.metric!r}")
             return
         self._rewards.append(float(logs[self.metric]))
@@ -342,9 +358,12 @@ class GatedExtrapolation(TrainerCallback):
     def _restart(self, step: int) -> None:
         """Start a new trajectory at the present weights."""
         base = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self.trajectory, self._anchor, self._rewards = RankOneTrajectory(base), step, []
+        self.trajectory = RankOneTrajectory(base)
+        self._anchor = step
+        self._rewards = []
 
     def _attempt(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Predict weights and keep them if held-out prompts accept them; record the event."""
         assert self.trajectory is not None
         objection = self.rules.refusal(self.trajectory)
         if objection is not None:
@@ -354,26 +373,30 @@ class GatedExtrapolation(TrainerCallback):
         if dist.is_initialized():
             for weight in predicted.values():
                 dist.broadcast(weight, 0)
-        tries = self.rules.judge(self.gate, predicted, {name: [self._weights[name]] for name in predicted},
-                                 functools.partial(self._answers, model), available=self.rules.prompts)  # fmt: skip
-        self.events.append({"step": step, "accepted": tries[-1]["accepted"], "tries": tries})
+        weights = {name: [self._weights[name]] for name in predicted}
+        evaluate = functools.partial(self._evaluate, model)
+        tries = self.rules.judge(self.gate, predicted, weights, evaluate, available=self.rules.prompts)
+        accepted = tries[-1]["accepted"]
+        self.events.append({"step": step, "accepted": accepted, "tries": tries})
         self.next_attempt = step + self.every
-        if tries[-1]["accepted"]:
-            for name in predicted:  # Adam's mean gradient is of where the weights were
+        if accepted:
+            for name in predicted:  # Adam's mean gradient belongs to the old weights
                 parameter = self._weights.weights[self._weights.names[name]]
                 mean = optimizer.state.get(parameter, {}).get("exp_avg")
                 if mean is not None:
                     view_of(name, mean).zero_()
             self._restart(step)
 
-    def _answers(self, model: torch.nn.Module, rows: range) -> Sequence[float]:
+    def _evaluate(self, model: torch.nn.Module, prompts: range) -> Sequence[float]:
+        """Evaluate held-out prompts, divided among the processes; return 0 or 1 for each of them."""
         training = model.training
-        parts, part = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        own = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        shard = prompts[len(prompts) * rank // world_size : len(prompts) * (rank + 1) // world_size]
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model.eval()
             try:
-                return _gather(list(self.evaluate(model, own)) if own else [])
+                return _gather(list(self.evaluate(model, shard)) if shard else [])
             finally:
                 model.train(training)

@@ -31,8 +31,8 @@ from rlkernels.history import RolloutHistory
 __all__ = ["HistoryProposer", "share_history"]
 
 HISTORY, RECORD = "rlkernels_history", "rlkernels_record"  # keys of vLLM's additional_config
-MOST_TOKENS = 10_000_000  # of answers in a history that fills itself
-NEW_SHARE = 0.1  # of a recorded history's tokens: so much that is new is written at once
+MOST_TOKENS = 10_000_000  # of answers in a history that this engine fills
+NEW_SHARE = 0.1  # of a recorded history's tokens: more new tokens than this are written at once
 
 if tuple(vllm.__version_tuple__[:2]) < (0, 32):
     raise ImportError(f"rlkernels.integrations.vllm needs vllm >= 0.32, found {vllm.__version__}")
@@ -42,13 +42,13 @@ _shared: RolloutHistory | None = None
 
 
 def share_history(history: RolloutHistory | None) -> None:
-    """Gives proposers of this process a history that goes on being filled, or another one; None: no drafts.
+    """Let the proposers of this process draft from a history; None: no drafts.
 
-    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). One that is shared when the engine is
-    made is not filled by the engine: its owner adds the answers.
+    Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). An engine that starts with a shared
+    history does not fill it: its owner adds the answers.
 
     Args:
-        history: what they draft from, from the next step on.
+        history: the source of drafts from the next step on.
 
     Raises:
         TypeError: not a RolloutHistory.
@@ -61,12 +61,12 @@ def share_history(history: RolloutHistory | None) -> None:
 
 @dataclass(eq=False)
 class _Tracked:
-    """A sequence that vLLM is generating; it tells no names, so sequences are known by their tokens."""
+    """A sequence that vLLM is generating; vLLM gives no request ids here, so its tokens identify it."""
 
     prompt: np.ndarray  # int32 [P]
     tokens: bytes  # int32, prompt and answer so far
     handle: int | None  # None: the history does not know its prompt
-    draft: list[int] = field(default_factory=list)  # the last one, not judged yet
+    draft: list[int] = field(default_factory=list)  # the last one, not observed yet
 
 
 def _expand(
@@ -79,10 +79,10 @@ def _expand(
 
 
 def mend_sampler() -> None:
-    """Replace functions of vLLM where they are wrong, whatever made the drafts.
+    """Replace two faulty functions of vLLM's sampler, which all drafts need.
 
-    On a CPU vLLM 0.32 writes the temperature and top-p of verified tokens into a copy that it throws away, and samples
-    with what the memory held before; and it fails with top-k in a step without a draft.
+    On a CPU vLLM 0.32 writes the temperature and top-p of verified tokens into a temporary copy, and samples with
+    uninitialized memory; and it fails with top-k in a step without a draft.
     """
     from vllm.platforms import current_platform
 
@@ -96,7 +96,7 @@ def mend_sampler() -> None:
 
 
 def _end_tokens(model_config: Any) -> set[int]:
-    """Return the tokens that end an answer, of config.json and of generation_config.json, as vLLM's sampler stops."""
+    """Return the end-of-sequence tokens of config.json and generation_config.json, at which vLLM's sampler stops."""
     ends: set[int] = set()
     generation = model_config.try_get_generation_config()
     for value in (getattr(model_config.hf_config, "eos_token_id", None), generation.get("eos_token_id")):
@@ -106,7 +106,7 @@ def _end_tokens(model_config: Any) -> set[int]:
 
 
 class HistoryProposer:
-    """Continues sequences as :class:`rlkernels.RolloutHistory` remembers them; vLLM verifies what it proposes.
+    """Draft continuations from a :class:`rlkernels.RolloutHistory`; vLLM verifies them.
 
     The history is one of these:
 
@@ -118,9 +118,9 @@ class HistoryProposer:
     - the history given to :func:`share_history`;
     - else a history of this engine's answers.
 
-    An answer joins when its sequence has left the engine; without an end-of-sequence token, when the engine begins
-    another sequence. An epoch ends when a prompt comes again that has answers of this epoch and none under way. The
-    proposer looks a sequence up under the longest known prompt that vLLM's prompt begins with, so the prefix of a
+    An answer joins the history when its sequence has left the engine; without an end-of-sequence token, when the engine
+    begins another sequence. An epoch ends when a prompt returns that has answers of this epoch and none in progress.
+    The proposer looks a sequence up under the longest known prompt that vLLM's prompt begins with, so the prefix of a
     suffix rollout counts as the start of an answer. It drafts nothing for other prompts: those drafts cost more than
     they save.
 
@@ -129,16 +129,15 @@ class HistoryProposer:
 
     Raises:
         ValueError: the file is damaged, a key of ``additional_config`` is misspelt, or there is no path to record to.
-        TypeError: what was given is not a path.
+        TypeError: ``rlkernels_history`` is not a path.
         OSError: the file cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
-        if wrong := [k for k in additional if str(k).startswith("rlkernel") and k not in (HISTORY, RECORD)]:
-            raise ValueError(
-                f"additional_config has {wrong[0]!r}, which nothing reads; write {HISTORY!r} or {RECORD!r}"
-            )
+        for key in additional:
+            if str(key).startswith("rlkernel") and key not in (HISTORY, RECORD):
+                raise ValueError(f"additional_config has {key!r}, which nothing reads; write {HISTORY!r} or {RECORD!r}")
         self._path: str | os.PathLike[str] | None = additional.get(HISTORY)
         if not isinstance(self._path, str | os.PathLike | None):
             raise TypeError(
@@ -152,29 +151,30 @@ class HistoryProposer:
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
-        # those of the last step, after preempted ones, which come back; finished ones cannot be told from them
+        # Absent sequences, then those of the last step. Absent: preempted, and finished ones that look the same.
         self._sequences: list[_Tracked] = []
         self._stamp = self._file_stamp()
         if self._path is None:
-            first = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
+            history = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
         elif record and self._stamp is None:
-            first = RolloutHistory(max_tokens=MOST_TOKENS)
+            history = RolloutHistory(max_tokens=MOST_TOKENS)
         else:
-            first = RolloutHistory.load(self._path)
-        self._history = first
-        self._own = first if record or (self._path is None and _shared is None) else None
+            history = RolloutHistory.load(self._path)
+        self._history = history
+        # the history that this engine fills
+        self._filled = history if record or (self._path is None and _shared is None) else None
         self._ends = _end_tokens(vllm_config.model_config)
-        newest = first.stats["newest_epoch"]
+        newest = history.stats["newest_epoch"]
         self._epoch = 0 if newest is None else newest + 1
-        self._answered = set[bytes]()  # prompts that have answers of this epoch
+        self._answered = set[bytes]()  # prompts with answers of this epoch
         self._unwritten: list[tuple[np.ndarray, np.ndarray, int]] = []  # prompt, answer, epoch
-        # One of the workers that share the layers of a model records for all of them.
+        # Tensor-parallel workers see the same answers: the first of them records.
         parallel = vllm_config.parallel_config
         self._records = record and parallel.rank % parallel.tensor_parallel_size == 0
         if self._records:
             self._lock = f"{self._path}.lock"
-            open(self._lock, "w").close()  # a folder that refuses it fails here
-            # An engine drops its proposer, or its process ends; of exit functions workers run multiprocessing's alone.
+            open(self._lock, "w").close()  # fails here if the folder is not writable
+            # Write also when the process ends. Workers skip atexit and run only multiprocessing's exit functions.
             Finalize(None, _close, args=(weakref.ref(self),), exitpriority=1)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -187,11 +187,11 @@ class HistoryProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for the B sequences of a step.
+        """Return drafts for the B sequences of a step.
 
         Args:
-            sampled_token_ids: B lists, what each sequence has just got: the accepted draft tokens and one more; empty
-                while its prompt is not computed whole.
+            sampled_token_ids: B lists of new tokens: the accepted draft tokens and one more; empty while the prompt is
+                not fully computed.
             num_tokens_no_spec: integers [>= B], length of each sequence, these tokens included.
             token_ids_cpu: int32 [>= B, longest], the sequences.
             slot_mappings: not used.
@@ -204,81 +204,85 @@ class HistoryProposer:
         if not self._refresh() or not rows:
             return drafts
         lengths = [int(num_tokens_no_spec[i]) for i in rows]
-        news = [np.asarray(sampled_token_ids[i], np.int32) for i in rows]
-        before = [token_ids_cpu[i, : n - len(new)].astype(np.int32) for i, n, new in zip(rows, lengths, news)]
-        tracked = self._recognise(before)
-        for seq, new in zip(tracked, news):
+        sampled = [np.asarray(sampled_token_ids[i], np.int32) for i in rows]
+        previous = [token_ids_cpu[i, : n - len(new)].astype(np.int32) for i, n, new in zip(rows, lengths, sampled)]
+        tracked = self._match(previous)
+        for seq, new in zip(tracked, sampled):
             seq.tokens += new.tobytes()
-        known = [j for j, seq in enumerate(tracked) if seq.handle is not None]
+        drafted = [j for j, seq in enumerate(tracked) if seq.handle is not None]
         handles = [seq.handle for seq in tracked if seq.handle is not None]
-        if known:
-            self._judge(handles, [tracked[j] for j in known], [news[j] for j in known])
+        if drafted:
+            self._observe(handles, [tracked[j] for j in drafted], [sampled[j] for j in drafted])
         ids, counts = self._history.draft_tracked(handles, max_tokens=self._limit)
-        for j, guess, count in zip(known, ids.tolist(), counts.tolist(), strict=True):
+        for j, draft, count in zip(drafted, ids.tolist(), counts.tolist(), strict=True):
             room = max(self._max_length - lengths[j] - 1, 0)
             # a history of another tokenizer may hold ids that this model does not have
-            tracked[j].draft = list(takewhile(lambda t: t < self._vocab_size, guess[: min(count, room)]))
+            tracked[j].draft = list(takewhile(lambda token: token < self._vocab_size, draft[: min(count, room)]))
             drafts[rows[j]] = list(tracked[j].draft)
         return drafts
 
-    def _recognise(self, before: list[np.ndarray]) -> list[_Tracked]:
-        """Find the tracked sequences with these tokens, or track new ones; all others become absent."""
-        known: dict[bytes, list[_Tracked]] = {}
+    def _match(self, previous: list[np.ndarray]) -> list[_Tracked]:
+        """Return the tracked sequences with these tokens, and track new ones; all others become absent."""
+        by_tokens: dict[bytes, list[_Tracked]] = {}
         for seq in self._sequences:
-            known.setdefault(seq.tokens, []).append(seq)
-        found = []
-        for ids in before:
-            same = known.get(tokens := ids.tobytes())
-            found.append(same.pop(0) if same else _Tracked(ids, tokens, None))
-        left = {id(seq) for group in known.values() for seq in group}
-        new = [seq for seq in found if len(seq.tokens) == 4 * len(seq.prompt)]
-        gone, absent = list[_Tracked](), list[_Tracked]()
+            by_tokens.setdefault(seq.tokens, []).append(seq)
+        present: list[_Tracked] = []
+        for ids in previous:
+            tokens = ids.tobytes()
+            matches = by_tokens.get(tokens)
+            present.append(matches.pop(0) if matches else _Tracked(ids, tokens, None))
+        unmatched = {id(seq) for seqs in by_tokens.values() for seq in seqs}
+        new = [seq for seq in present if len(seq.tokens) == 4 * len(seq.prompt)]
+        finished: list[_Tracked] = []
+        absent: list[_Tracked] = []
         for seq in self._sequences:
-            if id(seq) in left:
+            if id(seq) in unmatched:
                 seq.draft = []
-                # vLLM begins a sequence when all that it preempted are back
-                ended = new or int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends
-                (gone if ended else absent).append(seq)
-        self._remember(gone, found)
-        self._release(gone)
+                # vLLM begins a new sequence only after all preempted ones have returned
+                is_finished = new or int.from_bytes(seq.tokens[-4:], sys.byteorder) in self._ends
+                (finished if is_finished else absent).append(seq)
+        self._add_answers(finished, present)
+        self._release(finished)
         for seq in new:
             seq.handle = self._follow(seq.prompt, seq.prompt)
-        self._sequences = [*absent, *found]
-        return found
+        self._sequences = [*absent, *present]
+        return present
 
-    def _remember(self, gone: list[_Tracked], present: list[_Tracked]) -> None:
-        """Adds the answers of sequences that have left; a prompt that comes again begins an epoch."""
-        if self._history is not self._own:
+    def _add_answers(self, finished: list[_Tracked], present: list[_Tracked]) -> None:
+        """Add the answers of finished sequences to the history; a prompt that returns begins an epoch."""
+        if self._history is not self._filled:
             return
-        for seq in gone:
-            if len(answer := np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :]):
+        for seq in finished:
+            answer = np.frombuffer(seq.tokens, np.int32)[len(seq.prompt) :]
+            if len(answer):
                 self._history.add(seq.prompt, answer, epoch=self._epoch)
                 self._answered.add(seq.prompt.tobytes())
                 if self._records:
                     self._unwritten.append((seq.prompt, answer, self._epoch))
-        under_way = {seq.prompt.tobytes() for seq in present if len(seq.tokens) > 4 * len(seq.prompt)}
-        begun = {seq.prompt.tobytes() for seq in present} - under_way
-        if again := begun & self._answered:
+        in_progress = {seq.prompt.tobytes() for seq in present if len(seq.tokens) > 4 * len(seq.prompt)}
+        new_prompts = {seq.prompt.tobytes() for seq in present} - in_progress
+        begins_epoch = bool(new_prompts & self._answered)
+        if begins_epoch:
             self._epoch += 1
             self._answered.clear()
-        new = sum(len(answer) for _, answer, _ in self._unwritten) if gone else 0
-        if new and (again or new > NEW_SHARE * self._history.stats["tokens"]):
+        unwritten = sum(len(answer) for _, answer, _ in self._unwritten) if finished else 0
+        if unwritten and (begins_epoch or unwritten > NEW_SHARE * self._history.stats["tokens"]):
             self._write()
 
     def _write(self) -> None:
-        """Write the recorded history; where another engine has written it, with that engine's answers."""
+        """Write the recorded history, with the answers of another engine that has written the file since."""
         if not self._unwritten or self._path is None:
             return
         with open(self._lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = self._history if self._file_stamp() in (None, self._stamp) else self._read_again()
-            if found is not self._history:
+            history = self._history if self._file_stamp() in (None, self._stamp) else self._read_again()
+            if history is not self._history:
                 for prompt, answer, epoch in self._unwritten:
-                    found.add(prompt, answer, epoch=epoch)
-                self._own = found
-                self._take_over(found)
+                    history.add(prompt, answer, epoch=epoch)
+                self._filled = history
+                self._switch_to(history)
             try:
-                found.save(self._path)
+                history.save(self._path)
             except OSError as error:
                 logger.warning("the history %s was not written: %s", self._path, error)
                 return
@@ -286,17 +290,18 @@ class HistoryProposer:
         self._unwritten.clear()
 
     def __del__(self) -> None:
-        if getattr(self, "_records", False):  # False, too, where __init__ failed
+        if getattr(self, "_records", False):  # also False if __init__ failed
             self._close()
 
     def _close(self) -> None:
-        """Record what the engine holds when it ends."""
-        left, self._sequences = self._sequences, []
-        self._remember(left, [])
+        """Record the answers that the engine holds when it ends."""
+        finished = self._sequences
+        self._sequences = []
+        self._add_answers(finished, [])
         self._write()
 
     def _follow(self, prompt: np.ndarray, tokens: np.ndarray) -> int | None:
-        """Tracks a sequence that began as ``prompt``; what follows the prompt that the history knows is its answer."""
+        """Track a sequence that began as ``prompt``; its answer begins where the history's longest prompt ends."""
         length = self._history.longest_prompt(prompt)
         if not length:
             return None
@@ -309,33 +314,37 @@ class HistoryProposer:
             if seq.handle is not None:
                 self._history.release(seq.handle)
 
-    def _judge(self, handles: list[int], tracked: list[_Tracked], news: list[np.ndarray]) -> None:
-        """Tells the history what became of the last drafts, and which tokens have come."""
-        offered, accepted = [], []
-        for seq, new in zip(tracked, news):
-            right = min(len(new) - 1, len(seq.draft))
-            # where the next token is right too, vLLM had no room to verify it
-            cut = right < len(seq.draft) and new[right] == seq.draft[right]
-            offered.append(right if cut else len(seq.draft))
-            accepted.append(right)
+    def _observe(self, handles: list[int], tracked: list[_Tracked], sampled: list[np.ndarray]) -> None:
+        """Give the history feedback on the last drafts, and the new tokens."""
+        offered: list[int] = []
+        accepted: list[int] = []
+        for seq, new in zip(tracked, sampled):
+            num_accepted = min(len(new) - 1, len(seq.draft))
+            # if the next draft token matches as well, vLLM had no room to verify it
+            was_cut = num_accepted < len(seq.draft) and new[num_accepted] == seq.draft[num_accepted]
+            offered.append(num_accepted if was_cut else len(seq.draft))
+            accepted.append(num_accepted)
         self._history.observe(handles, offered, accepted)
-        self._history.extend_tracked(handles, np.concatenate(news), [len(new) for new in news])
+        self._history.extend_tracked(handles, np.concatenate(sampled), [len(new) for new in sampled])
 
     def _refresh(self) -> bool:
-        """Takes over another history, where the file was replaced or another one is shared -> whether there is one."""
-        found = self._read_again() if self._path is not None and self._own is None else _shared or self._own
-        if found is not None and found is not self._history:
-            self._take_over(found)
-        return found is not None
+        """Switch to the history of a replaced file, or to one newly shared; return whether there is a history."""
+        reads_file = self._path is not None and self._filled is None
+        history = self._read_again() if reads_file else _shared or self._filled
+        if history is not None and history is not self._history:
+            self._switch_to(history)
+        return history is not None
 
-    def _take_over(self, history: RolloutHistory) -> None:
-        """Go on with another history."""
+    def _switch_to(self, history: RolloutHistory) -> None:
+        """Release all sequences, and track them in another history."""
         self._release(self._sequences)
         self._history = history
         for seq in self._sequences:
-            seq.handle, seq.draft = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32)), []
+            seq.handle = self._follow(seq.prompt, np.frombuffer(seq.tokens, np.int32))
+            seq.draft = []
 
     def _read_again(self) -> RolloutHistory:
+        """Return the history in the file if it was replaced and is readable, else the present one."""
         stamp = self._file_stamp()
         if stamp == self._stamp or self._path is None:
             return self._history
@@ -347,11 +356,14 @@ class HistoryProposer:
             return self._history
 
     def _file_stamp(self) -> tuple[int, ...] | None:
+        """Return values that change when the file is replaced; None without a file."""
+        if self._path is None:
+            return None
         try:
-            facts = os.stat(self._path) if self._path is not None else None
+            status = os.stat(self._path)
         except OSError:
             return None
-        return facts and (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _close(reference: "weakref.ref[HistoryProposer]") -> None:

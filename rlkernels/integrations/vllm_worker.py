@@ -1,9 +1,9 @@
-"""Lets a running vLLM take a policy's weights: the ``worker_extension_cls`` of an engine or server.
+"""Load a policy's weights into a running vLLM: the ``worker_extension_cls`` of an engine or server.
 
     llm = LLM(model, worker_extension_cls="rlkernels.integrations.vllm_worker.PolicyWorker")
     llm.collective_rpc("load_policy", args=(state_dict.items(),))
 
-    llm.collective_rpc("load_policy", args=(state_dict.items(), None, True))  # then a delta for each step
+    llm.collective_rpc("load_policy", args=(state_dict.items(), None, True))  # once, then a delta for each step
     llm.collective_rpc("load_policy", args=(rlkernels.weights.encode(new, old),))
 
     vllm serve MODEL --worker-extension-cls rlkernels.integrations.vllm_worker.PolicyWorker
@@ -24,23 +24,23 @@ from rlkernels.weights.delta import apply_, has_zstandard
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
 
 
-DELTA = ".delta"  # how the file of a delta ends
+DELTA = ".delta"  # suffix of a delta's file
 
 
 class PolicyWorker:
-    """Mixed into vLLM's worker."""
+    """A mixin of vLLM's worker."""
 
-    policy_copy: dict[str, torch.Tensor] | None = None  # on the host: what the next delta changes
-    # the worker's
+    policy_copy: dict[str, torch.Tensor] | None = None  # on the host: the base of the next delta
+    # attributes of vLLM's worker
     model_runner: Any
     vllm_config: Any
     reload_weights: Any
 
     def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path | bytes, adapter: str | None = None,
                     deltas: bool = False) -> dict[str, bool]:  # fmt: skip
-        """Loads weights in place.
+        """Load weights in place.
 
-        What was computed with the old ones stays in the prefix cache: send another ``cache_salt`` from now on.
+        vLLM's prefix cache still holds keys and values of the old weights: send another ``cache_salt`` from now on.
 
         Args:
             weights: by their names in a checkpoint; or a folder of safetensors files that this process can read; or a
@@ -49,20 +49,21 @@ class PolicyWorker:
             deltas: deltas of these weights may follow; for them a copy of all weights stays on the host.
 
         Returns:
-            Whether they are loaded, as ``{"loaded": True}``: False for a delta of other weights than those that were
-            sent before. Nothing has changed then, and all weights should be sent.
+            ``{"loaded": True}``, or ``{"loaded": False}`` for a delta whose base is not the copy on the host. Nothing
+            has changed then; send all weights.
 
         Raises:
             FileNotFoundError, KeyError: as of :func:`read_policy`.
             ImportError: a delta, without zstandard.
         """
-        # modules without weights of their own are reported as not loaded, each time
+        # vLLM warns at every load that modules without weights are not loaded
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        if (found := self.policy_weights(weights, adapter, deltas)) is None:
+        policy = self.policy_weights(weights, adapter, deltas)
+        if policy is None:
             return {"loaded": False}
-        rest = iter(found)
-        first = list(islice(rest, 1))  # a folder without weights fails here; vLLM would have dropped those that it has
-        self.reload_weights(weights_iterator=chain(first, rest))
+        iterator = iter(policy)
+        first = list(islice(iterator, 1))  # a folder without weights fails here, before vLLM drops its weights
+        self.reload_weights(weights_iterator=chain(first, iterator))
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -76,7 +77,7 @@ class PolicyWorker:
     def policy_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path | bytes, adapter: str | None, deltas: bool
     ) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """Return the weights that :meth:`load_policy` is given; None for a delta of others than the copy's."""
+        """Return the weights that :meth:`load_policy` gets; None for a delta whose base is not the copy."""
         if isinstance(weights, str | Path) and Path(weights).suffix == DELTA:
             weights = Path(weights).read_bytes()
         if isinstance(weights, bytes):
@@ -91,13 +92,13 @@ class PolicyWorker:
         if isinstance(weights, str | Path):
             weights = read_policy(weights, adapter, self.model_runner.device)
         if deltas:
-            # a file may go or be written again while its tensors map it
+            # a file may be removed or rewritten while its tensors map it
             self.policy_copy = {name: weight.to("cpu", copy=True) for name, weight in weights}
             return self.policy_copy.items()
         return weights
 
     def policy_settings(self) -> dict[str, Any]:
-        """Return what a trainer has to know of the engine."""
+        """Return the engine's settings that a trainer must know."""
         config = self.model_runner.model_config
         return {
             "logprobs_mode": config.logprobs_mode,
@@ -124,35 +125,37 @@ def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scal
 
 
 def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return what the safetensors files of a folder hold.
+    """Yield the weights in the safetensors files of a folder.
 
     Args:
-        folder: has them.
+        folder: of the safetensors files.
         adapter: a safetensors file of low-rank changes, which are added: for a weight NAME [out, in] ``NAME.down``
             [r, in], ``NAME.up`` [out, r] and ``NAME.scale`` [].
         device: where they are added.
 
     Yields:
-        name and weight, in its own type.
+        name and weight, in the file's dtype.
 
     Raises:
-        FileNotFoundError: there is no such file in the folder.
-        KeyError: the adapter changes what is not among the weights, or lacks a part.
+        FileNotFoundError: the folder has no safetensors file.
+        KeyError: the adapter changes a weight that the folder lacks, or lacks a tensor itself.
     """
     from safetensors.torch import load_file
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors file that vLLM's worker can see")
-    parts = {} if adapter is None else load_file(adapter)
-    left = {name.removesuffix(".down") for name in parts if name.endswith(".down")}
+    changes = {} if adapter is None else load_file(adapter)
+    unmerged = {name.removesuffix(".down") for name in changes if name.endswith(".down")}
     for file in files:
         for name, weight in load_file(file).items():
-            if name in left:
-                left.remove(name)
-                base, down, up = (x.to(device) for x in (weight, parts[f"{name}.down"], parts[f"{name}.up"]))
-                yield name, merged_weight(base, down, up, parts[f"{name}.scale"].item()).to(weight.dtype)
+            if name in unmerged:
+                unmerged.remove(name)
+                down = changes[f"{name}.down"].to(device)
+                up = changes[f"{name}.up"].to(device)
+                scale = changes[f"{name}.scale"].item()
+                yield name, merged_weight(weight.to(device), down, up, scale).to(weight.dtype)
             else:
                 yield name, weight
-    if left:
-        raise KeyError(f"the adapter changes {min(left)}, which is not among the weights")
+    if unmerged:
+        raise KeyError(f"the adapter changes {min(unmerged)}, which is not among the weights")
