@@ -1,4 +1,4 @@
-"""Where rank-1 weight updates are heading, and the gate that every prediction must pass (AlphaRL, arXiv 2510.00553)."""
+"""Extrapolation of rank-1 weight updates, and the gate for every prediction (AlphaRL, arXiv 2510.00553)."""
 
 from rlkernels.extrapolation.attempt import Attempt
 from rlkernels.extrapolation.gate import Comparison, Gate

@@ -1,4 +1,4 @@
-"""One attempt to take weights further, in its three steps: objections, a prediction, and the gate."""
+"""One attempt to extrapolate weights, in three steps: objections, a prediction, and the gate."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 
 @dataclass(frozen=True)
 class Attempt:
-    """Settings of an extrapolation: when not to try, how far to go, and how to judge candidates.
+    """Settings of an extrapolation: its limits, its distance, and the test of its candidates.
 
     Raises:
         TypeError, ValueError: a setting of another type or out of range.
@@ -24,7 +24,7 @@ class Attempt:
     horizon: float = 2.0  # the target is this many times the tracked steps; above 1
     keep_rest: bool = True  # as for ``extrapolate``
     limits: Limits = field(default_factory=Limits)
-    prompts: int = 512  # most gate prompts that a candidate is held against
+    prompts: int = 512  # most gate prompts for one candidate
     max_tries: int = 3  # candidates
     shrink: float = 0.5  # candidate k goes shrink^k of the way
 
@@ -60,46 +60,51 @@ class Attempt:
             places: name -> the tensors that hold this weight, the most precise one first (a float32 master copy, then
                 the parameter that is rounded from it); at least the names of ``predicted``.
             evaluate: numbers of gate prompts -> a score for each, by the weights in the model.
-            available: how many gate prompts there are.
+            available: number of gate prompts.
             changed: called after every change of the weights, and once at the end.
 
         Returns:
-            For each candidate its ``factor`` and the fields of :class:`Comparison`; the last one is in the model if it
+            For each candidate its ``factor`` and the fields of :class:`Comparison`; the model has the last one if it
             was ``accepted``.
 
         Raises:
-            ValueError: ``evaluate`` gave another number of scores; the weights are restored.
+            ValueError: ``evaluate`` returned another number of scores; the weights are restored.
         """
-        saved = {name: [place.detach().clone() for place in places[name]] for name in predicted}
-        present = {name: values[0] for name, values in saved.items()}
-        inside: Mapping[str, torch.Tensor] = present  # the weights that the model has
+        saved = {name: [tensor.detach().clone() for tensor in places[name]] for name in predicted}
+        present = {name: copies[0] for name, copies in saved.items()}
+        loaded: Mapping[str, torch.Tensor] = present  # the weights that the model has
 
-        def with_weights(weights: Mapping[str, torch.Tensor]) -> Answers:
+        def answers_with(weights: Mapping[str, torch.Tensor]) -> Answers:
             def answer(rows: range) -> Sequence[float]:
-                nonlocal inside
-                if inside is not weights:
+                nonlocal loaded
+                if loaded is not weights:
                     for name, weight in weights.items():
-                        for place in places[name]:
-                            place.copy_(weight)
+                        for tensor in places[name]:
+                            tensor.copy_(weight)
                     changed()
-                    inside = weights
+                    loaded = weights
                 return evaluate(rows)
 
             return Answers(answer, available, gate.position)
 
-        before, tries = with_weights(present), list[dict[str, Any]]()
+        present_answers = answers_with(present)
+        tries: list[dict[str, Any]] = []
+        accepted = False
         try:
-            while len(tries) < self.max_tries and not (tries and tries[-1]["accepted"]):
+            while len(tries) < self.max_tries and not accepted:
                 factor = self.shrink ** len(tries)
                 candidate = {n: torch.lerp(present[n].float(), weight, factor) for n, weight in predicted.items()}
-                # asks for those of `before` first
-                found = gate.compare_in_parts(with_weights(candidate), before, min(self.prompts, available))
-                tries.append({"factor": factor, **asdict(found)})
-            gate.position = (gate.position + len(before.known)) % available
+                # evaluates the present weights first, while the model has them
+                comparison = gate.compare_in_parts(
+                    answers_with(candidate), present_answers, min(self.prompts, available)
+                )
+                tries.append({"factor": factor, **asdict(comparison)})
+                accepted = comparison.accepted
+            gate.position = (gate.position + len(present_answers.scores)) % available
         finally:
-            if not (tries and tries[-1]["accepted"]):
-                for name, values in saved.items():
-                    for place, value in zip(places[name], values):
-                        place.copy_(value)
+            if not accepted:
+                for name, copies in saved.items():
+                    for tensor, copy in zip(places[name], copies):
+                        tensor.copy_(copy)
             changed()
         return tries

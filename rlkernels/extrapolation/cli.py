@@ -18,7 +18,7 @@ STEP_FOLDER = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d+)$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the subcommand."""
+    """Declare the arguments of the subcommand."""
     parser.add_argument("base", type=Path, help="folder with the safetensors that training began with")
     parser.add_argument(
         "checkpoints",
@@ -35,19 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes extrapolated weights beside the other files of the last checkpoint, and prints what they are.
+    """Write extrapolated weights with the other files of the last checkpoint, and print a summary.
 
     Checkpoints are sorted by their steps, see :func:`step_of`. The output folder is written as a whole or not at all.
-    Without accuracies they count as rising. No gate is used.
+    Without accuracies the accuracy is assumed to rise. No gate is used.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that is there already.
+        ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that exists.
     """
     attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
-    base, checkpoints, output_dir, accuracy = args.base, args.checkpoints, args.output_dir, args.accuracy
+    base = args.base
+    checkpoints = args.checkpoints
+    output_dir = args.output_dir
+    accuracy = args.accuracy
     check_new_folder(output_dir)
     if accuracy is None and attempt.predictor == "pls":
         raise ValueError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
@@ -62,25 +65,28 @@ def run(args: argparse.Namespace) -> int:
             )
     if accuracy is not None:
         accuracy = [accuracy[place] for _, _, place in numbered]
-    origin, histories = open_checkpoint(base), dict[Path, History]()
+    else:
+        accuracy = [index / len(steps) for index in range(len(steps))]  # assumed to rise
+    base_folder = open_checkpoint(base)
+    histories: dict[Path, History] = {}
     folders = [open_checkpoint(path, histories) for _, path, _ in numbered]
-    before = Projections(origin, origin.shapes)
-    if not before:
+    base_weights = Projections(base_folder, base_folder.shapes)
+    if not base_weights:
         raise ValueError(f"{base} has no projection to extrapolate")
     for folder in folders:
-        for name in before.names.values():
-            if folder.shapes.get(name) != origin.shapes[name]:
-                raise ValueError(f"{folder.path} has no {name} of shape {origin.shapes[name]}, as {base} has")
-    trajectory = RankOneTrajectory(before)
-    tracked = [Projections(folder, origin.shapes) for folder in folders]
-    for index, (step, weights) in enumerate(zip(steps, tracked)):
-        assumed = index / len(steps)  # it rises
-        trajectory.track(weights, step=step, accuracy=assumed if accuracy is None else accuracy[index])
-    if (objection := attempt.refusal(trajectory)) is not None:
+        for name in base_weights.names.values():
+            shape = base_folder.shapes[name]
+            if folder.shapes.get(name) != shape:
+                raise ValueError(f"{folder.path} has no {name} of shape {shape}, as {base} has")
+    trajectory = RankOneTrajectory(base_weights)
+    weights_at = {step: Projections(folder, base_folder.shapes) for step, folder in zip(steps, folders)}
+    for step, step_accuracy in zip(steps, accuracy):
+        trajectory.track(weights_at[step], step=step, accuracy=step_accuracy)
+    objection = attempt.refusal(trajectory)
+    if objection is not None:
         raise ValueError(f"refused: {objection}")
-    kept = set(trajectory.steps)
-    points = trajectory.exact_points(weights for step, weights in zip(steps, tracked) if step in kept)
-    predicted = attempt.predict(trajectory, tracked[-1], points=points)
+    points = trajectory.exact_points(weights_at[step] for step in trajectory.steps)
+    predicted = attempt.predict(trajectory, weights_at[steps[-1]], points=points)
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         matrices = [matrix for matrix in matrix_names(name, tensor.shape) if matrix in predicted]
@@ -91,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
 
     write_checkpoint(folders[-1], output_dir, change)
     print(
-        f"{len(steps)} checkpoints, {len(predicted)} of {len(before)} projections taken from step {steps[-1]} to "
+        f"{len(steps)} checkpoints, {len(predicted)} of {len(base_weights)} projections taken from step {steps[-1]} to "
         f"{attempt.horizon * steps[-1]:g}; back-test skill {skill(trajectory, attempt.predictor):.2f} (1: exact)\n"
-        f"{before.describe_left_out()}\n"
+        f"{base_weights.describe_left_out()}\n"
         f"written to {output_dir}. Nothing has tested these weights: evaluate them on held-out prompts before you use "
         "them (rlkernels.Gate judges two sets of answers)"
     )
@@ -103,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint: ``global_step`` of its trainer_state.json, else the number that ends its name.
 
-    Where the name has no number, that of a folder above it counts: ``global_step_100/actor/huggingface``.
+    For a name without a number, the name of a folder above it counts: ``global_step_100/actor/huggingface``.
 
     Raises:
-        ValueError: no step can be told, or one below 1.
+        ValueError: the checkpoint has no step, or one below 1.
     """
     state = checkpoint / "trainer_state.json"
     if state.is_file():

@@ -1,7 +1,7 @@
 """Predictors of x = (W - W_0) v_T, a back-test of their skill, and reasons not to extrapolate.
 
 A predictor maps the points of one module to x at a later step or a higher accuracy. :func:`skill` tests it on points
-that it has not seen, :func:`refusal` finds reasons not to try. Test every prediction on held-out prompts.
+that it has not seen, :func:`refusal` returns reasons not to try. Test every prediction on held-out prompts.
 """
 
 import math
@@ -27,7 +27,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Maps the points of one module and a target to x [m] at the target, float32."""
+    """A map from the points of one module and a target to x [m] at the target, float32."""
 
     name: str
     predict: Callable[[Points, Target], torch.Tensor]  # x [m] of any floating type, on the device of the points
@@ -54,15 +54,19 @@ def invert_accuracy(points: Points, target: Target) -> torch.Tensor:
 
     The paper inverts at an accuracy of 1. Divides by the slope of accuracy, which makes it explode when that is flat.
     """
-    x, y = points.x.double(), points.accuracy.to(points.x.device)
-    mean, std, middle = x.mean(0), x.std(0), y.mean()
-    scaled = torch.where(std > 0, (x - mean) / std, 0.0)  # [T, m]
-    y = y - middle
-    w = scaled.T @ y
-    t = scaled @ (w / w.norm())  # [T]
-    square = t @ t
-    p, slope = scaled.T @ t / square, (t @ y) / square
-    return mean + std * p * (target.accuracy - middle) / slope
+    x = points.x.double()
+    accuracy = points.accuracy.to(points.x.device)
+    x_mean = x.mean(0)
+    x_std = x.std(0)
+    accuracy_mean = accuracy.mean()
+    scaled = torch.where(x_std > 0, (x - x_mean) / x_std, 0.0)  # [T, m]
+    centred = accuracy - accuracy_mean
+    covariance = scaled.T @ centred
+    score = scaled @ (covariance / covariance.norm())  # [T], the component
+    square = score @ score
+    loading = scaled.T @ score / square
+    slope = (score @ centred) / square
+    return x_mean + x_std * loading * (target.accuracy - accuracy_mean) / slope
 
 
 def follow_secant(points: Points, target: Target) -> torch.Tensor:
@@ -74,7 +78,7 @@ def follow_secant(points: Points, target: Target) -> torch.Tensor:
 
 
 def stretch_update(points: Points, target: Target) -> torch.Tensor:
-    """W_0 + b (W_t - W_0) with b = target step / latest step: the whole update, of every rank, goes on in a line."""
+    """Extrapolate the whole update, of every rank, on a line: W_0 + b (W_t - W_0), b = target step / latest step."""
     return float(target.step / points.steps[-1]) * points.x[-1]
 
 
@@ -91,13 +95,13 @@ def find_predictor(name: str) -> Predictor:
 
 
 def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) -> float:
-    """Back-test a predictor: predict the last point, and compare with the prediction that nothing moves any more.
+    """Back-test a predictor: predict the last point, and compare with the prediction that the weights stay.
 
     It leaves out the last ``holdout`` points. Direction and points are those of the step before them; the target is
     the step and accuracy of the last point.
 
     Args:
-        trajectory: what was tracked so far.
+        trajectory: of the tracked steps.
         predictor: one of ``PREDICTORS``.
         holdout: points to leave out, >= 1.
 
@@ -112,19 +116,20 @@ def skill(trajectory: RankOneTrajectory, predictor: str, *, holdout: int = 1) ->
     holdout = _check.integer("holdout", holdout, 1)
     if len(trajectory) <= holdout:
         return -math.inf
-    wrong = moved = 0.0
+    error = distance = 0.0
     for name in trajectory.base:
         points = trajectory.points(name, at=-1 - holdout)
-        truth, known = points.x[-1], points.until(len(points.steps) - holdout)
         if not points.x.any():  # it never moved along that direction, so there is nothing to predict
             continue
+        actual = points.x[-1]
+        earlier = points.until(len(points.steps) - holdout)
         try:
-            guess = predict(known, Target(float(points.steps[-1]), float(points.accuracy[-1])))
+            predicted = predict(earlier, Target(float(points.steps[-1]), float(points.accuracy[-1])))
         except ValueError:
             return -math.inf
-        wrong += float((guess - truth).double().square().sum())
-        moved += float((known.x[-1] - truth).double().square().sum())
-    return 1 - wrong / moved if moved else -math.inf
+        error += float((predicted - actual).double().square().sum())
+        distance += float((earlier.x[-1] - actual).double().square().sum())
+    return 1 - error / distance if distance else -math.inf
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Limits:
     """Limits beyond which an extrapolation is refused."""
 
     min_gap: float = GAP_FLOOR  # 1 - sigma2 / sigma1: below it the leading direction is not defined
-    noise_factor: float = 3.0  # sigma1 must exceed this many times what rounding the weights adds
+    noise_factor: float = 3.0  # sigma1 must exceed this many times the rounding noise of the weights
     min_rise: float = 0.02  # of the accuracy, from the first third of the tracked steps to the last
     min_cosine: float = 0.7  # between the directions at half the latest step and at the latest
     min_skill: float = 0.0  # the back-test must exceed it
@@ -142,7 +147,8 @@ class Limits:
 
 def module_refusal(trajectory: RankOneTrajectory, name: str, limits: Limits) -> str | None:
     """Return why one module cannot be extrapolated; None if it can."""
-    facts, status = trajectory.facts(name), trajectory.status(name)
+    facts = trajectory.facts(name)
+    status = trajectory.status(name)
     if status == "zero":
         return "no update"
     if status == "ill_defined" or facts["gap"] < limits.min_gap:
@@ -168,10 +174,10 @@ class Refusal:
 
 
 def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None = None) -> Refusal | None:
-    """Return the first reason not to try this predictor on this trajectory now; None if there is none.
+    """Return the first reason not to try this predictor on this trajectory now; None without one.
 
     Args:
-        trajectory: what was tracked so far.
+        trajectory: of the tracked steps.
         predictor: one of ``PREDICTORS``.
         limits: None for the defaults.
 
@@ -193,13 +199,15 @@ def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None
     for name in trajectory.base:
         reason = module_refusal(trajectory, name, limits)
         squares[reason] = squares.get(reason, 0.0) + trajectory.facts(name)["frobenius"] ** 2
-    total, kept = sum(squares.values()), squares.pop(None, 0.0)
-    if total == 0 or (squares and kept < limits.min_share * total):
-        worst = max(squares, key=lambda reason: squares[reason]) or "no update"
-        return Refusal(worst, f"modules with {1 - kept / total if total else 1:.0%} of the squared update are refused")
-    found = skill(trajectory, predictor, holdout=limits.holdout)
-    if not found > limits.min_skill:
-        return Refusal("no skill", f"back-test {found:.2f}, needs more than {limits.min_skill:g}")
+    total = sum(squares.values())
+    accepted = squares.pop(None, 0.0)
+    if total == 0 or (squares and accepted < limits.min_share * total):
+        commonest = max(squares, key=lambda reason: squares[reason]) or "no update"
+        refused_share = 1 - accepted / total if total else 1
+        return Refusal(commonest, f"modules with {refused_share:.0%} of the squared update are refused")
+    tested = skill(trajectory, predictor, holdout=limits.holdout)
+    if not tested > limits.min_skill:
+        return Refusal("no skill", f"back-test {tested:.2f}, needs more than {limits.min_skill:g}")
     return None
 
 
@@ -210,15 +218,15 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     """Predict the weights of the modules to which :func:`module_refusal` does not object.
 
     Args:
-        trajectory: what was tracked so far.
+        trajectory: of the tracked steps.
         weights: name -> W_T [m, n], the weights of the latest tracked step; not changed.
-        target: step and accuracy to go to.
+        target: step and accuracy to extrapolate to.
         predictor: one of ``PREDICTORS``.
-        keep_rest: True keeps what the update holds beyond v_T, W_T + (x - x_T) v_T^T. False drops it, as in AlphaRL,
+        keep_rest: True keeps the update's other directions, W_T + (x - x_T) v_T^T. False drops them, as in AlphaRL,
             W_0 + a x v_T^T, where a = |W_T - W_0| / |x_T| gives the rank-1 update the Frobenius norm of the whole one.
             Predictors of the whole update keep and stretch everything.
-        limits: what a module must fulfil to be extrapolated; None for the defaults.
-        points: exact ones, from ``trajectory.exact_points``; None for those of the factors.
+        limits: conditions that a module must fulfil; None for the defaults.
+        points: exact points, from ``trajectory.exact_points``; None for those of the factors.
 
     Returns:
         name -> float32 [m, n], untested: evaluate them on held-out prompts.
@@ -237,14 +245,16 @@ def extrapolate(trajectory: RankOneTrajectory, weights: Mapping[str, torch.Tenso
     for name, base in trajectory.base.items():
         if module_refusal(trajectory, name, limits or Limits()) is not None:
             continue
-        known, weight = points[name] if points else trajectory.points(name), weights[name].detach().float()
-        last, x = known.x[-1], predict(known, target)
+        module_points = points[name] if points else trajectory.points(name)
+        weight = weights[name].detach().float()
+        last = module_points.x[-1]
+        x = predict(module_points, target)
         if predict.whole:
             stretch = float(x.dot(last)) / float(last.dot(last))
             out[name] = base.float() + stretch * (weight - base.float())
         elif keep_rest:
-            out[name] = add_rank1_(weight.clone(), x - last, known.v, 1.0)
+            out[name] = add_rank1_(weight.clone(), x - last, module_points.v, 1.0)
         else:
-            factor = float(known.frobenius[-1]) / float(last.norm())
-            out[name] = add_rank1_(base.float().clone(), factor * x, known.v, 1.0)
+            factor = float(module_points.frobenius[-1]) / float(last.norm())
+            out[name] = add_rank1_(base.float().clone(), factor * x, module_points.v, 1.0)
     return out

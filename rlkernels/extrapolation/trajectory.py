@@ -17,7 +17,7 @@ from rlkernels.rank1 import reference
 from rlkernels.rank1.ops import delta_matvec, leading_deltas
 from rlkernels.rank1.update import STATUSES
 
-MAX_POINTS = 64  # tracked steps that are kept: factors of every projection of a model, each
+MAX_POINTS = 64  # most tracked steps; each holds factors of every projection of a model
 FACTS = ("sigma", "frobenius", "gap", "angle_bound", "changed", "noise", "status")
 
 
@@ -41,17 +41,18 @@ class Points:
 def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
     """Estimate the spectral norm that rounding ``weight`` to its dtype adds to a delta of norm ``frobenius``.
 
-    An entry that changed is off by up to half its spacing (variance spacing^2 / 12). An unchanged one lost its move:
-    as much, or the root mean square of the delta if that is less. A random [m, n] matrix with root mean square r has a
-    spectral norm near r (sqrt(m) + sqrt(n)).
+    An entry that changed has an error of up to half its spacing (variance spacing^2 / 12). An unchanged one lost its
+    change: its error is the same, or the root mean square of the delta if that is less. A random [m, n] matrix with
+    root mean square r has a spectral norm near r (sqrt(m) + sqrt(n)).
     """
-    count, eps = weight.numel(), torch.finfo(weight.dtype).eps
-    moved = frobenius**2 / count / (eps**2 / 12)  # in the unit of the squares below
+    count = weight.numel()
+    eps = torch.finfo(weight.dtype).eps
+    mean_square = frobenius**2 / count / (eps**2 / 12)  # of the delta, in the unit of the squares below
     total = 0.0
     for w, b in zip(weight.split(reference.ROWS), base.split(reference.ROWS)):
         # 2^exponent: a float32 without sign and mantissa; its square is exact, and 0 where it would be below 2^-149
         power = (w.float().view(torch.int32) & 0x7F800000).view(torch.float32).square_()
-        total += float(torch.where(w != b, power, power.clamp_max(moved)).sum(dtype=torch.float64))
+        total += float(torch.where(w != b, power, power.clamp_max(mean_square)).sum(dtype=torch.float64))
     total *= eps**2 / 12
     return math.sqrt(total / count) * (math.sqrt(weight.shape[0]) + math.sqrt(weight.shape[1]))
 
@@ -62,26 +63,26 @@ def check_weights(argument: str, weights: Mapping[str, torch.Tensor], base: Mapp
         raise TypeError(f"{argument} must be a dictionary, name -> weights, got {type(weights).__name__}")
     if missing := sorted(set(base) - set(weights)):
         raise ValueError(f"{argument} must hold every tracked module, but {missing[0]!r} is missing")
-    for name, before in base.items():
-        _check.tensor(f"{argument} of {name!r}", weights[name], ndim=2, floating=True, device=before.device)
-        _check.shape(f"{argument} of {name!r}", weights[name], before.shape)
+    for name, matrix in base.items():
+        _check.tensor(f"{argument} of {name!r}", weights[name], ndim=2, floating=True, device=matrix.device)
+        _check.shape(f"{argument} of {name!r}", weights[name], matrix.shape)
 
 
 class RankOneTrajectory:
     """Factors of the tracked updates of some modules, and their trajectories along the latest direction.
 
-    It keeps 64 steps. Beyond that it drops the one whose neighbours lie closest together, never the first or the
+    It holds 64 steps. Beyond that it drops the one whose neighbours lie closest together, never the first or the
     latest, so that the steps stay spread over all of training.
 
     Args:
-        base: name -> W_0 [m, n], bfloat16, float16 or float32; kept by reference and must not change.
-        rank: of the factors that are kept of every tracked step.
+        base: name -> W_0 [m, n], bfloat16, float16 or float32; held by reference, so it must not change.
+        rank: of the factors of every tracked step.
 
     Raises:
         TypeError, ValueError: a base that is empty or no dictionary of floating point matrices; a rank below 1.
 
     Attributes:
-        steps, accuracy: of the tracked steps that are kept, oldest first.
+        steps, accuracy: of the tracked steps, oldest first.
     """
 
     def __init__(self, base: Mapping[str, torch.Tensor], *, rank: int = 4) -> None:
@@ -100,16 +101,16 @@ class RankOneTrajectory:
         return len(self.steps)
 
     def track(self, weights: Mapping[str, torch.Tensor], *, step: int, accuracy: float) -> None:
-        """Keep the factors of ``weights[name] - base[name]`` of all modules, or of none if it raises.
+        """Store the factors of ``weights[name] - base[name]`` of all modules, or of none if it raises.
 
         Args:
             weights: name -> W_t, at least the names of ``base``.
-            step: an integer, higher than all before.
-            accuracy: of the policy with these weights, as far as it is known.
+            step: an integer above all earlier ones.
+            accuracy: estimate for the policy with these weights.
 
         Raises:
             TypeError: a step that is no integer, an accuracy that is no number, weights that are no tensors.
-            ValueError: a step that is not later, a module that is missing, NaN or infinite weights.
+            ValueError: a step that is not later, a missing module, NaN or infinite weights.
         """
         step = _check.integer("step", step, -(2**63), 2**63 - 1)
         _check.number("accuracy", accuracy)
@@ -118,21 +119,26 @@ class RankOneTrajectory:
         check_weights("weights", weights, self.base)
         starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
-        found = leading_deltas(pairs, rank=self.rank, starts=starts)
-        noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in found.items()}
-        for name, (update, left, right) in found.items():
+        deltas = leading_deltas(pairs, rank=self.rank, starts=starts)
+        noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in deltas.items()}
+        for name, (update, left, right) in deltas.items():
             self._left[name].append(left)
             self._right[name].append(right)
             facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed, noise[name])
             self._facts[name].append([*facts, STATUSES.index(update.status)])
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
-        if len(self) > MAX_POINTS:  # forget the point whose neighbours lie closest together, the oldest of equals
-            gone = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
-            del self.steps[gone], self.accuracy[gone]
-            for rows in (self._left, self._right, self._facts):
-                for of_module in rows.values():
-                    del of_module[gone]
+        if len(self) > MAX_POINTS:
+            self._drop_point()
+
+    def _drop_point(self) -> None:
+        """Drop the point whose neighbours lie closest together, the oldest of equals."""
+        index = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
+        del self.steps[index]
+        del self.accuracy[index]
+        for by_module in (self._left, self._right, self._facts):
+            for records in by_module.values():
+                del records[index]
 
     def facts(self, name: str, index: int = -1) -> dict[str, float]:
         """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of one tracked step."""
@@ -147,17 +153,17 @@ class RankOneTrajectory:
         return self._right[name][index][:, 0]
 
     def points(self, name: str, *, at: int = -1) -> Points:
-        """Project the tracked steps, from their factors, on the direction of number ``at`` (default: the latest)."""
+        """Project the tracked steps, from their factors, on the direction of step ``at`` (default: the latest)."""
         v = self.direction(name, at)
         with without_autocast(v.device):
-            shadows = [right.T @ v for right in self._right[name]]  # [k]
-            x = torch.stack([left @ shadow for left, shadow in zip(self._left[name], shadows)])
+            projections = [right.T @ v for right in self._right[name]]  # [k]
+            x = torch.stack([left @ projection for left, projection in zip(self._left[name], projections)])
         return Points(
             steps=torch.tensor(self.steps, dtype=torch.float64, device="cpu"),
             accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
             x=x,
             v=v,
-            cosine=torch.tensor([float(s[0].abs()) for s in shadows], dtype=torch.float64, device="cpu"),
+            cosine=torch.tensor([float(p[0].abs()) for p in projections], dtype=torch.float64, device="cpu"),
             frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64, device="cpu"),
         )
 
@@ -165,18 +171,18 @@ class RankOneTrajectory:
         """Return :meth:`points` of every module, with x_t from the weights of the tracked steps.
 
         Args:
-            checkpoints: the weights of all of ``steps``, oldest first; it holds one of them at a time.
+            checkpoints: the weights of all of ``steps``, oldest first; one of them is in memory at a time.
         """
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
-        for number, weights in enumerate(checkpoints):
-            check_weights(f"checkpoints[{number}]", weights, self.base)
+        x: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
+        count = 0
+        for weights in checkpoints:
+            check_weights(f"checkpoints[{count}]", weights, self.base)
             for name, base in self.base.items():
-                found[name].append(delta_matvec(weights[name].detach(), base, self.direction(name)))
-        if any(len(rows) != len(self) for rows in found.values()):
-            raise ValueError(
-                f"checkpoints must be the {len(self)} tracked steps, got {len(next(iter(found.values())))}"
-            )
-        return {name: replace(self.points(name), x=torch.stack(rows)) for name, rows in found.items()}
+                x[name].append(delta_matvec(weights[name].detach(), base, self.direction(name)))
+            count += 1
+        if count != len(self):
+            raise ValueError(f"checkpoints must be the {len(self)} tracked steps, got {count}")
+        return {name: replace(self.points(name), x=torch.stack(rows)) for name, rows in x.items()}
 
     def to(self, device: torch.device) -> None:
         """Move base and factors to a device."""
@@ -203,19 +209,25 @@ class RankOneTrajectory:
         """Undo :meth:`state_dict`, for a trajectory with the same modules.
 
         Raises:
-            KeyError, ValueError: a state of other modules; nothing is changed then.
+            KeyError, ValueError: the state is of other modules; nothing has changed then.
         """
         names = {key.rpartition("/")[0] for key in state if "/" in key}
         if names not in (set(), set(self.base)):
             raise ValueError(f"state must be of the modules {sorted(self.base)}, got {sorted(names)}")
-        steps, accuracy = state["steps"].tolist(), state["accuracy"].tolist()
+        steps = state["steps"].tolist()
+        accuracy = state["accuracy"].tolist()
         left: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         right: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
         facts: dict[str, list[list[float]]] = {name: [] for name in self.base}
         for name, base in self.base.items() if steps else ():
             ranks = state[f"{name}/ranks"].tolist()
-            for part, own, size in (("left", left, base.shape[0]), ("right", right, base.shape[1])):
-                _check.shape(f"{name}/{part} of state", state[f"{name}/{part}"], (size, sum(ranks)))
-                own[name] = list(state[f"{name}/{part}"].to(base.device).split(ranks, 1))
+            for side, factors, size in (("left", left, base.shape[0]), ("right", right, base.shape[1])):
+                stored = state[f"{name}/{side}"]
+                _check.shape(f"{name}/{side} of state", stored, (size, sum(ranks)))
+                factors[name] = list(stored.to(base.device).split(ranks, 1))
             facts[name] = state[f"{name}/facts"].tolist()
-        self.steps, self.accuracy, self._left, self._right, self._facts = steps, accuracy, left, right, facts
+        self.steps = steps
+        self.accuracy = accuracy
+        self._left = left
+        self._right = right
+        self._facts = facts

@@ -30,10 +30,10 @@ class RolloutHistory:
     Thread-safe, except on the "torch" backend.
 
     Args:
-        max_tokens: most response tokens kept; None is unbounded. It evicts the lowest epoch first, within it the
-            lowest reward, then the oldest, and cuts a longer response.
+        max_tokens: most response tokens; None is unbounded. Eviction starts with the lowest epoch, within it with the
+            lowest reward, then with the oldest response. A longer response is cut.
         token_cost: time to verify one more draft token, as a share of the time of a decode step without drafts.
-        depth: most tokens of context compared, >= 5.
+        depth: most tokens of context that are compared, >= 5.
         backend: "auto" | "cpu" | "torch" (plain Python).
     """
 
@@ -61,7 +61,7 @@ class RolloutHistory:
         self._core.add(_ids("prompt_ids", prompt_ids), _ids("response_ids", response_ids), reward, epoch)
 
     def resize(self, max_tokens: int | None) -> None:
-        """Set another ``max_tokens``, and evict what is beyond it."""
+        """Set another ``max_tokens``, and evict responses beyond it."""
         self._core.resize(_bound(max_tokens))
 
     def draft(
@@ -75,7 +75,7 @@ class RolloutHistory:
             max_tokens: longest draft, >= 0.
 
         Returns:
-            B drafts of 0 .. max_tokens tokens; empty where nothing is known.
+            B drafts of 0 .. max_tokens tokens; empty for unknown context.
         """
         max_tokens = _check.integer("max_tokens", max_tokens, 0, _check.MOST)
         for name, lists in (("prompt_ids_list", prompt_ids_list), ("generated_ids_list", generated_ids_list)):
@@ -92,7 +92,7 @@ class RolloutHistory:
         ]
 
     def track(self, prompt_ids: Ids) -> int:
-        """Start to follow a sequence; returns its handle. Call :meth:`release` at its end."""
+        """Start to follow a sequence, and return its handle. Call :meth:`release` at its end."""
         return self._core.track(_ids("prompt_ids", prompt_ids))
 
     def extend(self, handle: int, ids: Ids) -> None:
@@ -107,13 +107,14 @@ class RolloutHistory:
             ids: the new tokens of all sequences, one after the other.
             lengths: integers [B], how many of them belong to each.
         """
-        known, counts = _ids("handles", handles, np.int64), _ids("lengths", lengths, np.int64)
-        new = _ids("ids", ids)
-        if len(known) != len(counts):
-            raise ValueError(f"lengths must have one entry per handle ({len(known)}), got {len(counts)}")
-        if counts.sum() != len(new):
-            raise ValueError(f"lengths must add up to the number of ids ({len(new)}), got {counts.sum()}")
-        self._core.extend_tracked(known, new, counts)
+        handle_array = _ids("handles", handles, np.int64)
+        counts = _ids("lengths", lengths, np.int64)
+        tokens = _ids("ids", ids)
+        if len(handle_array) != len(counts):
+            raise ValueError(f"lengths must have one entry per handle ({len(handle_array)}), got {len(counts)}")
+        if counts.sum() != len(tokens):
+            raise ValueError(f"lengths must add up to the number of ids ({len(tokens)}), got {counts.sum()}")
+        self._core.extend_tracked(handle_array, tokens, counts)
 
     def draft_tracked(
         self, handles: Ids, *, max_tokens: int, token_cost: float | None = None
@@ -123,7 +124,7 @@ class RolloutHistory:
         Args:
             handles: B handles.
             max_tokens: longest draft, >= 0.
-            token_cost: of this call, in place of the history's own.
+            token_cost: for this call; None uses the history's.
 
         Returns:
             (ids, lengths): int64 [B, max_tokens], -1 beyond each length, and int64 [B]; on the CPU.
@@ -149,29 +150,31 @@ class RolloutHistory:
             offered: integers [B]; 0 changes nothing.
             accepted: integers [B], 0 <= accepted <= offered.
         """
-        known = _ids("handles", handles, np.int64)
-        given, taken = _ids("offered", offered, np.int64), _ids("accepted", accepted, np.int64)
-        if not len(known) == len(given) == len(taken):
+        handle_array = _ids("handles", handles, np.int64)
+        num_offered = _ids("offered", offered, np.int64)
+        num_accepted = _ids("accepted", accepted, np.int64)
+        lengths = [len(handle_array), len(num_offered), len(num_accepted)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"handles, offered and accepted must have one length, got {', '.join(map(str, lengths))}")
+        if (num_accepted > num_offered).any():
+            worst = int((num_accepted - num_offered).argmax())
             raise ValueError(
-                f"handles, offered and accepted must have one length, got {len(known)}, {len(given)}, {len(taken)}"
+                f"accepted must be between 0 and offered ({num_offered[worst]}), got {num_accepted[worst]}"
             )
-        if (taken > given).any():
-            worst = int((taken - given).argmax())
-            raise ValueError(f"accepted must be between 0 and offered ({given[worst]}), got {taken[worst]}")
-        self._core.observe(known, given, taken)
+        self._core.observe(handle_array, num_offered, num_accepted)
 
     def release(self, handle: int) -> None:
         """Forget a tracked sequence."""
         self._core.release(_check.integer("handle", handle, *INT64))
 
     def longest_prompt(self, ids: Ids) -> int:
-        """Return the length of the longest prompt with answers that ``ids`` begin with; 0 without one."""
+        """Return the length of the longest stored prompt with which ``ids`` begin; 0 without one."""
         return self._core.longest_prompt(_ids("ids", ids))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rollouts (not the handles) to one file atomically.
 
-        A symbolic link stays and leads to the new file, which takes over the permissions of the one that it replaces.
+        A symbolic link stays and leads to the new file, which has the permissions of the replaced one.
         """
         replace_file(path, self._core.to_bytes())
 
@@ -180,7 +183,7 @@ class RolloutHistory:
         """Read a file written by :meth:`save`.
 
         Raises:
-            ValueError: not such a file, another version, or damaged.
+            ValueError: the file is no rollout history, has another version, or is damaged.
         """
         with open(path, "rb") as file:
             return cls._read(file.read(), os.fsencode(path).decode(errors="replace"), backend)
@@ -204,9 +207,9 @@ class RolloutHistory:
     @property
     def stats(self) -> dict[str, Any]:
         """Return tokens, rollouts, prompts, handles, evicted rollouts, newest_epoch, bytes and bytes_per_token."""
-        facts: dict[str, Any] = self._core.stats()
-        facts["bytes_per_token"] = facts["bytes"] / max(facts["tokens"], 1)
-        return facts
+        stats: dict[str, Any] = self._core.stats()
+        stats["bytes_per_token"] = stats["bytes"] / max(stats["tokens"], 1)
+        return stats
 
 
 def _implementation(backend: str) -> Any:

@@ -7,12 +7,12 @@ from itertools import count, islice
 
 import numpy as np
 
-START = -1  # stands before the first token of a response, as often as needed
+START = -1  # padding before the first token of a response
 LOCAL_GRAM = 2  # tokens that must match to find an occurrence under the same prompt
-SHARED_GRAMS = (5, 3)  # ... under any prompt; the shorter one where the longer one is unknown
-CANDIDATES = 24  # occurrences looked at, newest first
-OWN_CANDIDATES = 16  # ... in the sequence's own prompt and answer
-LONG_MATCH = 5  # one as long as this under the same prompt makes other prompts needless
+SHARED_GRAMS = (5, 3)  # the same under any prompt; the shorter one if the longer one has no occurrence
+CANDIDATES = 24  # most occurrences that are compared, newest first
+OWN_CANDIDATES = 16  # the same within the sequence's prompt and answer
+LONG_MATCH = 5  # tokens: with so long a match under the same prompt, other prompts are not searched
 ELSEWHERE = 3  # the same prompt is worth as much as this many tokens of context
 UNKNOWN = 1.0  # weight of "none of these"
 FIRST_WINDOW = 16
@@ -35,7 +35,7 @@ class Rollout:
 
 @dataclass
 class Handle:
-    """A sequence being generated: its prompt, what it has generated, and what drafting has been worth."""
+    """A sequence being generated: its prompt, its generated tokens, and the success of its drafts."""
 
     prompt: tuple[int, ...]
     token_cost: float  # of its last draft
@@ -43,11 +43,11 @@ class Handle:
     window: int = FIRST_WINDOW
     accepted: float = 1.0  # draft tokens per observed step, running means
     offered: float = 0.0
-    cooldown: int = 0  # drafts still to be skipped
+    cooldown: int = 0  # drafts that are still skipped
     next_cooldown: int = 8
 
 
-# A place that may be how a sequence goes on: tokens, offset of the next one, weight of its vote.
+# An occurrence that may continue a sequence: tokens, offset of the next one, weight of its vote.
 Place = tuple[list[int], int, float]
 
 
@@ -90,9 +90,9 @@ class History:
             self.tokens -= len(victim.tokens)
             self.stale += len(victim.tokens)
             self.evicted += 1
-            del self.rollouts[victim.serial]  # occurrences that name it are skipped from now on
+            del self.rollouts[victim.serial]  # its occurrences are skipped from now on
         if not self.rollouts:
-            self.newest_epoch = None  # as in what is saved
+            self.newest_epoch = None  # as in a saved file
         if self.stale > self.tokens:
             self.occurrences.clear()
             self.stale = 0
@@ -103,66 +103,72 @@ class History:
         pad = max(LOCAL_GRAM, *SHARED_GRAMS)
         padded = [START] * pad + rollout.tokens
         grams = [(rollout.prompt, LOCAL_GRAM), *((None, size) for size in SHARED_GRAMS)]
-        for at in range(pad, len(padded)):  # an occurrence is named by the token that follows the gram
+        for end in range(pad, len(padded)):  # of the gram; an occurrence is the offset of the token after it
             for prompt, size in grams:
-                self.occurrences.setdefault((prompt, *padded[at - size : at]), []).append((rollout.serial, at - pad))
+                key = (prompt, *padded[end - size : end])
+                self.occurrences.setdefault(key, []).append((rollout.serial, end - pad))
 
     def _places(self, prompt: tuple[int, ...] | None, size: int, context: list[int]) -> tuple[list[Place], int]:
         """Return the newest places after the last ``size`` tokens, under one prompt or any, and the longest match.
 
-        A weight doubles with every matching token, with every epoch nearer to now, and from the worst to the best
-        reward.
+        A weight doubles with every matching token, with every later epoch, and from the lowest to the highest reward.
         """
-        named = reversed(self.occurrences.get((prompt, *context[-size:]), []))
-        alive = ((self.rollouts[serial], offset) for serial, offset in named if serial in self.rollouts)
-        found = list(islice(alive, CANDIDATES))
-        rewards = [rollout.reward for rollout, _ in found]
-        low, spread = min(rewards, default=0.0), max(rewards, default=0.0) - min(rewards, default=0.0)
-        places, longest = [], 0
-        for rollout, offset in found:
+        occurrences = reversed(self.occurrences.get((prompt, *context[-size:]), []))
+        alive = ((self.rollouts[serial], offset) for serial, offset in occurrences if serial in self.rollouts)
+        candidates = list(islice(alive, CANDIDATES))
+        rewards = [rollout.reward for rollout, _ in candidates]
+        lowest = min(rewards, default=0.0)
+        spread = max(rewards, default=0.0) - lowest
+        places: list[Place] = []
+        longest = 0
+        for rollout, offset in candidates:
             match = 0
             while match < self.depth and match < offset and context[-1 - match] == rollout.tokens[offset - 1 - match]:
                 match += 1
             if match < self.depth and match == offset and context[-1 - match] == START:
-                # the whole answer so far; says little under another prompt
+                # the whole answer so far matches, which is weak evidence under another prompt
                 match = match + 1 if prompt is None else self.depth
             longest = max(longest, match)
             age = min((self.newest_epoch or 0) - rollout.epoch, 64)
-            merit = (rollout.reward - low) / spread if spread > 0 else 0.0
-            weight = 2.0 ** (match - age - (ELSEWHERE if prompt is None else 0)) * (1.0 + merit)
+            relative_reward = (rollout.reward - lowest) / spread if spread > 0 else 0.0
+            penalty = ELSEWHERE if prompt is None else 0
+            weight = 2.0 ** (match - age - penalty) * (1.0 + relative_reward)
             places.append((rollout.tokens, offset, weight))
         return places, longest
 
     def _own_places(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
-        """Return the newest places in the prompt and the answer so far that their last token leads up to."""
+        """Return the newest places in the prompt and the answer so far that follow their last token."""
         text = [*prompt, START, *generated]
         places: list[Place] = []
-        for at in range(len(text) - 1, 0, -1):
-            if text[at - 1] != text[-1] or START in (text[at], text[at - 1]) or len(places) == OWN_CANDIDATES:
+        for offset in range(len(text) - 1, 0, -1):
+            if len(places) == OWN_CANDIDATES:
+                break
+            if text[offset - 1] != text[-1] or START in (text[offset], text[offset - 1]):
                 continue
             match = 1
-            while match < min(self.depth, at) and text[at - 1 - match] == text[-1 - match] != START:
+            while match < min(self.depth, offset) and text[offset - 1 - match] == text[-1 - match] != START:
                 match += 1
-            places.append((text, at, 2.0 ** (match - ELSEWHERE)))
+            places.append((text, offset, 2.0 ** (match - ELSEWHERE)))
         return places
 
     def _gather(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
-        """Collect the places that vote: under the same prompt, else under others, and in the sequence itself."""
+        """Return the places that vote: under the same prompt, else under others, and in the sequence itself."""
         context = ([START] * self.depth + generated)[-self.depth :]
         places, longest = self._places(prompt, LOCAL_GRAM, context)
         if longest < LONG_MATCH:
-            places += next(filter(None, (self._places(None, size, context)[0] for size in SHARED_GRAMS)), [])
+            shared = (self._places(None, size, context)[0] for size in SHARED_GRAMS)
+            places += next(filter(None, shared), [])
         return places + self._own_places(prompt, generated)
 
     def _continue(self, prompt: tuple[int, ...], generated: list[int], token_cost: float, limit: int) -> list[int]:
-        """Follows the heaviest continuation while the next token is likely enough to pay for its verification."""
+        """Return the heaviest continuation, as long as the next token is likely enough to pay for its verification."""
         active = self._gather(prompt, generated) if limit > 0 else []
         draft: list[int] = []
         trust = 1.0
         while active and len(draft) < limit:
             votes: dict[int, float] = {}
-            for tokens, at, weight in active:
-                votes[tokens[at]] = votes.get(tokens[at], 0.0) + weight
+            for tokens, offset, weight in active:
+                votes[tokens[offset]] = votes.get(tokens[offset], 0.0) + weight
             total = UNKNOWN
             for vote in votes.values():
                 total += vote
@@ -171,8 +177,8 @@ class History:
             if trust < token_cost:
                 break
             draft.append(best)
-            agree = [(tokens, at + 1, weight) for tokens, at, weight in active if tokens[at] == best]
-            active = [(tokens, at, weight) for tokens, at, weight in agree if tokens[at : at + 1] not in ([], [START])]
+            advanced = [(tokens, offset + 1, weight) for tokens, offset, weight in active if tokens[offset] == best]
+            active = [place for place in advanced if place[0][place[1] : place[1] + 1] not in ([], [START])]
         return draft
 
     def draft(self, prompt: np.ndarray, generated: np.ndarray, limit: int) -> list[int]:
@@ -200,7 +206,8 @@ class History:
         self, handles: np.ndarray, limit: int, token_cost: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         cost = self.token_cost if token_cost is None else token_cost
-        ids, lengths = np.full((len(handles), limit), -1), np.zeros(len(handles), np.int64)
+        ids = np.full((len(handles), limit), -1)
+        lengths = np.zeros(len(handles), np.int64)
         for b, state in enumerate([self._handle(h) for h in handles.tolist()]):
             state.token_cost = cost
             if state.cooldown > 0 and state.accepted <= cost * state.offered:
@@ -213,18 +220,19 @@ class History:
 
     def observe(self, handles: np.ndarray, offered: np.ndarray, accepted: np.ndarray) -> None:
         states = [self._handle(h) for h in handles.tolist()]
-        for state, given, taken in zip(states, offered.tolist(), accepted.tolist()):
-            if given == 0:
+        for state, num_offered, num_accepted in zip(states, offered.tolist(), accepted.tolist()):
+            if num_offered == 0:
                 continue
-            if taken == given:  # the draft that was offered, however short, not the window
+            if num_accepted == num_offered:  # even if the draft was shorter than the window
                 state.window = min(2 * state.window, 1 << 16)
             else:
-                state.window = max(MIN_WINDOW, min(state.window - 1, 2 * taken))
-            state.accepted = 0.75 * state.accepted + 0.25 * taken
-            state.offered = 0.75 * state.offered + 0.25 * given
+                state.window = max(MIN_WINDOW, min(state.window - 1, 2 * num_accepted))
+            state.accepted = 0.75 * state.accepted + 0.25 * num_accepted
+            state.offered = 0.75 * state.offered + 0.25 * num_offered
             gain = state.accepted - state.token_cost * state.offered
             if gain > 0:
-                state.cooldown, state.next_cooldown = 0, 8
+                state.cooldown = 0
+                state.next_cooldown = 8
             elif gain < 0:
                 state.cooldown = state.next_cooldown
                 state.next_cooldown = min(2 * state.next_cooldown, MAX_COOLDOWN)
@@ -234,8 +242,9 @@ class History:
         del self.handles[handle]
 
     def longest_prompt(self, ids: np.ndarray) -> int:
-        prompts, wanted = (rollout.prompt for rollout in self.rollouts.values()), tuple(ids.tolist())
-        return max((len(prompt) for prompt in prompts if wanted[: len(prompt)] == prompt), default=0)
+        tokens = tuple(ids.tolist())
+        prompts = {rollout.prompt for rollout in self.rollouts.values()}
+        return max((len(prompt) for prompt in prompts if tokens[: len(prompt)] == prompt), default=0)
 
     def to_bytes(self) -> np.ndarray:
         prompts: dict[tuple[int, ...], int] = {}
@@ -243,16 +252,15 @@ class History:
             prompts.setdefault(rollout.prompt, len(prompts))
         limit = -1 if self.max_tokens is None else self.max_tokens
         newest = self.newest_epoch or 0
-        sizes = (len(prompts), len(self.rollouts))
-        parts = [struct.pack("<qdqqQQ", limit, self.token_cost, self.depth, newest, *sizes)]
-        parts += [struct.pack(f"<I{len(p)}i", len(p), *p) for p in prompts]
-        parts += [
+        records = [struct.pack("<qdqqQQ", limit, self.token_cost, self.depth, newest, len(prompts), len(self.rollouts))]
+        records += [struct.pack(f"<I{len(p)}i", len(p), *p) for p in prompts]
+        records += [
             struct.pack(f"<IIdq{len(r.tokens)}i", prompts[r.prompt], len(r.tokens), r.reward, r.epoch, *r.tokens)
             for r in self.rollouts.values()
         ]
-        payload = b"".join(parts)
-        whole = MAGIC + struct.pack("<IIQ", VERSION, zlib.crc32(payload), len(payload)) + payload
-        return np.frombuffer(bytearray(whole), np.uint8)
+        payload = b"".join(records)
+        header = MAGIC + struct.pack("<IIQ", VERSION, zlib.crc32(payload), len(payload))
+        return np.frombuffer(bytearray(header + payload), np.uint8)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> "History":
@@ -293,5 +301,5 @@ class History:
             "handles": len(self.handles),
             "evicted": self.evicted,
             "newest_epoch": self.newest_epoch,
-            "bytes": 0,  # not known
+            "bytes": 0,  # unknown here
         }
