@@ -72,7 +72,7 @@ def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
     return shared, (problem.query, *single, tables, total, query_starts), problem.scale
 
 
-def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None):
+def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None, recompute=False):
     """``reference.attend`` with every step rounded to the dtype of its inputs; the log-sum-exp in float32 at least."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
     score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,9 +157,12 @@ class PretendGPU(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return move(args[0], "cuda" if func is torch.Tensor.cuda else "cpu")
-        if func is torch.Tensor.backward:  # which may compute layers again
+        if func is torch.Tensor.backward:
             with self:
                 return torch.autograd.backward(args[0])
+        if func is torch.autograd.backward:  # which may compute again, and makes tensors there
+            with self, patch.object(torch.autograd, "has_torch_function", lambda _: False):
+                return func(*args, **kwargs)
         if func is torch.Tensor.to:
             given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
             where = next((found for x in given if (found := device_of(x))), None)

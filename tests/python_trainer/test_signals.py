@@ -332,7 +332,15 @@ def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
     assert saved(tmp_path / "run") == ["step-000002", "step-000004"]
 
 
-def test_a_closed_terminal_stops_nothing(run, tmp_path, reward):
+@pytest.fixture
+def in_a_terminal():
+    """SIGHUP as a terminal leaves it; under nohup it is ignored, and stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_stops_nothing(run, tmp_path, reward, in_a_terminal):
     reward(lambda: os.kill(os.getpid(), signal.SIGHUP))
     code, said = run()
     assert code == 0 and "SIGHUP: the terminal is closed, and the run goes on" in said
@@ -340,7 +348,7 @@ def test_a_closed_terminal_stops_nothing(run, tmp_path, reward):
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
-def test_the_handlers_of_others_come_back():
+def test_the_handlers_of_others_come_back(in_a_terminal):
     before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)]
     reader, writer = socket.socketpair()
     writer.setblocking(False)
