@@ -1,9 +1,9 @@
 """The block Krylov solver of ``reference.py`` for many modules at once, on the Triton kernels.
 
-All modules advance together; every kernel skips those that are done. The vectors of all modules lie one after another
-in ``q``, ``z`` [K, all columns] and ``y`` [K, all rows]; directions that drop out are zero columns, so every module has
-the same K. A pass is a read, the sum of its parts, and a step that does the rest, whatever the number of modules. From
-the second pass on the host waits to see which modules go on.
+All modules advance together; every kernel skips finished ones. The vectors of all modules lie one after another in
+``q``, ``z`` [K, all columns] and ``y`` [K, all rows]; dropped directions are zero columns, so every module has the same
+K. For any number of modules a pass launches a read, the sum of its partial results, and a step for the small work. From
+the second pass on the host waits for the list of active modules.
 """
 
 import math
@@ -18,9 +18,9 @@ from rlkernels.rank1.reference import BLOCK, EPS
 from rlkernels.rank1.triton_vectors import Fact
 from rlkernels.rank1.update import GAP_FLOOR, LEAST, Leading, Rank1Update
 
-PLACES = 512  # that a program of the step works on at a time
-SUM = 32, 128  # slots and columns that a program adds up at a time
-MOST_PASSES = 16  # the step holds the Gram matrix in registers; modules that need more go to the reference
+PLACES = 512  # of a vector that a program of the step processes at a time
+SUM = 32, 128  # slots and columns that a program sums at a time
+MOST_PASSES = 16  # the step holds the Gram matrix in registers; the reference solves modules that need more passes
 
 
 class Solver:
@@ -28,31 +28,42 @@ class Solver:
 
     def __init__(self, pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int,
                  min_passes: int, rank: int, seed: int, tiling: Tiling) -> None:  # fmt: skip
-        self.pairs, self.tol, self.min_passes = pairs, tol, min_passes
-        self.max_passes, self.cut = min(max_passes, MOST_PASSES), max_passes > MOST_PASSES
-        self.rank, self.seed, self.tiling, self.device = rank, seed, tiling, pairs[0][0].device
+        self.pairs = pairs
+        self.tol = tol
+        self.min_passes = min_passes
+        self.max_passes = min(max_passes, MOST_PASSES)
+        self.cut = max_passes > MOST_PASSES
+        self.rank = rank
+        self.seed = seed
+        self.tiling = tiling
+        self.device = pairs[0][0].device
         float32: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         shapes = [weight.shape for weight, _ in pairs]
-        given = [start is not None and n > 1 for start, (_, n) in zip(starts, shapes)]
+        has_start = [start is not None and n > 1 for start, (_, n) in zip(starts, shapes)]
         self.outs = [torch.empty(rank * (m + n) + m, **float32) for m, n in shapes]
-        self.layout = layout = Layout(pairs, given, self.outs, tiling)
+        self.layout = layout = Layout(pairs, has_start, self.outs, tiling)
         self.k = k = BLOCK * self.max_passes
         vectors = torch.zeros(k * (2 * layout.columns + layout.rows), **float32)
         q, z, y = vectors.split([k * layout.columns, k * layout.columns, k * layout.rows])
-        self.q, self.z, self.y = q.view(k, -1), z.view(k, -1), y.view(k, -1)
+        self.q = q.view(k, -1)
+        self.z = z.view(k, -1)
+        self.y = y.view(k, -1)
         self.work = torch.zeros(BLOCK, layout.columns, dtype=torch.float64, device=self.device)
         self.state = torch.zeros(len(pairs), k * (2 * k + rank + 4), dtype=torch.float64, device=self.device)
         self.partial = torch.empty(layout.partial, **float32)
         self.stats = torch.empty(layout.stats, 2, dtype=torch.float64, device=self.device)
         self.active = torch.ones(len(pairs), dtype=torch.bool, device=self.device)
-        facts, offset = [], 0
+        facts: list[list[float]] = []
+        offset = 0
         for i in layout.order:
-            n, start = shapes[i][1], starts[i]
+            n = shapes[i][1]
+            start = starts[i]
             fact = dict.fromkeys(Fact, 0.0) | {Fact.SINE: 1.0, Fact.PASSES: 1.0}
-            fact[Fact.FLOOR] = reference.hidden_floor(min(BLOCK, n) - given[i], n)
-            fact[Fact.SINE_LIMIT], fact[Fact.FLAT_LIMIT] = math.sin(tol - EPS), tol * GAP_FLOOR
+            fact[Fact.FLOOR] = reference.hidden_floor(min(BLOCK, n) - has_start[i], n)
+            fact[Fact.SINE_LIMIT] = math.sin(tol - EPS)
+            fact[Fact.FLAT_LIMIT] = tol * GAP_FLOOR
             facts.append([*(fact[column] for column in list(Fact)[: Fact.THETA]), *[0.0] * rank])
-            if start is not None and given[i]:
+            if start is not None and has_start[i]:
                 self.work[0, offset : offset + n] = start
             offset += padded(n)
         self.facts = torch.tensor(facts, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -76,29 +87,32 @@ class Solver:
         )  # fmt: skip
 
     def _read_group(self, group: Group, q: torch.Tensor, y: torch.Tensor, statistics: bool) -> None:
-        t, layout, count, (m, n) = self.tiling, self.layout, len(group.shapes), group.longest
+        tiling = self.tiling
+        layout = self.layout
+        count = len(group.shapes)
+        m, n = group.longest
         weight, base = map(triton_kernels.stored, group.pair)
-        slots = max(-(-m // t.slot_rows(m, n)) for m, n in group.shapes)
+        slots = max(-(-height // tiling.slot_rows(height, width)) for height, width in group.shapes)
         tables = (weight, base, layout.table, self.active)
         if group.wide:
             row_bytes = group.wide * (weight.element_size() + base.element_size())
-            rows, stages = t.block(row_bytes, shared_bytes(self.device))
+            rows, stages = tiling.block(row_bytes, shared_bytes(self.device))
             triton_kernels._rows_kernel[(slots, count)](
                 *tables, q, y, self.partial, self.stats, group.first, layout.rows, layout.columns,
                 ALIGNED=group.aligned, STATISTICS=statistics, ROWS=rows, WIDE=group.wide, STAGES=stages,
                 num_warps=max(4, group.wide // 256),
             )  # fmt: skip
             return
-        tile = {"ALIGNED": group.aligned, "ROWS": t.rows, "COLUMNS": t.columns, "STAGES": 3, "num_warps": 8}
-        triton_kernels._times_kernel[(-(-m // t.rows), count)](
+        tile = {"ALIGNED": group.aligned, "ROWS": tiling.rows, "COLUMNS": tiling.columns, "STAGES": 3, "num_warps": 8}
+        triton_kernels._times_kernel[(-(-m // tiling.rows), count)](
             *tables, q, y, self.stats, group.first, layout.rows, layout.columns, STATISTICS=statistics, **tile
         )
-        triton_kernels._transpose_kernel[(-(-n // t.columns), slots, count)](
+        triton_kernels._transpose_kernel[(-(-n // tiling.columns), slots, count)](
             *tables, y, self.partial, group.first, layout.rows, **tile
         )
 
     def step(self, k: int) -> None:
-        """Do the small work of a pass; k: columns so far."""
+        """Run the small work of a pass; k: columns so far."""
         triton_vectors._step_kernel[(len(self.pairs),)](
             self.layout.table, self.facts, self.active, self.q, self.z, self.y, self.work, self.stats, self.state,
             self.layout.rows, self.layout.columns, k, self.k, self.rank, self.min_passes,
@@ -106,8 +120,7 @@ class Solver:
         )  # fmt: skip
 
     def solve(self) -> list[Leading | None]:
-        """Return what was found; None for modules that are not finite, that float32 squares do not suit, or that need
-        too many passes."""
+        """Return each module's result; None if it is not finite, its squares leave float32, or it needs more passes."""
         self.start()
         for passes in range(1, self.max_passes + 1):
             self.read(BLOCK * (passes - 1), statistics=passes == 1)
@@ -118,35 +131,43 @@ class Solver:
             self.layout.table, self.facts, self.q, self.y, self.state, self.outs[0], self.layout.rows,
             self.layout.columns, self.k, self.rank, BLOCK=PLACES, num_warps=8,
         )  # fmt: skip
-        found = dict(zip(self.layout.order, self.facts.tolist()))
-        return [self._leading(weight.shape, self.outs[i], found[i]) for i, (weight, _) in enumerate(self.pairs)]
+        facts = dict(zip(self.layout.order, self.facts.tolist()))
+        return [self._leading(weight.shape, self.outs[i], facts[i]) for i, (weight, _) in enumerate(self.pairs)]
 
     def _leading(self, shape: torch.Size, out: torch.Tensor, facts: list[float]) -> Leading | None:
         """Return one module's result from out: v [R, n], u * sigma [R, m], u [m]."""
         m, n = shape
-        (*_, square, changed, gap, residual, sine, passes), theta = facts[: Fact.THETA], facts[Fact.THETA :]
-        zero = changed == 0 and square == 0
-        if not zero and (not 1e-24 <= square <= 1e24 or (self.cut and passes == MOST_PASSES)):
+        *_, square, changed, gap, residual, sine, passes = facts[: Fact.THETA]
+        is_zero = changed == 0 and square == 0
+        if not is_zero and (not 1e-24 <= square <= 1e24 or (self.cut and passes == MOST_PASSES)):
             return None
-        sigma = [math.sqrt(value) for value in theta]
-        right, left = out[: self.rank * n].view(-1, n), out[self.rank * n : -m].view(-1, m)
+        sigma = [math.sqrt(value) for value in facts[Fact.THETA :]]
+        right = out[: self.rank * n].view(-1, n)
+        left = out[self.rank * n : -m].view(-1, m)
         bound = min(math.asin(sine) + EPS, math.pi / 2)
-        status = "ill_defined" if gap < GAP_FLOOR else "ok" if bound <= self.tol else "not_converged"
+        if is_zero:
+            status = "zero"
+        elif gap < GAP_FLOOR:
+            status = "ill_defined"
+        else:
+            status = "ok" if bound <= self.tol else "not_converged"
         update = Rank1Update(out[-m:], sigma[0], right[0], math.sqrt(square), gap, residual, bound, int(passes),
-                             changed / (m * n), "zero" if zero else status)  # fmt: skip
+                             changed / (m * n), status)  # fmt: skip
         k = max(sum(value > LEAST * sigma[0] for value in sigma), 1)
         return Leading(update, left[:k].T, right[:k].T)
 
 
 def leading_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
                    **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
-    """Return the result of each pair, or the error that ``reference.leading_delta`` raises for it; settings as there,
-    starts are not all zero."""
+    """Return the result of each pair, or the error that ``reference.leading_delta`` raises for it.
+
+    Settings are those of ``reference.leading_delta``; no start is all zeros.
+    """
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
-        found = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
+        results = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
     out: list[Leading | ValueError] = []
-    for (weight, base), start, leading in zip(pairs, starts, found):
-        if leading is None:  # rare, and the reference takes care
+    for (weight, base), start, leading in zip(pairs, starts, results):
+        if leading is None:  # rare, so the slower reference solves it
             try:
                 leading = reference.leading_delta(weight, base, start=start, **settings)
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""How the Triton solver cuts up its work: a table that describes the modules, and the launches that read them."""
+"""The division of the Triton solver's work: a table that describes the modules, and the launches that read them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,40 +10,45 @@ from rlkernels.rank1.reference import BLOCK
 from rlkernels.rank1.triton_kernels import Module
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-SCRATCH = 2048  # bytes of shared memory that sums over a program take at most
-ALIGN = 16  # elements: where the vectors of a module may start
+SCRATCH = 2048  # most bytes of shared memory for sums over a program
+ALIGN = 16  # elements: alignment of a module's vectors
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How work is cut up; depends on the shape of a module alone, so its result does not depend on its company."""
+    """Sizes of tiles; they depend on the module's shape only, so its result does not depend on other modules."""
 
-    widest: int = 4096  # columns of a row that fits in one program's registers
-    held: int = 4  # rows there
-    slots: int = 128  # most programs for a module there: about as many as a large GPU has multiprocessors
+    widest: int = 4096  # most columns of a row in one program's registers; wider matrices are read in tiles
+    held: int = 4  # rows in registers
+    slots: int = 128  # most programs for a module in registers: about the multiprocessors of a large GPU
     least: int = 32  # fewest rows of such a program
-    rows: int = 16  # of a tile of longer rows
-    columns: int = 256  # of this tile
-    programs: int = 512  # most of them for D^T Y of a module with longer rows
+    rows: int = 16  # of a tile
+    columns: int = 256  # of a tile
+    programs: int = 512  # most programs for D^T Y of a module in tiles
 
     def slot_rows(self, m: int, n: int) -> int:
         """Return the rows of a slot, which holds one partial Z [4, n]."""
-        rows, slots = self.held, self.slots
-        if n > self.widest:
-            rows, slots = self.rows, max(self.programs // -(-n // self.columns), 1)
-        return -(-max(-(-m // slots), self.least) // rows) * rows
+        if n <= self.widest:
+            rows = self.held
+            slots = self.slots
+        else:
+            rows = self.rows
+            slots = max(self.programs // -(-n // self.columns), 1)
+        height = max(-(-m // slots), self.least)
+        return -(-height // rows) * rows
 
     def block(self, row_bytes: int, shared: int) -> tuple[int, int]:
         """Return the rows of a block in registers, and the stages, all but one in ``shared`` bytes of memory."""
         rows = self.held
         stages = 3 if rows * row_bytes <= 2**16 else 2
         while rows * row_bytes * (stages - 1) > shared - SCRATCH:
-            rows, stages = (rows if stages > 2 else rows // 2), 2
+            rows = rows if stages > 2 else rows // 2
+            stages = 2
         return rows, stages
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may have: 99 KiB on many GPUs, unlimited in the interpreter."""
+    """Return the most bytes of shared memory for a program: 99 KiB on many GPUs, unlimited in the interpreter."""
     return max_shared_mem(device.index) if device.type == "cuda" else 2**40
 
 
@@ -58,12 +63,12 @@ def distance(to: torch.Tensor, start: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that one launch reads: of the same dtypes, alignment and width class."""
+    """The modules of one launch, of the same dtypes, alignment and width class."""
 
-    pair: Pair  # its first; the others are addressed from there
+    pair: Pair  # of the first module; the others are addressed from there
     aligned: bool
-    wide: int  # columns held in registers; 0: too many
-    first: int  # row of the table
+    wide: int  # columns in registers; 0: too many
+    first: int  # first row in the table
     shapes: list[torch.Size]
 
     @property
@@ -96,9 +101,11 @@ class Layout:
             first = pairs[members[0]]
             self.groups.append(Group(first, aligned, wide, len(table), [pairs[i][0].shape for i in members]))
             for i in members:
-                (weight, base), (m, n) = pairs[i], pairs[i][0].shape
+                weight, base = pairs[i]
+                m, n = weight.shape
                 height = tiling.slot_rows(m, n)
-                slots, items = -(-m // height), -(-m // (height if wide else tiling.rows))
+                slots = -(-m // height)
+                items = slots if wide else -(-m // tiling.rows)
                 row = {
                     Module.WEIGHT: distance(weight, first[0]), Module.BASE: distance(base, first[1]),
                     Module.WEIGHT_STRIDE: weight.stride(0), Module.BASE_STRIDE: base.stride(0),

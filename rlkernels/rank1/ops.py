@@ -21,7 +21,7 @@ class _Settings(TypedDict):
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGE = 1 << 23  # entries of a weight whose update takes a GPU longer than the host
+LARGE = 1 << 23  # entries of a weight: the update of a larger one takes a GPU longer than the host's launch
 
 
 def _check_pair(weight: torch.Tensor, base: torch.Tensor, *, label: str = "", **_: object) -> None:
@@ -51,16 +51,16 @@ def _check_vector(name: str, value: torch.Tensor, device: torch.device) -> None:
 
 
 def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.device) -> torch.Tensor | None:
-    """Return a checked start as float32; None if there is none or it is all zeros."""
+    """Return a checked start as float32; None without one or if it is all zeros."""
     if start is None:
         return None
     _check_vector(name, start, device)
     _check.shape(name, start, (n,))
-    found = _vector(start)
-    if not found.isfinite().all():
-        what = "entries that float32 does not hold" if start.isfinite().all() else "NaN or infinite entries"
-        raise ValueError(f"{name} must be finite, got {what}")
-    return found if found.any() else None
+    vector = _vector(start)
+    if not vector.isfinite().all():
+        fault = "entries that float32 does not hold" if start.isfinite().all() else "NaN or infinite entries"
+        raise ValueError(f"{name} must be finite, got {fault}")
+    return vector if vector.any() else None
 
 
 def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
@@ -87,16 +87,18 @@ def _vector(v: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(matrix: torch.Tensor) -> bool:
-    """Tell whether two entries share a place in memory, as in an expanded row."""
-    (m, n), (down, right) = matrix.shape, matrix.stride()
-    # the nearest two entries that can: right / step rows and down / step columns apart
-    step = math.gcd(down, right) or 1
-    return matrix.numel() > 1 and right // step < m and down // step < n
+    """Return whether two entries share a place in memory, as in an expanded row."""
+    m, n = matrix.shape
+    row_stride, column_stride = matrix.stride()
+    # the nearest two entries that can are column_stride / step rows and row_stride / step columns apart
+    step = math.gcd(row_stride, column_stride) or 1
+    return matrix.numel() > 1 and column_stride // step < m and row_stride // step < n
 
 
 def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
             min_passes: int, tol: float, max_passes: int, seed: int) -> list[Leading | ValueError]:  # fmt: skip
-    weights, bases = [_rows(w) for w, _ in pairs], [_rows(b) for _, b in pairs]
+    weights = [_rows(weight) for weight, _ in pairs]
+    bases = [_rows(base) for _, base in pairs]
     us, vs, sigmas, facts = torch.ops.rlkernels.top1_deltas(
         weights, bases, starts, tol, max_passes, min_passes, rank, seed
     )
@@ -143,9 +145,9 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
 
     Args:
         weight, base: [m, n], bfloat16, float16 or float32 in any mix, m and n >= 1.
-        start: [n], a guess for v, such as that of the previous training step; zeros count as none. A good one saves
+        start: [n], an estimate of v, such as that of the previous training step; zeros count as none. A good one saves
             reads, a bad one cannot mislead the certificate. Used in float32.
-        tol: radians; the solver stops when it knows v this well.
+        tol: radians; the solver stops when the angle's bound is below it.
         max_passes: most reads of both matrices.
         seed: of the random start. The same seed gives the same bits on any number of threads.
 
@@ -161,10 +163,10 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     start = _float_start("start", start, weight.shape[1], weight.device)
     settings = check_settings(tol, max_passes, seed)
     solve = _SOLVERS[_backend.choose("top1_delta", weight.device, backend)]
-    (found,) = solve([(weight, base)], [start], rank=1, min_passes=1, **settings)
-    if isinstance(found, ValueError):
-        raise found
-    return found.update
+    (leading,) = solve([(weight, base)], [start], rank=1, min_passes=1, **settings)
+    if isinstance(leading, ValueError):
+        raise leading
+    return leading.update
 
 
 def top1_deltas(pairs: Pairs, *,
@@ -184,8 +186,8 @@ def top1_deltas(pairs: Pairs, *,
         TypeError, ValueError: as for :func:`top1_delta`, naming the module; a start for an unknown name.
     """
     settings = check_settings(tol, max_passes, seed)
-    found = _leading(pairs, starts, backend, {**settings, "rank": 1, "min_passes": 1})
-    return {name: leading.update for name, leading in found.items()}
+    deltas = _leading(pairs, starts, backend, {**settings, "rank": 1, "min_passes": 1})
+    return {name: leading.update for name, leading in deltas.items()}
 
 
 def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapping[str, torch.Tensor] | None = None,
@@ -202,21 +204,22 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
         TypeError, ValueError: as for :func:`top1_deltas`; a rank or number of reads below 1.
     """
     settings = check_settings(tol, max_passes, seed)
-    rank, least = _check.integer("rank", rank, 1, _check.MOST), _check.integer("min_passes", min_passes, 1, _check.MOST)
-    least = max(least, -(-rank // reference.BLOCK))
-    settings["max_passes"] = max(settings["max_passes"], least)
-    return _leading(pairs, starts, backend, {**settings, "rank": rank, "min_passes": least})
+    rank = _check.integer("rank", rank, 1, _check.MOST)
+    min_passes = _check.integer("min_passes", min_passes, 1, _check.MOST)
+    min_passes = max(min_passes, -(-rank // reference.BLOCK))
+    settings["max_passes"] = max(settings["max_passes"], min_passes)
+    return _leading(pairs, starts, backend, {**settings, "rank": rank, "min_passes": min_passes})
 
 
 @public_op("top1_deltas", lambda **_: None, needs_values=True)
 def _leading(
     pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str, settings: Mapping[str, Any]
 ) -> dict[str, Leading]:
-    """Checks the matrices and solves; an error names its module."""
+    """Check the matrices and solve; an error names its module."""
     starts = {} if starts is None else starts
-    for argument, value, of in (("pairs", pairs, "(weight, base)"), ("starts", starts, "start")):
+    for argument, value, content in (("pairs", pairs, "(weight, base)"), ("starts", starts, "start")):
         if not isinstance(value, Mapping):
-            raise TypeError(f"{argument} must be a dictionary, name -> {of}, got {type(value).__name__}")
+            raise TypeError(f"{argument} must be a dictionary, name -> {content}, got {type(value).__name__}")
     if unknown := sorted(set(starts) - set(pairs), key=str):
         raise ValueError(f"starts must be keyed by names of pairs, got {unknown[0]!r}")
     for name, pair in pairs.items():
@@ -225,19 +228,20 @@ def _leading(
     devices = {weight.device for weight, _ in pairs.values() if isinstance(weight, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(f"pairs must be on one device, got {', '.join(sorted(map(str, devices)))}")
-    guesses = []
+    float_starts = []
     for name, (weight, base) in pairs.items():
         _check_pair(weight, base, label=f" of {name!r}")
         _check_sizes(weight, base, f" of {name!r}")
-        guesses.append(_float_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device))
+        float_starts.append(_float_start(f"start of {name!r}", starts.get(name), weight.shape[1], weight.device))
     if not pairs:
         return {}
     solve = _SOLVERS[_backend.choose("top1_deltas", devices.pop(), backend)]
+    results = solve(list(pairs.values()), float_starts, **settings)
     out = {}
-    for name, found in zip(pairs, solve(list(pairs.values()), guesses, **settings)):
-        if isinstance(found, ValueError):
-            raise ValueError(f"{name!r}: {found}")
-        out[name] = found
+    for name, leading in zip(pairs, results):
+        if isinstance(leading, ValueError):
+            raise ValueError(f"{name!r}: {leading}")
+        out[name] = leading
     return out
 
 
@@ -273,11 +277,11 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
     """Add ``scale * outer(u, v)`` to the weight in place, in float32 arithmetic, rounded once to its dtype.
 
     Args:
-        weight: [m, n], bfloat16, float16 or float32; may be a view, but not one with several entries in one place.
-        u, v: [m] and [n], floating point; may be parts of the weight.
+        weight: [m, n], bfloat16, float16 or float32; may be a view, but not one whose entries share memory.
+        u, v: [m] and [n], floating point; may be views of the weight.
         scale: finite number.
-        stochastic_rounding: round up or down at random, so that the expected result is the exact float32 value and
-            an update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
+        stochastic_rounding: round up or down at random, so that the expected result is the exact float32 value: an
+            update far below the spacing of bfloat16 survives on average. No effect on float32 weights.
         seed: of the rounding, keyed by (seed, row, column).
 
     Returns:
@@ -310,7 +314,8 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         with torch.no_grad():
             return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)
     target = weight.detach() if weight.requires_grad else weight
-    left, right = _vector(u).clone(), _vector(v).clone()  # parts of the weight would change under way
+    left = _vector(u).clone()  # a view of the weight would change during the update
+    right = _vector(v).clone()
     if chosen == "cpu":
         torch.ops.rlkernels.add_rank1_(target, left * scale, right, stochastic_rounding, seed)
     else:

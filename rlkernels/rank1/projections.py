@@ -1,7 +1,7 @@
-"""Which weights of a model are projections: the matrices that AlphaRL (arXiv 2510.00553) follows.
+"""The projections of a model: the matrices that AlphaRL (arXiv 2510.00553) follows.
 
-Mixtures of experts keep the matrices of a layer in one tensor [experts, m, n]: a stack, of which each matrix is a
-projection of its own. The matrix of an expert is named by the tensor and its place, ``NAME[3]``.
+Mixtures of experts keep the matrices of a layer in one tensor [experts, m, n], a stack. Each of its matrices is a
+projection, with the name of the tensor and a number, ``NAME[3]``.
 """
 
 import math
@@ -20,17 +20,17 @@ PLACE = re.compile(r"\[(\d+)\]$")  # of a matrix in its stack
 
 
 def is_projection(name: str) -> bool:
-    """Tell by its name whether a weight belongs to a projection of attention or MLP: no embedding, norm, bias, head."""
+    """Return whether a name is that of a projection of attention or MLP, not of an embedding, norm, bias or head."""
     return NO_PROJECTION.search(name) is None
 
 
 def matrix_names(name: str, shape: Sequence[int]) -> list[str]:
-    """Return the names of the matrices that a tensor holds: its own, or one for each matrix of a stack.
+    """Return the names of a tensor's matrices: the tensor's name, or one for each matrix of a stack.
 
     Args:
         name: of the tensor.
-        shape: of the tensor; with other than two or three dimensions, a size of 0, or as the filter of a convolution
-            it holds none.
+        shape: of the tensor. Tensors without entries, filters of convolutions, and those with other than two or three
+            dimensions have no matrices.
     """
     if 0 in shape:
         return []
@@ -52,11 +52,11 @@ def view_of(matrix: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Projections(Mapping[str, torch.Tensor]):
-    """The projections of a model as matrices by name, each a view made when it is asked for.
+    """The projections of a model as matrices by name; each access makes a view.
 
     Args:
         weights: name -> tensor.
-        shapes: name -> shape; which of ``weights`` are looked at, in this order.
+        shapes: name -> shape, of the ``weights`` to search, in this order.
 
     Attributes:
         names: name of a matrix -> name of the tensor that holds it.
@@ -66,9 +66,9 @@ class Projections(Mapping[str, torch.Tensor]):
     def __init__(self, weights: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
         self.weights = weights
         self.names = {m: n for n, shape in shapes.items() if is_projection(n) for m in matrix_names(n, shape)}
-        followed = set(self.names.values())
+        with_projections = set(self.names.values())
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        self.left_out = {name: size for name, size in sizes.items() if name not in followed}
+        self.left_out = {name: size for name, size in sizes.items() if name not in with_projections}
         self.num_parameters = sum(sizes.values())
 
     @classmethod
@@ -86,11 +86,10 @@ class Projections(Mapping[str, torch.Tensor]):
         return len(self.names)
 
     def describe_left_out(self) -> str:
-        """Return how much of the model is no projection, and the largest such tensors: embeddings, as a rule."""
+        """Return a line with the share of parameters outside projections, and their largest tensors."""
         if not self.left_out:
             return "every weight is a projection"
         largest = sorted(self.left_out, key=self.left_out.__getitem__, reverse=True)[:3]
         share = sum(self.left_out.values()) / self.num_parameters
-        return f"{share:.1%} of the parameters are no projections and stay as trained: {', '.join(largest)}" + (
-            f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
-        )
+        more = f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
+        return f"{share:.1%} of the parameters are no projections and stay as trained: {', '.join(largest)}{more}"

@@ -1,5 +1,6 @@
 """Rank-1 updates between two checkpoints on disk, one pair of tensors in memory at a time."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlkernels.weights.checkpoints import Folder, open_checkpoint
 
 @dataclass(frozen=True)
 class ModuleUpdate:
-    """What :func:`stream_top1` found for one matrix."""
+    """The result of :func:`stream_top1` for one matrix."""
 
     name: str
     shape: tuple[int, int]
@@ -22,18 +23,20 @@ class ModuleUpdate:
 
 
 def _matrices(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
-    """Return name -> names of its matrices, for each tensor of the two folders that has some."""
+    """Return name -> names of its matrices, for each wanted tensor of the two folders that has matrices."""
     matrices = {}
     for name in sorted(set(base) | set(checkpoint)):
         if not wanted(name):
             continue
         if name not in checkpoint or name not in base:
-            # a tied weight is stored under one of its names only: what both folders lack is no loss
-            where = checkpoint if name not in checkpoint else base
-            raise ValueError(f"tensor {name!r} is missing in {where.path}")
-        shape, other_shape = base.shapes[name], checkpoint.shapes[name]
-        if shape != other_shape:
-            raise ValueError(f"tensor {name!r} has shape {shape} in {base.path} and {other_shape} in {checkpoint.path}")
+            # tied weights are stored under one of their names only, so both folders may lack the others
+            incomplete = checkpoint if name not in checkpoint else base
+            raise ValueError(f"tensor {name!r} is missing in {incomplete.path}")
+        shape = base.shapes[name]
+        if shape != checkpoint.shapes[name]:
+            raise ValueError(
+                f"tensor {name!r} has shape {shape} in {base.path} and {checkpoint.shapes[name]} in {checkpoint.path}"
+            )
         if names := matrix_names(name, shape):
             matrices[name] = names
     return matrices
@@ -46,13 +49,13 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
 
     Matrices are the tensors with two dimensions, and each matrix of a stack [experts, m, n], by the name ``NAME[3]``.
 
-    The two may be sharded differently and differ in dtype. Of a folder, those files count that ``from_pretrained`` of
-    Transformers would read. One pair of tensors is in memory at a time, but all of a step of a weight history. Tied
-    weights, stored under one name, are looked at once.
+    The two may be sharded differently and differ in dtype. Only the files of a folder that ``from_pretrained`` of
+    Transformers would read count. One pair of tensors is in memory at a time; of a weight history a whole step is. Tied
+    weights, stored under one name, are read once.
 
     Args:
         base_dir, checkpoint_dir: folders, or steps of a weight history (RUN/weights/step-000010.delta).
-        wanted: which tensors to look at, by name; by default projections, see :mod:`rlkernels.rank1.projections`.
+        wanted: whether to read a tensor, by its name; by default projections, see :mod:`rlkernels.rank1.projections`.
         starts: name -> warm start, such as the ``v`` of an earlier checkpoint.
         tol, max_passes, seed, backend: as for :func:`rlkernels.top1_delta`.
         device: where to compute.
@@ -61,24 +64,26 @@ def stream_top1(base_dir: str | Path, checkpoint_dir: str | Path, *, wanted: Cal
         :class:`ModuleUpdate`, in the order of the tensors' names.
 
     Raises:
-        ValueError: a folder without safetensors of a model, or with an adapter; a file that is truncated or missing; a
-            tensor that is missing on one side, differs in shape, or holds NaN or infinity. The message names the file
-            or tensor.
+        ValueError: a folder without safetensors of a model, or with an adapter; a truncated or missing file; a tensor
+            that one side lacks, differs in shape, or holds NaN or infinity. The message names the file or tensor.
         TypeError: a tensor that is not bfloat16, float16 or float32.
     """
-    base, checkpoint = open_checkpoint(base_dir), open_checkpoint(checkpoint_dir)
+    base = open_checkpoint(base_dir)
+    checkpoint = open_checkpoint(checkpoint_dir)
     matrices = _matrices(base, checkpoint, wanted)
     starts = starts or {}
-    if unknown := sorted(set(starts) - {matrix for names in matrices.values() for matrix in names}):
+    streamed = set(itertools.chain.from_iterable(matrices.values()))
+    if unknown := sorted(set(starts) - streamed):
         raise ValueError(f"starts must be keyed by names of streamed matrices, got {unknown[0]!r}")
     for name, names in matrices.items():
-        weight, origin = checkpoint[name], base[name]
+        weight_tensor = checkpoint[name]
+        base_tensor = base[name]
         for matrix in names:
-            pair = (view_of(matrix, tensor).to(device) for tensor in (weight, origin))
+            pair = (view_of(matrix, tensor).to(device) for tensor in (weight_tensor, base_tensor))
             try:
                 update = top1_delta(*pair, start=starts.get(matrix), tol=tol, max_passes=max_passes, seed=seed,
                                     backend=backend)  # fmt: skip
             except (TypeError, ValueError) as error:
                 raise type(error)(f"tensor {matrix!r}: {error}") from None
             yield ModuleUpdate(matrix, (len(update.u), len(update.v)), update)
-        del weight, origin  # unmap before the next pair is read
+        del weight_tensor, base_tensor  # unmap before the next pair is read

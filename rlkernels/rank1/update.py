@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 
 STATUSES = ("ok", "zero", "ill_defined", "not_converged")
-GAP_FLOOR = 0.01  # below this relative gap the leading direction is called ill-defined
-LEAST = 1e-7  # of the leading singular value: a direction below it is rounding
+GAP_FLOOR = 0.01  # smallest relative gap at which the leading direction is well defined
+LEAST = 1e-7  # smallest share of the leading singular value at which a direction is more than rounding
 
 
 @dataclass(frozen=True)
 class Rank1Update:
-    """Leading singular triplet of ``weight - base`` [m, n], with what is known about its quality.
+    """Leading singular triplet of ``weight - base`` [m, n], with measures of its quality.
 
     ``sigma * outer(u, v)`` is the best rank-1 approximation of the delta. The entry of ``v`` largest in magnitude
     is positive. Scalars are Python numbers.
@@ -25,21 +25,21 @@ class Rank1Update:
     frobenius: float  # of the whole delta
     gap: float  # 1 - sigma2 / sigma1, from the Ritz values
     residual: float  # |D^T u - sigma v| / sigma
-    angle_bound: float  # radians, between v and the true direction; pi / 2 when nothing can be said
+    angle_bound: float  # radians, between v and the true direction; pi / 2: no bound
     passes: int  # reads of both matrices
     changed: float  # share of entries of weight that differ from base
     status: str  # one of STATUSES
 
     def __repr__(self) -> str:
-        """Print shape and quality on one line, without the vectors."""
-        shown = ("sigma", "share", "gap", "residual", "angle_bound", "changed")
-        numbers = ", ".join(f"{name}={getattr(self, name):.4g}" for name in shown)
+        """Return shape and quality on one line, without the vectors."""
+        fields = ("sigma", "share", "gap", "residual", "angle_bound", "changed")
+        numbers = ", ".join(f"{name}={getattr(self, name):.4g}" for name in fields)
         shape = f"[{len(self.u)}, {len(self.v)}]"
         return f"Rank1Update({shape}, {numbers}, passes={self.passes}, status={self.status!r})"
 
     @property
     def share(self) -> float:
-        """Return the part of the Frobenius norm held by the leading direction, in [0, 1]."""
+        """Return the leading direction's share of the Frobenius norm, in [0, 1]."""
         return self.sigma / self.frobenius if self.frobenius else 0.0
 
     @property
@@ -49,7 +49,7 @@ class Rank1Update:
 
 
 class Leading(NamedTuple):
-    """What a solver finds: the leading triplet, and the rank-k approximation ``left @ right.T`` of the delta."""
+    """A solver's result: the leading triplet, and the rank-k approximation ``left @ right.T`` of the delta."""
 
     update: Rank1Update
     left: torch.Tensor  # [m, k] float32, (weight - base) @ right

@@ -1,8 +1,8 @@
-"""The weights of models on disk: folders of safetensors, and the steps of a run that are kept as deltas.
+"""The weights of models on disk: folders of safetensors, and the steps of a run, stored as deltas.
 
 A history is a folder with the first model, ``base/``, and a delta for each step after it, ``step-000001.delta`` and so
-on; the trainer writes one to RUN/weights (``save.weight_history``). The file of a step stands for its model wherever a
-checkpoint is read.
+on; the trainer writes one to RUN/weights (``save.weight_history``). All functions that read a checkpoint also take the
+file of a step.
 """
 
 import json
@@ -19,7 +19,7 @@ from rlkernels.weights.delta import apply_
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-STATE = (".safetensors", ".bin", ".pt", ".pth")  # weights and what a trainer keeps beside them: not copied
+STATE = (".safetensors", ".bin", ".pt", ".pth")  # weights and a trainer's state: not copied
 BASE = "base"
 STEP_FILE = re.compile(r"step-(\d{6,})\.delta")
 
@@ -28,11 +28,11 @@ class Folder(Mapping[str, torch.Tensor]):
     """The tensors of a folder, from the files that ``from_pretrained`` of Transformers would read.
 
     That is the file or index that ``transformers_weights`` in config.json names, else model.safetensors, else the
-    shards of model.safetensors.index.json. No other file matters. Reads headers only, until asked for a tensor.
+    shards of model.safetensors.index.json. Other files are ignored. Only headers are read before the first access.
 
     Attributes:
         path: of the checkpoint.
-        folder: has the other files of the model.
+        folder: of the model's other files.
         files: name -> the file that holds the tensor.
         shapes: name -> shape.
     """
@@ -69,24 +69,24 @@ class Folder(Mapping[str, torch.Tensor]):
         return len(self.files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the tensor; its memory maps the file until the last reference goes."""
+        """Return the tensor; its memory maps the file while references exist."""
         return self._open(self.files[name]).get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that ``from_pretrained`` would read, as :class:`Folder` says; none without safetensors.
+    """Return the files that ``from_pretrained`` would read, as listed in :class:`Folder`; none without safetensors.
 
     Raises:
         ValueError: config.json or the index names a file outside the folder, or cannot be read.
     """
     config = folder / "config.json"
-    named = _read_json(config, "configuration").get("transformers_weights") if config.is_file() else None
-    for name in (SINGLE, INDEX):
-        if named is None and (folder / name).is_file():
-            named = name
-    if named is None:
+    name = _read_json(config, "configuration").get("transformers_weights") if config.is_file() else None
+    for default in (SINGLE, INDEX):
+        if name is None and (folder / default).is_file():
+            name = default
+    if name is None:
         return []
-    file = _beside(config, named)
+    file = _in_same_folder(config, name)
     return indexed_files(file) if file.suffix == ".json" else [file]
 
 
@@ -95,28 +95,28 @@ def indexed_files(index: Path) -> list[Path]:
     weight_map = _read_json(index, "safetensors index").get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} is not a safetensors index: it has no weight_map")
-    return sorted({_beside(index, name) for name in weight_map.values()})
+    return sorted({_in_same_folder(index, name) for name in weight_map.values()})
 
 
-def _beside(file: Path, name: object) -> Path:
-    """Return the path of a file that another file of its folder names."""
-    if not isinstance(name, str) or Path(name).name != name or not Path(name).suffix:  # the names "" and ".." have none
+def _in_same_folder(file: Path, name: object) -> Path:
+    """Return the path of the file ``name`` in the folder of ``file``, which names it."""
+    if not isinstance(name, str) or Path(name).name != name or not Path(name).suffix:  # "" and ".." have no suffix
         raise ValueError(f"{file} must name weight files of its own folder, got {name!r}")
     return file.with_name(name)
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not a {what}: {error!r}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{file} is not a {what}: it holds no object")
-    return found
+    return content
 
 
 class History:
-    """The models of a run, of which one at a time is in memory.
+    """The models of a run; one of them is in memory at a time.
 
     Args:
         path: the folder.
@@ -140,9 +140,9 @@ class History:
         self._weights: dict[str, torch.Tensor] | None = None
 
     def weights(self, step: int) -> Mapping[str, torch.Tensor]:
-        """Return the weights after a step, or those of the first model (0); valid until another step is asked for.
+        """Return the weights after a step, or those of the first model (0); valid until the next call.
 
-        From one step to a later one only the deltas between them are read.
+        A later step than that of the last call reads only the deltas between them.
 
         Raises:
             ValueError: there is no such step, or a delta is damaged or of another run.
@@ -163,39 +163,41 @@ class History:
 
 
 class Step(Folder):
-    """A step of a history, as a folder of its weights would be; ``files`` are those of the first model.
+    """A step of a history, with the interface of a folder; ``files`` are those of the first model.
 
     Args:
         path: the file of the step.
-        history: that it belongs to; None: a new one.
+        history: the step's history; None opens it.
 
     Raises:
-        ValueError: this is no such file, or as for :class:`History`.
+        ValueError: the file is no step, or as for :class:`History`.
     """
 
     def __init__(self, path: str | Path, history: History | None = None) -> None:
         self.path = Path(path)
-        found = STEP_FILE.fullmatch(self.path.name)
-        if found is None:
+        match = STEP_FILE.fullmatch(self.path.name)
+        if match is None:
             raise ValueError(f"a step of a weight history must be called like step-000010.delta, got {self.path}")
-        self.history, self.step = history or History(self.path.parent), int(found[1])
-        base = self.history.base
-        self.folder, self.files, self.shapes = base.folder, base.files, base.shapes
+        self.history = history or History(self.path.parent)
+        self.step = int(match[1])
+        self.folder = self.history.base.folder
+        self.files = self.history.base.files
+        self.shapes = self.history.base.shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the tensor; it changes when another step of the history is asked for."""
+        """Return the tensor; it changes when another step of the history is read."""
         return self.history.weights(self.step)[name]
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return where a history keeps the delta of a step."""
+    """Return the path of a step's delta in a history."""
     return folder / f"step-{step:06d}.delta"
 
 
 def step_files(folder: Path) -> dict[int, Path]:
     """Return the deltas in a history by their steps."""
-    found = ((STEP_FILE.fullmatch(file.name), file) for file in folder.glob("step-*.delta"))
-    return {int(name[1]): file for name, file in found if name}
+    matches = ((STEP_FILE.fullmatch(file.name), file) for file in folder.glob("step-*.delta"))
+    return {int(match[1]): file for match, file in matches if match}
 
 
 def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = None) -> Folder:
@@ -203,7 +205,7 @@ def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = No
 
     Args:
         path: folder, or file of the step.
-        histories: those that are open, by folder; each has one model in memory, whichever steps are read.
+        histories: open histories by folder; each has one model in memory, for all of its steps.
 
     Raises:
         ValueError: as for :class:`Folder` and :class:`Step`.
@@ -218,7 +220,7 @@ def open_checkpoint(path: str | Path, histories: dict[Path, History] | None = No
 
 
 def check_new_folder(output_dir: Path) -> None:
-    """Raise ValueError if the folder that :func:`write_checkpoint` is to make is there already."""
+    """Raise ValueError if the new folder of :func:`write_checkpoint` exists."""
     if output_dir.exists():
         raise ValueError(f"--output-dir must be a new folder, got {output_dir}")
 
@@ -231,18 +233,18 @@ def write_checkpoint(
     Args:
         source: its files other than weights are copied.
         output_dir: the new folder.
-        change: returns what to write for the name and tensor of the source, in the same dtype.
+        change: name and tensor of the source -> the tensor to write, in the same dtype.
     """
     from safetensors.torch import save_file
 
-    aside = draft_of(output_dir)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    draft = draft_of(output_dir)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
     for file in source.folder.iterdir():
         if file.is_file() and file.suffix not in STATE:
-            shutil.copyfile(file, aside / file.name)
+            shutil.copyfile(file, draft / file.name)
     for file in sorted(set(source.files.values())):
-        tensors = {name: change(name, source[name]) for name, place in source.files.items() if place == file}
-        save_file(tensors, aside / file.name, metadata={"format": "pt"})
-        shutil.copymode(file, aside / file.name)  # save_file leaves it to its owner alone, whatever the umask
+        tensors = {name: change(name, source[name]) for name, its_file in source.files.items() if its_file == file}
+        save_file(tensors, draft / file.name, metadata={"format": "pt"})
+        shutil.copymode(file, draft / file.name)  # save_file ignores the umask: only the owner could read its file
     replace_folder(output_dir)

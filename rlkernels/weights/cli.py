@@ -7,17 +7,17 @@ from rlkernels.weights.checkpoints import History, Step, check_new_folder, step_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the subcommand."""
+    """Declare the arguments of the subcommand."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run of the trainer with save.weight_history")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="0: the first model")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="new folder for the model")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the model after a step, bit for bit, and returns the exit code.
+    """Write the model after a step, bit for bit, and return the exit code.
 
     Raises:
-        ValueError: the run has no such step, a delta is damaged, or the output folder is there already.
+        ValueError: the run has no such step, a delta is damaged, or the output folder exists.
     """
     check_new_folder(args.output_dir)
     history = History(args.run_dir / "weights")

@@ -5,8 +5,8 @@ header; and zstd frames. The header is JSON: a list of [name, dtype, shape, piec
 are cut into pieces of :data:`PIECE` bytes. [size, before, after] of a piece are the size of its frame, which holds the
 XOR of its old and new bytes, and the checksums of both.
 
-Checksums are CRC-32 of zlib, which comes with Python and takes 1.7 GB/s in each thread. They find a wrong base and
-damage. Whoever forges a delta can forge them too: the weights are then the sender's choice, and nothing else is.
+Checksums are CRC-32 of zlib, which comes with Python and reads 1.7 GB/s in each thread. They detect a wrong base and
+damage, but no forgery: the sender of a forged delta chooses the weights, and nothing else.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """A stretch of a tensor: where its frame is, and the checksums of its old and new bytes."""
+    """A piece of a tensor: the place of its frame, and the checksums of its old and new bytes."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a delta, as its header has it."""
+    """The header's entry of a tensor."""
 
     dtype: str
     shape: list[int]
@@ -53,8 +53,8 @@ class Entry:
 def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> bytes:
     """Return a delta that turns old weights into new ones, bit for bit.
 
-    The same weights give the same bytes, whatever the device or the number of threads. Beside the delta it holds a few
-    pieces of 4 MiB for each thread of torch, and copies of a few tensors that are not contiguous.
+    The same weights give the same bytes on any device and any number of threads. Memory beyond the delta: a few pieces
+    of 4 MiB for each thread of torch, and copies of a few tensors that are not contiguous.
 
     Args:
         new, old: name -> tensor, of the same names, dtypes and shapes; of any dtype, on any device, also tied. ``old``
@@ -65,68 +65,71 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
 
     Raises:
         ImportError: zstandard is not installed.
-        TypeError, ValueError: something that is no dense tensor; a name, dtype or shape that differs.
+        TypeError, ValueError: a value that is no dense tensor; a name, dtype or shape that differs.
     """
     zstd = _zstandard()
     _check_weights("new", new)
     _check_weights("old", old)
-    kinds, old_kinds = ({name: _described(tensor) for name, tensor in weights.items()} for weights in (new, old))
-    for name in sorted(kinds.keys() | old_kinds.keys()):
-        one, other = kinds.get(name), old_kinds.get(name)
-        if one != other:
+    new_kinds = {name: _dtype_and_shape(tensor) for name, tensor in new.items()}
+    old_kinds = {name: _dtype_and_shape(tensor) for name, tensor in old.items()}
+    for name in sorted(new_kinds.keys() | old_kinds.keys()):
+        if new_kinds.get(name) != old_kinds.get(name):
             raise ValueError(
-                f"new and old must have the same names, dtypes and shapes, got {one} and {other} for {name!r}"
+                f"new and old must have the same names, dtypes and shapes, got {new_kinds.get(name)} and "
+                f"{old_kinds.get(name)} for {name!r}"
             )
     _synchronize([*new.values(), *old.values()])
 
-    def compress(name: str, _: int, weight: torch.Tensor, base: torch.Tensor) -> tuple[str, bytes, int, int]:
-        after, before = _bytes(weight), _bytes(base)
-        frame = zstd.ZstdCompressor(level=LEVEL).compress(np.bitwise_xor(after, before))
-        return name, frame, zlib.crc32(before.data), zlib.crc32(after.data)
+    def compress(name: str, _: int, new_piece: torch.Tensor, old_piece: torch.Tensor) -> tuple[str, bytes, int, int]:
+        new_bytes = _bytes(new_piece)
+        old_bytes = _bytes(old_piece)
+        frame = zstd.ZstdCompressor(level=LEVEL).compress(np.bitwise_xor(new_bytes, old_bytes))
+        return name, frame, zlib.crc32(old_bytes.data), zlib.crc32(new_bytes.data)
 
-    frames, pieces = list[bytes](), {name: list[tuple[int, int, int]]() for name in new}
-    for name, frame, before, after in _in_threads(compress, _pieces(new, old)):
+    frames: list[bytes] = []
+    pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in new}
+    for name, frame, old_checksum, new_checksum in _in_threads(compress, _pieces(new, old)):
         frames.append(frame)
-        pieces[name].append((len(frame), before, after))
-    header = [(name, *kind, pieces[name]) for name, kind in kinds.items()]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    checksum = 0
-    for part in (text, *frames):
-        checksum = zlib.crc32(part, checksum)
-    return b"".join((MAGIC, START.pack(checksum, len(text)), text, *frames))
+        pieces[name].append((len(frame), old_checksum, new_checksum))
+    entries = [(name, *kind, pieces[name]) for name, kind in new_kinds.items()]
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    checksum = zlib.crc32(header)
+    for frame in frames:
+        checksum = zlib.crc32(frame, checksum)
+    return b"".join((MAGIC, START.pack(checksum, len(header)), header, *frames))
 
 
 def apply_(weights: Mapping[str, torch.Tensor], delta: bytes | bytearray | memoryview) -> None:
     """Turn the old weights of a delta into the new ones, in place, bit for bit.
 
-    The whole delta is checked before any weight changes, and so decompressed twice. Sizes that it declares are held
-    against ``weights`` before memory is taken. Memory is as for :func:`encode`; tensors that share memory, such as tied
-    ones, are copied twice.
+    The whole delta is checked before any weight changes, and so decompressed twice. Its declared sizes are checked
+    before memory is allocated. Memory is as for :func:`encode`; tensors that share memory, such as tied ones, are
+    copied twice.
 
     Args:
-        weights: name -> tensor, on any device; at least the names of the delta. Others stay as they are.
+        weights: name -> tensor, on any device; at least the names of the delta. Others do not change.
         delta: from :func:`encode`. It may come from a network: nothing in it is executed.
 
     Raises:
         ImportError: zstandard is not installed.
         TypeError, ValueError: weights or a delta of the wrong type; a damaged delta; weights that are not its old ones,
-            or are tied where its new ones differ. Nothing has changed then.
+            or tied weights whose new values differ. Nothing has changed then.
     """
-    read = Delta(delta)
+    parsed = Delta(delta)
     _check_weights("weights", weights)
-    if missing := sorted(read.entries.keys() - weights.keys()):
+    if missing := sorted(parsed.entries.keys() - weights.keys()):
         raise ValueError(f"weights must hold every tensor of the delta, but {missing[0]!r} is missing")
-    read.apply_({name: weights[name] for name in read.entries})
+    parsed.apply_({name: weights[name] for name in parsed.entries})
 
 
 class Delta:
-    """A delta that has been read, whose tensors can be applied one by one.
+    """A parsed delta, whose tensors can be applied one by one.
 
     Args:
         data: from :func:`encode`.
 
     Attributes:
-        entries: name -> what the header says of the tensor.
+        entries: name -> the header's entry of the tensor.
 
     Raises:
         ValueError: this is no delta, or a damaged one.
@@ -140,23 +143,25 @@ class Delta:
             raise ValueError(f"delta is damaged, or none of rlkernels.weights.encode: {error}") from None
 
     def apply_(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Turn tensors of the delta, all of them or some, into the new ones; as :func:`apply_` does."""
+        """Turn all or some tensors of the delta into the new ones, like :func:`apply_`."""
         targets = {name: tensor.detach() for name, tensor in weights.items()}
         for name, tensor in targets.items():
             self._check_entry(name, tensor)
         _synchronize(targets.values())
         deque(_in_threads(self._check_piece, _pieces(targets)), 0)
         direct, groups = _by_memory(targets)
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors that share memory, with what they held
+        saved: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # tensors that share memory, with copies of their old values
         for group in sorted(groups, key=len, reverse=True):
             new = self._new(group)
             if len(group) > 1:
-                written += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
+                saved += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
             for name, tensor in group.items():
                 _write(tensor, new[name])
             if not all(np.array_equal(_bytes(_flat(t)), _bytes(_flat(new[name]))) for name, t in group.items()):
-                for tensor, before in written:
-                    _write(tensor, before)
+                for tensor, old in saved:
+                    _write(tensor, old)
                 raise ValueError(
                     f"weights share memory to which the delta gives two values: {', '.join(sorted(group))}"
                 )
@@ -164,39 +169,43 @@ class Delta:
         _synchronize(targets.values())
 
     def _new(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the new weights as copies, contiguous."""
+        """Return contiguous copies with the new values."""
         copies = {n: _plain(tensor).clone(memory_format=torch.contiguous_format) for n, tensor in weights.items()}
         deque(_in_threads(self._write_piece, _pieces(copies)), 0)
         return copies
 
     def _check_entry(self, name: str, tensor: torch.Tensor) -> None:
         entry = self.entries[name]
-        if [entry.dtype, entry.shape, len(entry.pieces)] != [*_described(tensor), len(_parts(tensor))]:
+        dtype, shape = _dtype_and_shape(tensor)
+        if [entry.dtype, entry.shape, len(entry.pieces)] != [dtype, shape, len(_slices(tensor))]:
             raise ValueError(
                 f"weights must have the dtypes and shapes of the delta, {entry.dtype} {entry.shape} for {name!r}, got "
-                f"{' '.join(map(str, _described(tensor)))}"
+                f"{dtype} {shape}"
             )
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(f"weights must have a place for each element, but {name!r} is expanded: clone it first")
 
     def _check_piece(self, name: str, number: int, weight: torch.Tensor) -> None:
-        piece, before = self.entries[name].pieces[number], _bytes(weight)
-        if zlib.crc32(before.data) != piece.before:
+        piece = self.entries[name].pieces[number]
+        old = _bytes(weight)
+        if zlib.crc32(old.data) != piece.before:
             raise ValueError(f"weights are not those that the delta was made from: {name!r} differs")
-        if zlib.crc32(np.bitwise_xor(before, self._xor(name, number, len(before)))) != piece.after:
+        new = np.bitwise_xor(old, self._xor(name, number, len(old)))
+        if zlib.crc32(new) != piece.after:
             raise ValueError(f"delta is damaged: {name!r} has another checksum")
 
     def _write_piece(self, name: str, number: int, weight: torch.Tensor) -> None:
-        before = _bytes(weight)
-        after = np.bitwise_xor(before, self._xor(name, number, len(before)))
-        _write(weight, torch.from_numpy(after).view(weight.dtype))
+        old = _bytes(weight)
+        new = np.bitwise_xor(old, self._xor(name, number, len(old)))
+        _write(weight, torch.from_numpy(new).view(weight.dtype))
 
     def _xor(self, name: str, number: int, size: int) -> np.ndarray:
-        """Decompress a piece, whose size is known, to bytes [size]."""
-        zstd, piece = _zstandard(), self.entries[name].pieces[number]
+        """Decompress a piece to bytes [size]."""
+        zstd = _zstandard()
+        piece = self.entries[name].pieces[number]
         frame = self.data[piece.start : piece.stop]
         try:
-            declared = zstd.frame_content_size(frame)  # memory is taken for this much
+            declared = zstd.frame_content_size(frame)  # the decompressor allocates this much
             content = zstd.ZstdDecompressor().decompress(frame, allow_extra_data=False) if declared == size else b""
         except zstd.ZstdError as error:
             raise ValueError(f"delta is damaged: {name!r}: {error}") from None
@@ -206,31 +215,32 @@ class Delta:
 
 
 def _read_header(data: memoryview) -> dict[str, Entry]:
-    place = len(MAGIC) + START.size
+    start = len(MAGIC) + START.size
     if data[: len(MAGIC)] != MAGIC:
         raise ValueError("it begins with other bytes")
     checksum, size = START.unpack_from(data, len(MAGIC))
-    if zlib.crc32(data[place:]) != checksum:
+    if zlib.crc32(data[start:]) != checksum:
         raise ValueError("it has another checksum")
-    header, place = json.loads(bytes(data[place : place + size])), place + size
-    entries = dict[str, Entry]()
-    for name, dtype, shape, listed in header:
-        pieces = []
-        for length, before, after in listed:
-            if type(length) is not int or not 0 < length <= len(data) - place:
+    header = json.loads(bytes(data[start : start + size]))
+    offset = start + size
+    entries: dict[str, Entry] = {}
+    for name, dtype, shape, frames in header:
+        pieces: list[Piece] = []
+        for length, before, after in frames:
+            if type(length) is not int or not 0 < length <= len(data) - offset:
                 raise ValueError(f"{name!r} has a frame of {length!r} bytes")
-            pieces.append(Piece(place, place + length, before, after))
-            place += length
+            pieces.append(Piece(offset, offset + length, before, after))
+            offset += length
         if not isinstance(name, str) or name in entries:
             raise ValueError(f"{name!r} is no name, or named twice")
         entries[name] = Entry(dtype, shape, pieces)
-    if place != len(data):
-        raise ValueError(f"it has {len(data)} bytes, and its header describes {place}")
+    if offset != len(data):
+        raise ValueError(f"it has {len(data)} bytes, and its header describes {offset}")
     return entries
 
 
 def has_zstandard() -> bool:
-    """Tell whether deltas can be made and applied here; it is not imported."""
+    """Return whether zstandard, which deltas need, is installed; do not import it."""
     return importlib.util.find_spec("zstandard") is not None
 
 
@@ -256,17 +266,17 @@ def _check_weights(argument: str, weights: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _described(tensor: torch.Tensor) -> tuple[str, list[int]]:
+def _dtype_and_shape(tensor: torch.Tensor) -> tuple[str, list[int]]:
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its numbers, not their conjugates or negatives."""
+    """Return a tensor whose memory holds its values, not their conjugates or negatives."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _parts(tensor: torch.Tensor) -> list[slice]:
-    """Return where the pieces of a flattened tensor are, in elements."""
+def _slices(tensor: torch.Tensor) -> list[slice]:
+    """Return the slices of a flattened tensor that are its pieces."""
     step = PIECE // tensor.itemsize
     return [slice(start, start + step) for start in range(0, tensor.numel(), step)]
 
@@ -274,9 +284,9 @@ def _parts(tensor: torch.Tensor) -> list[slice]:
 def _pieces(*weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
     """Yield name, number and elements of all pieces: views of contiguous tensors, copies of others."""
     for name in weights[0]:
-        flat = [_flat(each[name]) for each in weights]
-        for number, part in enumerate(_parts(flat[0])):
-            yield name, number, *(tensor[part] for tensor in flat)
+        flat = [_flat(tensors[name]) for tensors in weights]
+        for number, piece in enumerate(_slices(flat[0])):
+            yield name, number, *(tensor[piece] for tensor in flat)
 
 
 def _bytes(piece: torch.Tensor) -> np.ndarray:
@@ -295,13 +305,13 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for work on the tensors: the threads here have streams of their own."""
+    """Wait for work on the tensors: threads of this module use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
 
 
 def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """Yield the results of a function in the order of its jobs, of which few are taken at a time."""
+    """Yield the results of a function in the order of its jobs; take few jobs ahead."""
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         running = deque[Future[T]]()
@@ -315,17 +325,22 @@ def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> 
 
 def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """Divide tensors into those to write piece by piece, and groups that may share memory or are not contiguous."""
-    spans = []
+    spans: list[tuple[str, int, int, str]] = []
     for name, tensor in weights.items():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         if tensor.numel():
             spans.append((str(tensor.device), tensor.data_ptr(), (last + 1) * tensor.itemsize, name))
-    groups, end = list[dict[str, torch.Tensor]](), ("", 0)
+    groups: list[dict[str, torch.Tensor]] = []
+    end = ("", 0)
     for device, start, size, name in sorted(spans):
         if (device, start) >= end:
             groups.append({})
         groups[-1][name] = weights[name]
         end = max(end, (device, start + size))
-    alone = {name: tensor for group in groups if len(group) == 1 for name, tensor in group.items()}
-    direct = {n: t for n, t in alone.items() if t.is_contiguous() and not t.is_conj() and not t.is_neg()}
+    direct: dict[str, torch.Tensor] = {}
+    for group in groups:
+        if len(group) == 1:
+            ((name, tensor),) = group.items()
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                direct[name] = tensor
     return direct, [group for group in groups if not group.keys() <= direct.keys()]
