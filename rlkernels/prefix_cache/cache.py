@@ -13,7 +13,7 @@ from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_p
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "Sequence"]
 
-# Splitting the keys of a query in two costs about as much as reading this many more of them
+# Splitting a query's keys in two costs about as much as reading this many more keys
 MIN_SHARED_TOKENS = 64
 
 
@@ -26,7 +26,8 @@ class Sequence:
     __slots__ = ("_cache", "_handle")
 
     def __init__(self, cache: "PagedKVCache", handle: int):
-        self._cache, self._handle = cache, handle
+        self._cache = cache
+        self._handle = handle
 
     @property
     def length(self) -> int:
@@ -35,12 +36,12 @@ class Sequence:
 
     @property
     def num_cached(self) -> int:
-        """Count the leading tokens whose keys and values were cached when the sequence was opened or forked."""
+        """Return how many leading tokens were cached when the sequence was opened or forked."""
         return self._cache._pool.num_cached(self._cache._open_handle(self))
 
     @property
     def num_computed(self) -> int:
-        """Count the leading tokens known to be written: ``num_cached``, and all of them after a commit."""
+        """Return how many leading tokens are written: ``num_cached``, or all after a commit."""
         return self._cache._pool.computed(self._cache._open_handle(self))
 
     @property
@@ -50,7 +51,7 @@ class Sequence:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Return int64: where the keys and values of tokens ``num_computed`` .. ``length`` go, for :func:`write_kv`."""
+        """Return the slots, int64, of tokens ``num_computed`` .. ``length`` for :func:`write_kv`."""
         return self._cache.slots([self])
 
     @property
@@ -64,7 +65,7 @@ class Sequence:
         )
 
     def __del__(self) -> None:
-        if self._handle >= 0:  # any thread may get here, within any call of the pool
+        if self._handle >= 0:  # any thread may run this, within any call of the pool
             self._cache._dropped.append(self._handle)
 
     def __repr__(self) -> str:
@@ -79,9 +80,9 @@ class PagedKVCache:
     Open a sequence with its tokens, append to it, close it. ``commit`` declares its keys and values written: sequences
     that begin with the same tokens then share its full blocks, even after it is closed, until their space is needed.
     The cache evicts the least recently used block first, the tail of a sequence before its head, and never a block in
-    use. ``advance_version`` makes everything cached so far unreachable.
+    use. ``advance_version`` makes all cached prefixes unreachable.
 
-    A method that finds too few blocks raises :class:`OutOfBlocks`, and has changed nothing.
+    A method without enough blocks raises :class:`OutOfBlocks`, and changes nothing.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
@@ -115,7 +116,9 @@ class PagedKVCache:
             if num_blocks < 1:
                 raise ValueError(f"memory_bytes must be at least {self.block_bytes} (one block), got {memory_bytes}")
         num_blocks = _check.integer("num_blocks", num_blocks, 1, _check.MOST)
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.key_cache = torch.empty(shape, dtype=dtype, device=device)
         self.value_cache = torch.empty(shape, dtype=dtype, device=device)
@@ -129,20 +132,20 @@ class PagedKVCache:
     def open(self, token_ids: Seq[int]) -> Sequence:
         """Return a sequence that pins the longest cached prefix of ``token_ids`` and has blocks for the rest.
 
-        The last token is always left to compute, because only that gives its logits.
+        The last token is never cached: only computing it gives its logits.
         """
         return self.open_many([token_ids])[0]
 
     def open_many(self, prompts: Seq[Seq[int]]) -> list[Sequence]:
         """Open several sequences, all or none. The first with a new common prefix computes it for the others.
 
-        So compute the sequences in the order given, or in one forward pass whose every layer writes all keys and
-        values before it attends.
+        So compute the sequences in the order of ``prompts``, or in one forward pass in which every layer writes all
+        keys and values before it attends.
         """
         return [Sequence(self, handle) for handle in _with_ids(self._pool.open_many, _lists("prompts", prompts))]
 
     def append(self, seq: Sequence, token_ids: Seq[int]) -> torch.Tensor:
-        """Add tokens and return their slots, int64. Copies a last block that others use too."""
+        """Add tokens and return their slots, int64. Copies a last block that other sequences share."""
         return self.append_many([seq], [token_ids])
 
     def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
@@ -156,19 +159,19 @@ class PagedKVCache:
         if len(handles) != len(lists):
             raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(lists)}")
         if len(set(handles)) < len(handles):
-            again = next(i for i, handle in enumerate(handles) if handle in handles[:i])
-            first = handles.index(handles[again])
-            raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {again}")
+            second = next(i for i, handle in enumerate(handles) if handle in handles[:i])
+            first = handles.index(handles[second])
+            raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {second}")
         starts = [self._pool.length(h) for h in handles]
         slots = torch.empty(sum(map(len, lists)), dtype=torch.int64, device=self.device)  # before anything changes
         copies = _with_ids(lambda lists: self._pool.append(handles, lists), lists)
-        for source, target in copies:  # one by one: an index of several would take memory
+        for source, target in copies:  # one by one: indexing several blocks would allocate memory
             for blocks in (self.key_cache, self.value_cache):
                 blocks[:, target].copy_(blocks[:, source])
         return slots.copy_(torch.as_tensor(self._pool.slots(handles, starts), device="cpu"))
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Drop all tokens from ``length`` on, and the blocks that only they used."""
+        """Drop all tokens from ``length`` on, and blocks without other tokens."""
         handle = self._open_handle(seq)
         self._pool.truncate(handle, _check.integer("length", length, 0, self._pool.length(handle)))
 
@@ -194,11 +197,11 @@ class PagedKVCache:
         seq._handle = -1
 
     def advance_version(self) -> None:
-        """Make every prefix cached so far unreachable, because the policy has changed. Takes constant time."""
+        """Make all cached prefixes unreachable, because the policy has changed. Takes constant time."""
         self._pool.advance_version()
 
     def slots(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """Return the slots of the tokens that each sequence has still to compute, one after the other, int64 [T]."""
+        """Return the slots of each sequence's tokens after ``num_computed``, one after the other, int64 [T]."""
         handles = self._handles(sequences)
         return self._tensor(self._pool.slots(handles, [self._pool.computed(h) for h in handles]))
 
@@ -210,39 +213,44 @@ class PagedKVCache:
     def group(self, sequences: Seq[Sequence], *, min_tokens: int = MIN_SHARED_TOKENS) -> tuple[torch.Tensor, ...]:
         """Group neighbours that begin with the same blocks, for :func:`shared_prefix_attention`.
 
-        The shared part holds no token that a sequence has still to compute, so everything after ``num_computed`` may
-        be queries.
+        Shared prefixes hold computed tokens only, so all tokens after ``num_computed`` may be queries.
 
         Args:
-            min_tokens: shortest common prefix that makes a group.
+            min_tokens: shortest common prefix of a group.
 
         Returns:
             int32 tensors: group_tables [G, most shared blocks], group_lens [G] in tokens, group_starts [G + 1], and,
-            of the part of each sequence beyond the shared one, block_tables [B, most blocks] and seq_lens [B].
-            Without any shared part group_tables is [G, 0], which the host sees without waiting for the device.
+            of each sequence's suffix after the shared prefix, block_tables [B, most blocks] and seq_lens [B].
+            Without any shared prefix group_tables is [G, 0], so that the host need not wait for the device.
         """
-        handles, min_tokens = self._handles(sequences), _check.integer("min_tokens", min_tokens, 0)
-        cpu, size = torch.device("cpu"), self.block_size  # the default device may be another one
+        handles = self._handles(sequences)
+        min_tokens = _check.integer("min_tokens", min_tokens, 0)
+        size = self.block_size
+        cpu = torch.device("cpu")  # the default device may be another one
         tables, lengths = (torch.as_tensor(values, device=cpu) for values in self._pool.tables(handles))
-        own = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32, device=cpu)
-        limits = (torch.minimum(own, lengths - 1) // size).clamp(min=0)
+        computed = torch.tensor([self._pool.computed(h) for h in handles], dtype=torch.int32, device=cpu)
+        limits = (torch.minimum(computed, lengths - 1) // size).clamp(min=0)
         starts, shared = _neighbours(tables, limits, max(1, -(-min_tokens // size)))
         group_starts = torch.tensor([*starts, len(handles)], dtype=torch.int32, device=cpu)
-        blocks = torch.tensor(shared, dtype=torch.int64, device=cpu)  # [G]
-        skip = blocks.repeat_interleave(group_starts.diff())  # [B]
-        lens = lengths - skip.int() * size
-        width = int((-(-lens // size)).max()) if handles else 0
+        prefix_blocks = torch.tensor(shared, dtype=torch.int64, device=cpu)  # [G]
+        skip = prefix_blocks.repeat_interleave(group_starts.diff())  # [B]
+        suffix_lens = lengths - skip.int() * size
+        width = int((-(-suffix_lens // size)).max()) if handles else 0
         group_tables = tables[starts, : max(shared, default=0)]
-        longer = torch.nn.functional.pad(tables, (0, group_tables.shape[1]), value=-1)
-        own_tables = longer.gather(1, torch.arange(width, device=cpu) + skip[:, None])
-        beyond = torch.arange(group_tables.shape[1], device=cpu) >= blocks[:, None]
-        result = (group_tables.masked_fill(beyond, -1), blocks.int() * size, group_starts, own_tables, lens)
-        return tuple(t.to(self.device) for t in result)
+        padded = torch.nn.functional.pad(tables, (0, group_tables.shape[1]), value=-1)
+        suffix_tables = padded.gather(1, torch.arange(width, device=cpu) + skip[:, None])
+        is_padding = torch.arange(group_tables.shape[1], device=cpu) >= prefix_blocks[:, None]
+        group_tables = group_tables.masked_fill(is_padding, -1)
+        result = (group_tables, prefix_blocks.int() * size, group_starts, suffix_tables, suffix_lens)
+        return tuple(tensor.to(self.device) for tensor in result)
 
     @property
     def stats(self) -> dict[str, int]:
-        """Return ``hits``, ``misses`` (tokens found / not found by ``open``), ``evictions`` (of blocks that could still
-        have been found), ``blocks_free``, ``blocks_cached`` (unpinned, can be found) and ``blocks_pinned``."""
+        """Return counts of tokens and blocks.
+
+        ``hits`` and ``misses`` are tokens that ``open`` found cached or not; ``evictions`` counts blocks that were
+        reachable. ``blocks_cached`` are reachable and unpinned, beside ``blocks_free`` and ``blocks_pinned``.
+        """
         pool = self._pool
         free, cached, pinned = pool.counts()
         return {"hits": pool.hits, "misses": pool.misses, "evictions": pool.evictions,
@@ -250,7 +258,7 @@ class PagedKVCache:
 
     @property
     def _pool(self) -> Any:
-        """Return the pool, after closing the sequences that have been dropped."""
+        """Close the dropped sequences, and return the pool."""
         while self._dropped:
             self._blocks.close(self._dropped.popleft())
         return self._blocks
@@ -262,8 +270,8 @@ class PagedKVCache:
         if not isinstance(seq, Sequence):
             raise TypeError(f"{name} must be a Sequence of this cache, got {seq!r}")
         if seq._cache is not self or seq._handle < 0:
-            other = "a closed one" if seq._handle < 0 else "one of another cache"
-            raise ValueError(f"{name} must be an open sequence of this cache, got {other}")
+            fault = "a closed one" if seq._handle < 0 else "one of another cache"
+            raise ValueError(f"{name} must be an open sequence of this cache, got {fault}")
         return seq._handle
 
     def _handles(self, sequences: Seq[Sequence]) -> list[int]:
@@ -278,7 +286,7 @@ class PagedKVCache:
 
 
 def _with_ids(call: Callable[[list[list[int]]], Any], lists: list[list[int]]) -> Any:
-    """Call the pool with lists of token ids; an error names the one that it refuses."""
+    """Call the pool with lists of token ids; an error names the token id that the pool does not accept."""
     try:
         if any(ids and min(ids) < 0 for ids in lists):
             raise OverflowError
@@ -289,10 +297,10 @@ def _with_ids(call: Callable[[list[list[int]]], Any], lists: list[list[int]]) ->
     raise refused
 
 
-def _lists(name: str, several: Any) -> list[list[Any]]:
-    if not hasattr(several, "__iter__"):
-        raise TypeError(f"{name} must be a list of token lists, got {several!r}")
-    return [_ids(token_ids) for token_ids in several]
+def _lists(name: str, token_lists: Any) -> list[list[Any]]:
+    if not hasattr(token_lists, "__iter__"):
+        raise TypeError(f"{name} must be a list of token lists, got {token_lists!r}")
+    return [_ids(token_ids) for token_ids in token_lists]
 
 
 def _ids(token_ids: Any) -> list[Any]:
@@ -303,21 +311,22 @@ def _ids(token_ids: Any) -> list[Any]:
 
 
 def _neighbours(tables: torch.Tensor, limits: torch.Tensor, least: int) -> tuple[list[int], list[int]]:
-    """Split rows into runs -> (first row of each, blocks shared by all its rows).
+    """Split rows into runs; return the first row of each run, and the blocks that all of its rows share.
 
-    A run takes in the next row while that saves more reads: (rows - 1) * shared blocks grows. No row shares more blocks
-    than its limit.
+    A run grows by the next row while that saves more reads: (rows - 1) * shared blocks grows. No row shares more blocks
+    than its limit, and no run of several rows fewer than ``least``.
     """
     starts: list[int] = []
     shared: list[int] = []
     size = 0
-    equal = (tables[1:] == tables[:-1]).cumprod(1).sum(1)  # leading blocks in common with the row before, [B - 1]
-    commons = equal.minimum(limits[1:]).minimum(limits[:-1]).tolist()
-    for i, common in enumerate([0, *commons] if len(tables) else []):
+    common_blocks = (tables[1:] == tables[:-1]).cumprod(1).sum(1)  # leading ones that equal the row before, [B - 1]
+    limited = common_blocks.minimum(limits[1:]).minimum(limits[:-1]).tolist()
+    for i, common in enumerate([0, *limited] if len(tables) else []):
         if size > 1:
             common = min(common, shared[-1])
         if common >= least and size * common > (size - 1) * shared[-1]:
-            shared[-1], size = common, size + 1
+            shared[-1] = common
+            size += 1
         else:
             starts.append(i)
             shared.append(0)

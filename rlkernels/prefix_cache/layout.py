@@ -1,4 +1,4 @@
-"""How token sequences that begin alike are packed into one row of tokens."""
+"""Layouts of token sequences with common prefixes, packed into one row of tokens."""
 
 import itertools
 import reprlib
@@ -17,19 +17,19 @@ class TreeLayout:
 
     Args:
         position_ids: int64 [T], the depth of each token.
-        end: int64 [T], the place behind the last token that continues this one.
+        end: int64 [T], the place after the last token that continues this one.
         ids, places: see below.
 
     Attributes:
-        position_ids, end: as given.
+        position_ids, end: the arguments.
         ids: int64 [T], the tokens; None in a layout made of lengths.
         places: for each sequence, the places of its tokens, int64; empty in a layout made of lengths.
-        nodes: int64 [N, 3], start, stop and end of each stretch without a fork, depth first.
+        nodes: int64 [N, 3], start, stop and end of each run of tokens without a fork, depth first.
         num_tokens: T.
         longest: tokens of the longest sequence.
-        tiles: what kernels have worked out for this layout and use in every layer, by sizes and device.
+        tiles: tables of kernels for this layout, which all layers use, by sizes and device.
 
-    All tensors are on the CPU. They are made at once, so that torch.compile finds tensors and need not look into them.
+    All tensors are on the CPU. The constructor makes them, so torch.compile need not trace how.
     """
 
     def __init__(
@@ -39,22 +39,25 @@ class TreeLayout:
         ids: torch.Tensor | None = None,
         places: Sequence[torch.Tensor] = (),
     ):
-        self.position_ids, self.end, self.ids, self.places = position_ids, end, ids, list(places)
+        self.position_ids = position_ids
+        self.end = end
+        self.ids = ids
+        self.places = list(places)
         self.num_tokens = len(end)
         self.longest = int(position_ids.max()) + 1 if len(end) else 0
-        # the same end: a token and its only continuation
+        # a token and its only continuation have the same end
         starts = torch.cat([end[:1] * 0, (end[1:] != end[:-1]).nonzero().flatten() + 1])
-        self.nodes = torch.stack(
-            [starts, torch.cat([starts[1:], end.new_tensor([len(end)])])[: len(starts)], end[starts]], 1
-        )
+        stops = torch.cat([starts[1:], end.new_tensor([len(end)])])[: len(starts)]
+        self.nodes = torch.stack([starts, stops, end[starts]], 1)
         self.tiles: dict[tuple[Any, ...], Any] = {}
 
     @staticmethod
     def from_sequences(sequences: Iterable[TokenIds]) -> "TreeLayout":
-        """Pack the trie of token sequences: what several of them begin with is in the batch once.
+        """Pack the trie of token sequences: each common prefix is in the batch once.
 
         Args:
-            sequences: lists, arrays or tensors of token ids, in any order; they may be empty, equal, or begin others.
+            sequences: lists, arrays or tensors of token ids, in any order; they may be empty, equal, or prefixes of
+                others.
 
         Raises:
             TypeError, ValueError: a sequence that is not a row of integers.
@@ -62,42 +65,53 @@ class TreeLayout:
         rows = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
         order, shared = sort_by_tokens(rows)
         lens = np.array([len(row) for row in rows], dtype=np.int64)
-        starts, total = lens.cumsum() - lens, int(lens.sum())
+        starts = lens.cumsum() - lens
+        total = int(lens.sum())
         numbers = np.arange(total)
-        flat, ends = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
-        places = [flat[a:b] for a, b in zip(starts.tolist(), (starts + lens).tolist())]
-        path, size = flat[:0], 0
+        flat_places = np.empty(total, dtype=np.int64)
+        ends = np.empty(total, dtype=np.int64)
+        places = [flat_places[start:stop] for start, stop in zip(starts.tolist(), (starts + lens).tolist())]
+        path = flat_places[:0]  # places of the sequence before
+        size = 0
         for i, common in zip(order, shared):
             ends[path[common:]] = size
             place = places[i]
+            added = len(place) - common
             place[:common] = path[:common]
-            path, added = place, len(place) - common
-            path[common:] = numbers[size : size + added]
+            place[common:] = numbers[size : size + added]
+            path = place
             size += added
         ends[path] = size
-        ids, depths = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+        ids = np.empty(size, dtype=np.int64)
+        depths = np.empty(size, dtype=np.int64)
         if rows:
-            ids[flat] = np.concatenate(rows)
-        depths[flat] = numbers - starts.repeat(lens)
-        position_ids, end, tokens = (torch.from_numpy(array) for array in (depths, ends[:size], ids))
-        return TreeLayout(position_ids, end, tokens, [torch.from_numpy(place) for place in places])
+            ids[flat_places] = np.concatenate(rows)
+        depths[flat_places] = numbers - starts.repeat(lens)
+        return TreeLayout(
+            torch.from_numpy(depths),
+            torch.from_numpy(ends[:size]),
+            torch.from_numpy(ids),
+            [torch.from_numpy(place) for place in places],
+        )
 
     def paths(self) -> list[list[slice]]:
-        """List for each node the stretches of tokens on the path to it, in order."""
-        found = []
-        open_nodes: list[tuple[int, list[slice]]] = []  # those on the path: end, stretches up to their own
+        """Return for each node the runs of tokens on the path to it, in order."""
+        paths: list[list[slice]] = []
+        ancestors: list[tuple[int, list[slice]]] = []  # the end of each, and the path to it with its own tokens
         for start, stop, end in self.nodes.tolist():
-            while open_nodes and open_nodes[-1][0] <= start:
-                open_nodes.pop()
-            path = open_nodes[-1][1] if open_nodes else []
-            found.append(path)
-            joined = bool(path) and path[-1].stop == start
-            own = slice(path[-1].start if joined else start, stop)
-            open_nodes.append((end, [*path[: len(path) - joined], own]))
-        return found
+            while ancestors and ancestors[-1][0] <= start:
+                ancestors.pop()
+            path = ancestors[-1][1] if ancestors else []
+            paths.append(path)
+            if path and path[-1].stop == start:  # the node continues the last run
+                extended = [*path[:-1], slice(path[-1].start, stop)]
+            else:
+                extended = [*path, slice(start, stop)]
+            ancestors.append((end, extended))
+        return paths
 
     def seen_by_nodes(self, window: int | None = None) -> list[list[slice]]:
-        """List for each node the stretches of tokens that one of its queries sees, in order: the path and itself.
+        """Return for each node the runs of tokens that its queries attend to, in order: the path and the node.
 
         Args:
             window: that of :func:`rlkernels.tree_attention`; it leaves at most ``window`` - 1 tokens of the path.
@@ -136,7 +150,9 @@ class GroupedLayout(TreeLayout):
         self.prefix_lens = _lengths("prefix_lens", prefix_lens)
         self.suffix_lens = _lengths("suffix_lens", suffix_lens)
         self.group_starts = _lengths("group_starts", group_starts)
-        starts, groups, suffixes = self.group_starts, len(self.prefix_lens), len(self.suffix_lens)
+        starts = self.group_starts
+        groups = len(self.prefix_lens)
+        suffixes = len(self.suffix_lens)
         if len(starts) != groups + 1 or starts[0] != 0 or starts[-1] != suffixes or (starts.diff() < 0).any():
             raise ValueError(
                 f"group_starts must rise from 0 to {suffixes} (number of suffixes) in {groups + 1} entries "
@@ -148,7 +164,7 @@ class GroupedLayout(TreeLayout):
         padded = torch.cat([before_suffix, self.suffix_lens.sum()[None]])
         self.prefix_starts = before_prefix + padded[starts[:-1]]
         self.suffix_starts = before_suffix + self.prefix_lens.cumsum(0).repeat_interleave(members)
-        # parts in order of place; those without tokens are no matter
+        # prefixes and suffixes, sorted by place below; those without tokens vanish
         place = torch.cat([self.prefix_starts, self.suffix_starts])
         lens = torch.cat([self.prefix_lens, self.suffix_lens])
         depth = torch.cat([torch.zeros_like(self.prefix_lens), self.prefix_lens.repeat_interleave(members)])
@@ -162,13 +178,12 @@ class GroupedLayout(TreeLayout):
     def from_sequences(  # type: ignore[override]
         cls, sequences: Iterable[TokenIds], prefix_lens: Sequence[int]
     ) -> "GroupedLayout":
-        """Pack token sequences; those whose first ``prefix_lens[i]`` tokens are equal share these.
+        """Pack token sequences; those with the same first ``prefix_lens[i]`` tokens share them.
 
-        A sequence may be shorter than its prefix: then it has no suffix, and shares its tokens if others begin with
-        them and are as long.
+        A sequence may be shorter than ``prefix_lens[i]``: then it is its whole prefix, and has no suffix.
 
         Raises:
-            TypeError, ValueError: a sequence that is not a row of integers, or not one length for each.
+            TypeError, ValueError: a sequence that is not a row of integers, or another number of lengths.
         """
         rows = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
         if len(prefix_lens) != len(rows):
@@ -185,15 +200,15 @@ class GroupedLayout(TreeLayout):
         layout.ids = torch.empty(layout.num_tokens, dtype=torch.int64, device="cpu")
         places: dict[int, torch.Tensor] = {}
         numbers = torch.arange(layout.num_tokens, device="cpu")
-        for members, (prefix, stretches) in zip(groups.values(), layout.spans()):
-            for i, stretch in zip(members, stretches):
-                places[i] = torch.cat([numbers[prefix], numbers[stretch]])
+        for members, (prefix, suffix_spans) in zip(groups.values(), layout.spans()):
+            for i, suffix in zip(members, suffix_spans):
+                places[i] = torch.cat([numbers[prefix], numbers[suffix]])
                 layout.ids[places[i]] = torch.from_numpy(rows[i])
         layout.places = [places[i] for i in range(len(rows))]
         return layout
 
     def spans(self) -> list[tuple[slice, list[slice]]]:
-        """List for each group the tokens of its prefix and of each of its suffixes."""
+        """Return for each group the tokens of its prefix and of each of its suffixes."""
         prefixes = [slice(s, s + n) for s, n in zip(self.prefix_starts.tolist(), self.prefix_lens.tolist())]
         suffixes = [slice(s, s + n) for s, n in zip(self.suffix_starts.tolist(), self.suffix_lens.tolist())]
         starts = self.group_starts.tolist()
@@ -206,24 +221,25 @@ class GroupedLayout(TreeLayout):
 
 
 def sort_by_tokens(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Return the order of int64 token sequences by their tokens, and how many each has in common with the one before.
+    """Return the order of int64 token sequences by their tokens, and each one's common prefix with the one before.
 
-    In this order a stretch of sequences takes the sum of (length - tokens in common) tokens, the first counted whole.
+    In this order neighbours need the sum of (length - common prefix) tokens, the first one all of its tokens.
     """
     keys = [row.astype(">i8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared, before = [], np.empty(0, dtype=np.int64)
+    shared: list[int] = []
+    previous = np.empty(0, dtype=np.int64)
     for i in order:
-        shared.append(common_tokens(rows[i], before))
-        before = rows[i]
+        shared.append(common_tokens(rows[i], previous))
+        previous = rows[i]
     return order, shared
 
 
 def common_tokens(row: np.ndarray, other: np.ndarray) -> int:
-    """Count the tokens that two sequences begin with."""
-    most = min(len(row), len(other))
-    differs = row[:most] != other[:most]
-    return int(differs.argmax()) if differs.any() else most
+    """Return the length of the longest common prefix."""
+    shorter = min(len(row), len(other))
+    differs = row[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
 
 
 def token_ids(name: str, value: TokenIds) -> np.ndarray:
@@ -239,19 +255,19 @@ def token_ids(name: str, value: TokenIds) -> np.ndarray:
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 
-def _last_tokens(stretches: Sequence[slice], tokens: int) -> list[slice]:
-    """Cut stretches to so many of their last tokens."""
-    last = []
-    for stretch in reversed(stretches):
-        if tokens > 0:
-            last.append(slice(max(stretch.start, stretch.stop - tokens), stretch.stop))
-        tokens -= stretch.stop - stretch.start
+def _last_tokens(runs: Sequence[slice], count: int) -> list[slice]:
+    """Return the last ``count`` tokens of runs of tokens, in order."""
+    last: list[slice] = []
+    for run in reversed(runs):
+        if count > 0:
+            last.append(slice(max(run.start, run.stop - count), run.stop))
+        count -= run.stop - run.start
     return last[::-1]
 
 
 def _lengths(name: str, value: Lengths) -> torch.Tensor:
     try:
-        out = torch.as_tensor(value, device="cpu").clone()  # what is done to the given one is not done to the layout
+        out = torch.as_tensor(value, device="cpu").clone()  # later changes of the argument do not reach the layout
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a list or a tensor of integers, got {reprlib.repr(value)}") from None
     if out.ndim != 1:

@@ -1,4 +1,4 @@
-"""Token sequences as one row of tokens, in which what several of them begin with is once, and what it predicts."""
+"""Token sequences packed into one row of tokens, with each common prefix once, and the predictions of the row."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from rlkernels.prefix_cache.layout import GroupedLayout, TokenIds, TreeLayout, t
 class Packed:
     """T packed tokens and the R different predictions that N scored tokens need.
 
-    Tokens that several sequences share are scored once, and their gradients add up by themselves.
+    Tokens that several sequences share are scored once; autograd sums their gradients.
 
     Attributes:
         ids: int64 [T], the packed tokens; of each sequence all but the last, which predicts nothing.
-        layout: what each token sees, and its position: pass it to the model as ``attention``.
+        layout: the tokens that each token attends to, and its position: pass it to the model as ``attention``.
         rows: int64 [R], the packed token that predicts.
-        targets: int64 [R], the token that it should predict.
+        targets: int64 [R], the token to predict.
         pairs: int64 [N], the prediction of each scored token; sequences one after the other.
     """
 
@@ -35,7 +35,7 @@ class Packed:
         return self.layout.position_ids.to(self.ids.device)
 
     def to(self, device: torch.device | str) -> "Packed":
-        """Move all but the layout, which lies on the CPU."""
+        """Move all but the layout, which stays on the CPU."""
         names = "ids", "rows", "targets", "pairs"
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
@@ -49,37 +49,43 @@ def pack(
     """Pack sequences as a trie, or as groups of two levels.
 
     Args:
-        sequences: token ids of each; in any order, equal ones and empty ones too.
+        sequences: token ids of each; in any order; they may be equal or empty.
         scored: for each token of each sequence whether it is scored; None: all but the first tokens.
-        prefix_lens: two levels: sequences share their first so many tokens if all of these are equal, and nothing else.
+        prefix_lens: for two levels, the length of each sequence's prefix; sequences with equal prefixes share them.
             None: a trie. See :func:`packs_tries`.
 
     Returns:
         The packed tokens and their predictions, on the CPU.
 
     Raises:
-        TypeError, ValueError: something that is no row of integers; flags or lengths that do not fit the sequences; a
-            first token that is scored, which nothing predicts.
+        TypeError, ValueError: a sequence that is no row of integers; flags or lengths that do not fit the sequences; a
+            scored first token, which nothing predicts.
     """
     tokens = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
     flags = [_flags(i, row, None if scored is None else scored[i]) for i, row in enumerate(tokens)]
-    seen = [row[:-1] for row in tokens]
-    layout = TreeLayout.from_sequences(seen) if prefix_lens is None else GroupedLayout.from_sequences(seen, prefix_lens)
+    inputs = [row[:-1] for row in tokens]
+    if prefix_lens is None:
+        layout = TreeLayout.from_sequences(inputs)
+    else:
+        layout = GroupedLayout.from_sequences(inputs, prefix_lens)
     assert layout.ids is not None
     empty = np.empty(0, dtype=np.int64)
     predictors = np.concatenate([empty, *(place.numpy()[flag[1:]] for place, flag in zip(layout.places, flags))])
     targets = np.concatenate([empty, *(row[flag] for row, flag in zip(tokens, flags))])
-    least, span = int(targets.min()) if len(targets) else 0, int(np.ptp(targets)) + 1 if len(targets) else 1
-    numbers, pairs = np.unique(predictors * span + (targets - least), return_inverse=True)  # one number for each pair
-    rows, predicted = numbers // span, numbers % span + least
-    return Packed(layout.ids, layout, *(torch.from_numpy(array) for array in (rows, predicted, pairs)))
+    lowest = int(targets.min()) if len(targets) else 0
+    span = int(np.ptp(targets)) + 1 if len(targets) else 1
+    codes = predictors * span + (targets - lowest)  # one number for each pair of predictor and target
+    unique_codes, pairs = np.unique(codes, return_inverse=True)
+    rows = unique_codes // span
+    unique_targets = unique_codes % span + lowest
+    return Packed(layout.ids, layout, *(torch.from_numpy(array) for array in (rows, unique_targets, pairs)))
 
 
 def packs_tries(device: torch.device) -> bool:
-    """Tell how sequences are packed for a device: on a GPU two levels, whose kernels are proved, until tries are.
+    """Return whether sequences are packed as tries on a device: not yet on a GPU, where only two levels are proved.
 
     Args:
-        device: that the model runs on.
+        device: of the model.
 
     Returns:
         True: a trie. False: groups of two levels, by ``prefix_lens`` of :func:`pack`.

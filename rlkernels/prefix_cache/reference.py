@@ -1,7 +1,7 @@
 """Attention over paged keys and values in plain torch: the single source of truth for tests and benchmarks.
 
-Arithmetic is float32, or float64 when the query is float64. Loops over sequences; written to be read. A GPU takes it
-where nothing of ours is proven, so no more than ``PIECE`` scores are held at a time.
+Arithmetic is float32, or float64 when the query is float64. Loops over sequences; written to be read. A GPU runs it if
+no kernel is proven there, so it holds no more than ``PIECE`` scores at a time.
 """
 
 import functools
@@ -20,7 +20,7 @@ PIECE = 1 << 26  # scores of all heads
 
 
 def apart(key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy rows that lie in the memory of the caches that they are written to."""
+    """Copy keys and values that share memory with the caches to which they are written."""
     if may_share(key, *caches) or may_share(value, *caches):
         return key.clone(), value.clone()
     return key, value
@@ -31,11 +31,12 @@ def write_kv(
 ) -> None:
     """See :func:`rlkernels.write_kv`; a negative slot counts from the end of the cache.
 
-    On a GPU, where slots are not looked at before, only the Triton kernel leaves out those outside the cache. To do so
-    here would take 16 launches instead of 4, in every layer.
+    On a GPU nothing checks slots before; only the Triton kernel skips those outside the cache. Skipping them here would
+    take 16 launches instead of 4, in every layer.
     """
     key, value = apart(key, value, key_cache, value_cache)
-    block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    block = slots // key_cache.shape[1]
+    offset = slots % key_cache.shape[1]
     key_cache[block, offset] = key.to(key_cache.dtype)
     value_cache[block, offset] = value.to(value_cache.dtype)
 
@@ -46,8 +47,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute softmax attention of query [q, Hq, d] over key, value [k, Hk, d] -> out [q, Hq, d], lse [q, Hq].
 
-    ``causally``: as :func:`causal` says, else all queries see all keys; one that may look nowhere gives 0 and -inf.
-    ``recompute``: hold no scores for the gradient but compute them again.
+    ``causally``: with the mask of :func:`causal`, else all queries see all keys; a query without keys gives 0 and -inf.
+    ``recompute``: compute scores again for the gradient instead of storing them.
     """
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads_per_kv = query.shape[1] // key.shape[1]
@@ -57,19 +58,22 @@ def attend(
     attend_part: Any = _attend
     if recompute:
         attend_part = functools.partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
-    parts = []
+    outs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
     for first in range(0, max(queries, 1), step):
-        part = query[first : first + step].to(exact)
-        seen = functools.partial(causal, queries, keys, query.device, first, first + len(part), window)
-        parts.append(attend_part(part, key, value, scale, seen if causally else None, softcap))
-    return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]))
+        piece = query[first : first + step].to(exact)
+        make_mask = functools.partial(causal, queries, keys, query.device, first, first + len(piece), window)
+        out, lse = attend_part(piece, key, value, scale, make_mask if causally else None, softcap)
+        outs.append(out)
+        lses.append(lse)
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
     make_mask: Callable[[], torch.Tensor] | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend with equally many heads of each; the mask [q, k] is True where a query may look."""
+    """Attend with the same number of heads in all inputs; the mask [q, k] is True where a query sees a key."""
     with without_autocast(query.device):
         score = torch.einsum("qhd,khd->hqk", query, key) * scale
     if softcap is not None:
@@ -77,7 +81,7 @@ def _attend(
     if make_mask is not None:
         score = score.masked_fill(~make_mask(), -torch.inf)
     lse = score.logsumexp(-1)  # [Hq, q]
-    lse = lse.masked_fill(lse == torch.inf, torch.nan)  # inf / inf, as of the output
+    lse = lse.masked_fill(lse == torch.inf, torch.nan)  # the output is inf / inf there
     weight = (score - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
     with without_autocast(query.device):
         return torch.einsum("hqk,khd->qhd", weight, value), lse.T
@@ -92,8 +96,9 @@ def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
 def causal(
     queries: int, keys: int, device: torch.device, first: int = 0, end: int | None = None, window: int | None = None
 ) -> torch.Tensor:
-    """Return [queries, keys] of rows ``first:end``, True where a query sees: the last query sits on the last key."""
-    place = torch.arange(first, queries if end is None else end, device=device)[:, None] + (keys - queries)
+    """Return the mask [rows ``first:end``, keys], True where a query sees a key; the last query is at the last key."""
+    rows = torch.arange(first, queries if end is None else end, device=device)
+    place = rows[:, None] + (keys - queries)
     key = torch.arange(keys, device=device)
     return key <= place if window is None else (key <= place) & (key > place - window)
 
@@ -137,14 +142,18 @@ def shared_prefix_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`rlkernels.shared_prefix_attention`; always returns (out, lse)."""
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    own, own_lse = paged_attention(query.to(exact), key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    out, lse = torch.zeros_like(own), torch.full_like(own_lse, -torch.inf)
-    members, starts = group_starts.tolist(), query_starts.tolist()
+    suffix_out, suffix_lse = paged_attention(
+        query.to(exact), key_cache, value_cache, block_tables, seq_lens, query_starts, scale
+    )
+    prefix_out = torch.zeros_like(suffix_out)
+    prefix_lse = torch.full_like(suffix_lse, -torch.inf)
+    members = group_starts.tolist()
+    starts = query_starts.tolist()
     for g, length in enumerate(group_lens.tolist()):
         rows = slice(starts[members[g]], starts[members[g + 1]])
         key, value = (gather(cache, group_tables[g], length) for cache in (key_cache, value_cache))
-        out[rows], lse[rows] = attend(query[rows].to(exact), key, value, scale, causally=False)
-    out, lse = merge_attention(out, lse, own, own_lse)
+        prefix_out[rows], prefix_lse[rows] = attend(query[rows].to(exact), key, value, scale, causally=False)
+    out, lse = merge_attention(prefix_out, prefix_lse, suffix_out, suffix_lse)
     return out.to(query.dtype), lse
 
 
@@ -156,12 +165,12 @@ def merge_attention(
     lse = torch.logaddexp(lse_a.to(exact), lse_b.to(exact))
     lse = lse.masked_fill(lse == torch.inf, torch.nan)  # no softmax has such a denominator
     finite = lse.masked_fill(lse == -torch.inf, 0)
-    # a side that saw no key takes no part, whatever its output holds
-    parts = [
-        ((side_lse - finite).exp()[..., None] * side_out.to(exact)).masked_fill(side_lse[..., None] == -torch.inf, 0)
-        for side_out, side_lse in ((out_a, lse_a), (out_b, lse_b))
-    ]
-    return (parts[0] + parts[1]).to(out_a.dtype), lse
+
+    def weighted(side_out: torch.Tensor, side_lse: torch.Tensor) -> torch.Tensor:
+        product = (side_lse - finite).exp()[..., None] * side_out.to(exact)
+        return product.masked_fill(side_lse[..., None] == -torch.inf, 0)  # without keys any output counts as 0
+
+    return (weighted(out_a, lse_a) + weighted(out_b, lse_b)).to(out_a.dtype), lse
 
 
 def tree_attention(
@@ -170,11 +179,12 @@ def tree_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.tree_attention`; torch's autograd differentiates it.
 
-    ``recompute``: as for :func:`attend`; without it all scores are held for the gradient.
+    ``recompute``: as for :func:`attend`; without it all scores are stored for the gradient.
     """
     nodes = _by_nodes(query, key, value, layout, window)
-    parts = (attend(*part, scale, True, window, softcap, recompute) for part in nodes)
-    out, lse = (torch.cat(tensors) for tensors in zip(*parts))
+    results = [attend(*node, scale, True, window, softcap, recompute) for node in nodes]
+    out = torch.cat([node_out for node_out, _ in results])
+    lse = torch.cat([node_lse for _, node_lse in results])
     return out.to(query.dtype), lse
 
 
@@ -182,27 +192,31 @@ def tree_attention_by_kernels(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float,
     window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the output by torch's kernels, which on a GPU store no scores but in float64, and none for the gradient.
+    """Compute the output by torch's kernels, which on a GPU store scores in float64 only, and never for the gradient.
 
-    A node with more keys than queries gets queries of zeros in front, whose results go: ``is_causal`` then says who
-    sees whom, and no mask has to, but for that of a window.
+    A node with more keys than queries gets queries of zeros in front, whose results are dropped. ``is_causal`` then
+    replaces a mask; only a window needs one.
     """
-    times, parts = query.shape[1] // key.shape[1], []
+    heads_per_kv = query.shape[1] // key.shape[1]
+    outs: list[torch.Tensor] = []
     for q, k, v in _by_nodes(query, key, value, layout, window):
-        before = 0 if window is not None else len(k) - len(q)
+        padding = 0 if window is not None else len(k) - len(q)
         mask = None if window is None else causal(len(q), len(k), q.device, window=window)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)))
+        k = k.repeat_interleave(heads_per_kv, 1)
+        v = v.repeat_interleave(heads_per_kv, 1)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         with without_autocast(q.device):
             out = scaled_dot_product_attention(
-                pad(q, (0, 0, before, 0)), k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+                pad(q, (0, 0, padding, 0)), k, v, attn_mask=mask, is_causal=mask is None, scale=scale
             )
-        parts.append(out[0, :, before:].transpose(0, 1))
-    return torch.cat(parts)
+        outs.append(out[0, :, padding:].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _by_nodes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, window: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield for each node its queries, and the keys and values that some of them see; at least once."""
-    for seen in layout.seen_by_nodes(window) or [[slice(0, 0)]]:
-        yield query[seen[-1]], torch.cat([key[rows] for rows in seen]), torch.cat([value[rows] for rows in seen])
+    """Yield for each node its queries, and the keys and values that any of them sees; at least once."""
+    for runs in layout.seen_by_nodes(window) or [[slice(0, 0)]]:
+        node = runs[-1]
+        yield query[node], torch.cat([key[run] for run in runs]), torch.cat([value[run] for run in runs])
