@@ -1,7 +1,7 @@
 """Which implementation of an op runs: ``"auto" | "cuda" | "triton" | "cpu" | "torch"``.
 
-``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels, ``torch`` plain torch, which every op has:
-on a GPU the kernels of torch's libraries where they fit. An explicit choice that cannot work raises and says why.
+``cpu`` and ``cuda`` are our compiled kernels, ``triton`` our Triton kernels. Every op has ``torch``, plain torch: on a
+GPU it uses the kernels of torch's libraries if they fit. An explicit choice that cannot work raises and says why.
 
 ``auto`` takes the environment variable ``RLKERNELS_BACKEND`` for the ops that have that backend. Else it takes our
 kernels on a CPU. On a GPU it asks, in this order:
@@ -96,9 +96,9 @@ def base(op: str) -> str:
 
 @functools.cache
 def extension_error() -> str | None:
-    """Load ``rlkernels._C`` -> None, or the reason in one line why it does not load.
+    """Load ``rlkernels._C``; return None, or one line with the reason why it does not load.
 
-    Warns of one that is there but does not load, or that a clone hides: without it everything works, only slower.
+    Warns if the extension exists but does not load, or a clone hides it: without it everything works, only slower.
     """
     try:
         import rlkernels._C
@@ -141,7 +141,7 @@ def power_of_2(number: int) -> int:
 
 
 def runs_on(device: torch.device) -> str:
-    """Return the type of a device; "cpu" for "meta", where our ops tell shapes."""
+    """Return the type of a device; "cpu" for "meta", on which our ops compute shapes."""
     return "cpu" if device.type == "meta" else device.type
 
 
@@ -152,14 +152,14 @@ def mark_written(*tensors: torch.Tensor) -> None:
 
 
 def may_share(first: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Tell whether a tensor lies in the memory of another; True where that cannot be told, as in a compiled graph."""
+    """Return whether a tensor shares memory with another; True if that is unknown, as in a compiled graph."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return any(torch._C._is_alias_of(first, other) for other in others)  # type: ignore[attr-defined]
 
 
 def current_device() -> int:
-    """Return the index of the current GPU; -1 where none has been used."""
+    """Return the index of the current GPU; -1 before the first use of one."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
@@ -178,7 +178,7 @@ def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callab
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether all are numbers in memory and nothing else, and no mode of torch looks at what is done to them."""
+    """Return whether all tensors are plain numbers in memory, and no mode of torch intercepts their ops."""
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     return all(_is_plain(tensor) for tensor in tensors)
@@ -187,8 +187,8 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 def _is_plain(t: torch.Tensor) -> bool:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_nested or t.layout is not torch.strided or t.is_meta:
         return False
-    partitioned = type(t) is torch.nn.Parameter and t.numel() == 0  # as it may be by DeepSpeed
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # left over from a transform
+    partitioned = type(t) is torch.nn.Parameter and t.numel() == 0  # DeepSpeed may hold its entries elsewhere
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # it may outlive its transform
     if partitioned or wrapped or t.is_neg() or torch.is_autocast_enabled(t.device.type):
         return False
     return forward_ad.unpack_dual(t).tangent is None
@@ -196,7 +196,7 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 @functools.cache
 def signature() -> Callable[..., Any]:
-    """Return the function that makes a key of all that :func:`are_plain` and checks of types depend on."""
+    """Return the function that makes a key of all facts on which :func:`are_plain` and checks of types depend."""
     if extension_error() is not None:
         return _signature
     from rlkernels import _C
@@ -205,7 +205,7 @@ def signature() -> Callable[..., Any]:
 
 
 def _signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Do in Python what ``rlkernels._C.signature`` does; calls that are not plain equal no other."""
+    """Return the key of ``rlkernels._C.signature``, in Python; a call that is not plain equals no other."""
     values = (*args, *kwargs.values())
     if not are_plain(value for value in values if isinstance(value, torch.Tensor)):
         return object()
@@ -255,10 +255,9 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
 
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Return why ``backend`` cannot run ``op`` on ``device``; None if it can."""
-    written = OPS[op]
     if backend == "torch":
         return None
-    if not getattr(written, backend):
+    if not getattr(OPS[op], backend):
         return f"{base(op)} has no {backend} implementation"
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
@@ -274,11 +273,11 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
 
 
 _run: dict[str, str] = {}  # the verdicts of the run, by op
-_choices: dict[tuple[Any, ...], str] = {}  # what has been chosen, by what it depends on
+_choices: dict[tuple[Any, ...], str] = {}  # chosen backends, by all that they depend on
 
 
 def use(table: Mapping[str, str]) -> None:
-    """Make ``auto`` take these backends on a GPU, by op; other ops keep theirs, and {} undoes it."""
+    """Make ``auto`` choose these backends on a GPU, by op; other ops do not change, and {} undoes it."""
     _run.clear()
     _run.update(table)
     forget()
@@ -301,7 +300,7 @@ def settled(op: str, index: int | None) -> tuple[str, str]:
 
 
 def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
-    """Return what is known of an op on a GPU, in order of precedence."""
+    """Yield backends of an op on a GPU, None without one, and their sources, in order of precedence."""
     op = OPS[op].like or op
     names = list(dict.fromkeys([op, base(op)]))
     in_run = [_run[name] for name in names if name in _run]
@@ -323,8 +322,8 @@ def _settled(op: str, index: int | None) -> str:
     return settled(op, index)[0]
 
 
-# torch.compile then takes the results as constants. torch.compiler.assume_constant_result does just that, but imports
-# the compiler.
+# torch.compile treats their results as constants, as with torch.compiler.assume_constant_result, which imports the
+# compiler.
 _settled._dynamo_marked_constant = unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -20,14 +20,14 @@ import torch
 from rlkernels._files import replace_file
 
 PACKAGE = Path(__file__).parent
-# beside the ops of their folders, with no launch that runs through them
+# files in the folders of ops without any launch: verdicts do not depend on them
 HOST_ONLY = "block_pool.py", "cache.py", "peft.py", "soft.py", "states.py", "stream.py", "trajectories.py"
 Verdict = dict[str, Any]
-_memory: dict[str, Verdict] = {}  # by file name: those of this process that could not be written
+_memory: dict[str, Verdict] = {}  # by file name: verdicts of this process, also if their file could not be written
 
 
 def structure(node: Any) -> str:
-    """Write a syntax tree as text that no version of Python changes; docstrings count as comments."""
+    """Return a syntax tree as text that is the same in all versions of Python, without docstrings."""
     if isinstance(node, list):
         node = [part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
         return f"[{','.join(map(structure, node))}]"
@@ -38,13 +38,13 @@ def structure(node: Any) -> str:
 
 
 def digest(path: Path) -> str:
-    """Hash a module so that comments and layout do not count; another file by its bytes."""
+    """Hash a module without its comments and layout; another file by its bytes."""
     text = structure(ast.parse(path.read_text())).encode() if path.suffix == ".py" else path.read_bytes()
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def python_files(op: str) -> list[Path]:
-    """Return the modules that an op may run through: those of its folder, and what they share."""
+    """Return the modules whose code an op may run: those of its folder, and shared ones."""
     import rlkernels
     from rlkernels.backend import base
 
@@ -63,10 +63,10 @@ def sources(op: str) -> str:
 
 @functools.cache
 def device_facts(index: int) -> dict[str, Any]:
-    """Return the GPU, its driver, and the versions of what compiles for it."""
+    """Return the GPU, its driver, and the versions of its compilers."""
     properties = torch.cuda.get_device_properties(index)
     driver = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
+    version = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
     try:
         from triton import __version__ as triton
     except ImportError:
@@ -74,7 +74,7 @@ def device_facts(index: int) -> dict[str, Any]:
     return {
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
-        "driver": found[0] if found else str(torch.version.cuda),
+        "driver": version[0] if version else str(torch.version.cuda),
         "torch": torch.__version__,
         "triton": triton,
     }
@@ -108,12 +108,12 @@ def load(op: str, index: int, workload: str | None = None) -> list[Verdict]:
     Ignores files of another owner and files that hold no verdict.
     """
     pattern = f"{_key(op, index)}-{workload or '*'}.json"
-    found = {name: verdict for name, verdict in _memory.items() if Path(name).match(pattern)}
+    by_file = {name: verdict for name, verdict in _memory.items() if Path(name).match(pattern)}
     with contextlib.suppress(OSError):
         for path in sorted(folder().glob(pattern)):
-            if path.name not in found and (verdict := _read(path)) is not None:
-                found[path.name] = verdict
-    return [verdict for verdict in found.values() if verdict["op"] == op]
+            if path.name not in by_file and (verdict := _read(path)) is not None:
+                by_file[path.name] = verdict
+    return [verdict for verdict in by_file.values() if verdict["op"] == op]
 
 
 def _read(path: Path) -> Verdict | None:

@@ -1,11 +1,11 @@
 """Log-probabilities straight from hidden states: the logits of all tokens never exist at one time.
 
-A column block of the projection is computed at a time, with the logits of some vocabulary entries for all tokens, and
-only its log-sum-exp, its entropy and the logits of the chosen tokens are kept. The gradient computes each block again,
-turns it into the gradient of the logits and multiplies it out. So the gradient of the weight, the largest result, is
+The forward pass computes a block at a time: the logits of some vocabulary entries for all tokens. It stores only the
+block's log-sum-exp, its entropy and the logits of the chosen tokens. The backward pass computes each block again,
+replaces it by the gradient of the logits and multiplies it. So the gradient of the weight, the largest result, is
 written once, block by block, without an accumulator. The gradient of the hidden states is a sum over the blocks. In
-bfloat16 every term would be rounded, so it comes from whole rows of a few tokens instead, which costs another pass; a
-GPU can add products that are not rounded.
+bfloat16 each term would be rounded, so a CPU computes it from whole rows of a few tokens, in another pass; a GPU adds
+products that are not rounded.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from rlkernels import backend as _backend
 from rlkernels.logprobs import reference
 from rlkernels.logprobs._autograd import fused
 
-ROWS = 8192  # tokens whose block summaries are held at one time
-BLOCK = 1 << 22  # logits in a block on a CPU, where the vocabulary allows it: 16 MiB in float32
-GPU_BLOCK = 1 << 26  # most of them on a GPU, whose matrix products need more at a time
-GPU_SHARE = 256  # a block in float32 is at most this part of a GPU's memory
-NARROWEST = 256  # vocabulary entries in a block; narrower ones leave matrix products too little to do
-FEWEST = 64  # tokens whose whole rows of logits exist at one time, for the gradient of hidden states in bfloat16
+ROWS = 8192  # tokens whose block summaries are in memory at a time
+BLOCK = 1 << 22  # logits in a block on a CPU, if the vocabulary is large enough: 16 MiB in float32
+GPU_BLOCK = 1 << 26  # most logits in a block on a GPU, whose matrix products need more at a time
+GPU_SHARE = 256  # a block in float32 is at most 1 / 256 of a GPU's memory
+NARROWEST = 256  # fewest vocabulary entries in a block; matrix products of narrower ones are slow
+FEWEST = 64  # fewest tokens with whole rows of logits at a time, for the gradient of hidden states in bfloat16
 
 
 def _check_types(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
@@ -86,10 +86,10 @@ def linear_token_logprobs(
         bias: [V] of the dtype of ``hidden``; -inf rules a token out.
         temperature: > 0.
         return_entropy: also return the entropy in nats.
-        chunk: vocabulary entries whose logits exist at one time. None chooses so that for up to 8,192 tokens they are
-            about four million numbers on a CPU, 67 million on a GPU of 64 GiB or more and fewer on a smaller one, and
-            256 entries at least.
-        backend: who sums up a block and turns it into its gradient.
+        chunk: vocabulary entries whose logits exist at one time. None: at least 256, and so many that up to 8,192
+            tokens have about four million logits on a CPU, 67 million on a GPU of 64 GiB or more, fewer on a smaller
+            GPU.
+        backend: of a block's summary and its gradient.
 
     Returns:
         logprobs [...] (and entropy [...]), float32; float64 for float64 inputs.
@@ -131,9 +131,10 @@ def linear_token_logprobs(
 
 
 def block_columns(rows: int, gpu_memory: int | None) -> int:
-    """Return the vocabulary entries in a block of so many tokens, on a GPU with so many bytes, or on a CPU.
+    """Return the vocabulary entries in a block of ``rows`` tokens, on a GPU with so many bytes, or on a CPU (None).
 
-    The logits of a block are a power of two by the size of a GPU, not by what is free, so that runs repeat.
+    On a GPU the logits of a block are a power of two that depends on its total memory, not on free memory, so that runs
+    repeat.
     """
     logits = BLOCK
     if gpu_memory is not None:
@@ -144,23 +145,24 @@ def block_columns(rows: int, gpu_memory: int | None) -> int:
 def _blocks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (vocabulary entries, their logits [N, C]); the logits are overwritten by those of the next block."""
+    """Yield (vocabulary entries, their logits [N, C]); the next block overwrites the logits."""
     rows = hidden.shape[0]
     buffer = hidden.new_empty(rows * chunk)
     for start in range(0, weight.shape[0], chunk):
-        part = slice(start, min(start + chunk, weight.shape[0]))
-        logits = buffer[: rows * (part.stop - start)].view(rows, part.stop - start)
+        entries = slice(start, min(start + chunk, weight.shape[0]))
+        columns = entries.stop - start
+        logits = buffer[: rows * columns].view(rows, columns)
         if bias is None:
-            torch.mm(hidden, weight[part].T, out=logits)
+            torch.mm(hidden, weight[entries].T, out=logits)
         else:
-            torch.addmm(bias[part], hidden, weight[part].T, out=logits)
-        yield part, logits
+            torch.addmm(bias[entries], hidden, weight[entries].T, out=logits)
+        yield entries, logits
 
 
-def _within(ids: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(ids: torch.Tensor, entries: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether each id is in the block, bool [N], and its column there, int64 [N] (any column if not)."""
-    inside = (ids >= part.start) & (ids < part.stop)
-    return inside, torch.where(inside, ids - part.start, 0)
+    inside = (ids >= entries.start) & (ids < entries.stop)
+    return inside, torch.where(inside, ids - entries.start, 0)
 
 
 def _work_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -172,7 +174,7 @@ def _summary(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a block's largest logit, log of the sum of exp((logit - largest) / temperature) and entropy, [N] each.
 
-    Rows of nothing but -inf have -inf, -inf and 0, rows with NaN or inf a sum that is NaN.
+    Rows with all logits -inf give -inf, -inf and 0; rows with NaN or inf give a sum of NaN.
     """
     if backend == "torch":
         work = logits.to(_work_dtype(logits))
@@ -180,16 +182,17 @@ def _summary(
         z = (work - top[:, None]) / temperature
         exps = z.exp()
         total = exps.sum(1)
-        log_sum, entropy = total.log(), top
+        log_sum = total.log()
+        entropy = top
         if with_entropy:
             entropy = log_sum - (exps * z.masked_fill(exps == 0, 0.0)).sum(1) / total
     else:
-        anything = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        _, entropy, stats = fused(backend)[0](logits, anything, temperature, with_entropy)
+        any_ids = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        _, entropy, stats = fused(backend)[0](logits, any_ids, temperature, with_entropy)
         top, log_sum = stats.unbind(1)
         entropy = entropy if with_entropy else top
-    nothing = top == -torch.inf  # all of them: a row with NaN has NaN there
-    return top, torch.where(nothing, -torch.inf, log_sum), torch.where(nothing, 0.0, entropy)
+    is_empty = top == -torch.inf  # all logits are -inf: a row with NaN has NaN here
+    return top, torch.where(is_empty, -torch.inf, log_sum), torch.where(is_empty, 0.0, entropy)
 
 
 @_backend.kernel_op("rlkernels::linear_token_logprobs")
@@ -208,21 +211,23 @@ def forward(
             continue
         chosen = torch.full_like(logprobs[rows], torch.nan)
         summaries = []
-        for part, logits in _blocks(hidden[rows], weight, bias, chunk):
+        for entries, logits in _blocks(hidden[rows], weight, bias, chunk):
             summaries.append(_summary(logits, temperature, with_entropy, backend))
-            inside, column = _within(ids[rows], part)
+            inside, column = _within(ids[rows], entries)
             chosen = torch.where(inside, logits.gather(1, column[:, None])[:, 0], chosen)
         tops, log_sums, block_entropies = map(torch.stack, zip(*summaries))  # [blocks, N] each
         top = tops.amax(0)
-        # of a block that is all -inf, -inf - -inf would be NaN
+        # in a block of -inf only, -inf - -inf would be NaN
         shares = torch.where(log_sums == -torch.inf, -torch.inf, (tops - top) / temperature + log_sums)
         log_sum = torch.where(top == -torch.inf, torch.nan, shares.logsumexp(0))
         logprobs[rows] = (chosen - top) / temperature - log_sum
-        stats[rows, 0], stats[rows, 1] = top, log_sum
+        stats[rows, 0] = top
+        stats[rows, 1] = log_sum
         if with_entropy:
-            log_w = shares - log_sum  # of the probability of each block
-            w = log_w.exp()
-            entropies[rows] = (w * (block_entropies - torch.where(w == 0, 0.0, log_w))).sum(0)
+            block_logprobs = shares - log_sum
+            block_probs = block_logprobs.exp()
+            terms = block_entropies - torch.where(block_probs == 0, 0.0, block_logprobs)
+            entropies[rows] = (block_probs * terms).sum(0)
     return logprobs, entropies, stats
 
 
@@ -234,16 +239,18 @@ def _score(
     from rlkernels.logprobs import triton_kernels
 
     state = hidden.new_empty((hidden.shape[0], 4), dtype=torch.float32)
-    for part, logits in _blocks(hidden, weight, bias, chunk):
-        last = part.stop == weight.shape[0]
-        triton_kernels.score_block(logits, ids, part.start, last, state, *outputs, temperature)
+    for entries, logits in _blocks(hidden, weight, bias, chunk):
+        is_last = entries.stop == weight.shape[0]
+        triton_kernels.score_block(logits, ids, entries.start, is_last, state, *outputs, temperature)
 
 
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, dtype = hidden.shape[0], _work_dtype(hidden)
-    shapes = ([rows], [rows if with_entropy else 0], [rows, 2])
-    first, second, third = (hidden.new_empty(shape, dtype=dtype) for shape in shapes)
-    return first, second, third
+    rows = hidden.shape[0]
+    dtype = _work_dtype(hidden)
+    logprobs = hidden.new_empty([rows], dtype=dtype)
+    entropies = hidden.new_empty([rows if with_entropy else 0], dtype=dtype)
+    stats = hidden.new_empty([rows, 2], dtype=dtype)
+    return logprobs, entropies, stats
 
 
 @forward.register_fake
@@ -255,31 +262,36 @@ def _logit_gradient(
     logits: torch.Tensor, ids: torch.Tensor, part: slice, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of a block of logits [N, C], in their dtype and perhaps their place; entropies [0]: no
-    gradient reaches them."""
+    """Return the gradient of a block of logits [N, C] in their dtype; it may overwrite them.
+
+    ``entropies`` [0]: no gradient reaches the entropies.
+    """
     if backend == "triton":
         from rlkernels.logprobs import triton_kernels
 
-        given = stats, entropies, grad_logprobs, grad_entropies, temperature
-        return triton_kernels.differentiate_block(logits, ids, part.start, *given)
+        return triton_kernels.differentiate_block(
+            logits, ids, part.start, stats, entropies, grad_logprobs, grad_entropies, temperature
+        )
     inside, column = _within(ids, part)
 
-    def others(x: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Return the gradient of logits x [N, ...] that are not those of the chosen tokens."""
+    def grad_of_unchosen(x: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Return the gradient of logits x [N, ...] of tokens that were not chosen."""
         log_p = (x.to(stats.dtype) - stats[:, 0][rows]) / temperature - stats[:, 1][rows]
-        p, factor = log_p.exp(), grad_logprobs[rows]
+        p = log_p.exp()
+        factor = grad_logprobs[rows]
         if entropies.numel():
             factor = factor + grad_entropies[rows] * (torch.where(p == 0, 0.0, log_p) + entropies[rows])
         return -p * factor / temperature
 
     if backend == "torch":
-        grad = others(logits, (slice(None), None))
+        grad = grad_of_unchosen(logits, (slice(None), None))
         grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
         return grad.to(logits.dtype)
     grad = fused(backend)[1](logits, column, stats, entropies, grad_logprobs, grad_entropies, temperature)
-    # the kernel takes every row for one whose token is in the block
-    there = (torch.arange(len(column), device=column.device), column)
-    grad[there] = torch.where(inside, grad[there], others(logits[there], slice(None)).to(grad.dtype))
+    # the kernel assumes that the chosen token of every row is in the block
+    at_column = (torch.arange(len(column), device=column.device), column)
+    unchosen = grad_of_unchosen(logits[at_column], slice(None)).to(grad.dtype)
+    grad[at_column] = torch.where(inside, grad[at_column], unchosen)
     return grad
 
 
@@ -292,13 +304,18 @@ def backward(
     """Return the gradients of hidden, weight and bias, [0] if not ``wanted``; entropies [0]: none reaches them."""
     grad_hidden, grad_weight, grad_bias = _empty_gradients(hidden, weight, wanted)
     rounded = hidden.dtype != _work_dtype(hidden)
-    by_rows = wanted[0] and rounded and not hidden.is_cuda  # no product of a CPU leaves bfloat16 unrounded
+    by_rows = wanted[0] and rounded and not hidden.is_cuda  # matrix products of a CPU round their results to bfloat16
     if by_rows:
         step = max(FEWEST, BLOCK // weight.shape[0])
-        for rows in (slice(start, start + step) for start in range(0, hidden.shape[0], step)):
-            s, e, g, h = (x[rows] if x.numel() else x for x in (stats, entropies, grad_logprobs, grad_entropies))
+        for start in range(0, hidden.shape[0], step):
+            rows = slice(start, start + step)
+            row_entropies = entropies[rows] if entropies.numel() else entropies
+            row_grad_entropies = grad_entropies[rows] if grad_entropies.numel() else grad_entropies
             for part, logits in _blocks(hidden[rows], weight, bias, weight.shape[0]):
-                grad = _logit_gradient(logits, ids[rows], part, s, e, g, h, temperature, backend)
+                grad = _logit_gradient(
+                    logits, ids[rows], part, stats[rows], row_entropies, grad_logprobs[rows], row_grad_entropies,
+                    temperature, backend,
+                )  # fmt: skip
                 torch.mm(grad, weight, out=grad_hidden[rows])
     if not any(wanted[1:]) and (by_rows or not wanted[0]):
         return grad_hidden, grad_weight, grad_bias
@@ -321,9 +338,10 @@ def backward(
 def _empty_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    first, second, third = (hidden.new_empty(shape if want else [0]) for shape, want in zip(shapes, wanted))
-    return first, second, third
+    grad_hidden = hidden.new_empty(hidden.shape if wanted[0] else [0])
+    grad_weight = hidden.new_empty(weight.shape if wanted[1] else [0])
+    grad_bias = hidden.new_empty(weight.shape[:1] if wanted[2] else [0])
+    return grad_hidden, grad_weight, grad_bias
 
 
 @backward.register_fake
@@ -363,5 +381,5 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
                 ctx.temperature, ctx.chunk, ctx.backend, wanted,
             )  # fmt: skip
-        found = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return (*found, None, None, None, None, None)
+        needed = [gradient if is_needed else None for gradient, is_needed in zip(gradients, wanted)]
+        return (*needed, None, None, None, None, None)

@@ -2,9 +2,9 @@
 
 import torch
 
-SMALL = 2.0**-64  # logits divided by so small a temperature may overflow: the largest is subtracted before
-LEAST = torch.finfo(torch.float32).tiny  # what is divided by a smaller temperature is float64
-LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # taken for all smaller temperatures
+SMALL = 2.0**-64  # below this temperature a quotient may overflow, so the largest logit is subtracted first
+LEAST = torch.finfo(torch.float32).tiny  # below this temperature the division is in float64
+LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # replaces all smaller temperatures
 
 
 def token_logprobs(
@@ -12,8 +12,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of ``ids`` and entropy, both [...], in float32 (float64 for float64 logits [..., V]).
 
-    The log-probability of an id outside the vocabulary is NaN: a GPU does not look at ids before, and the gather would
-    be fatal. The entropy is [0] unless ``with_entropy``: it takes four more tensors of the size of the logits.
+    The log-probability of an id outside the vocabulary is NaN: a GPU does not check ids before, and the gather would
+    end its context. The entropy is [0] unless ``with_entropy``: it needs four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
     if temperature < SMALL:

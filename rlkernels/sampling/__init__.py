@@ -33,7 +33,7 @@ def _check_keys(sample_ids: torch.Tensor, positions: torch.Tensor, **_: object) 
 def keyed_uniform(
     seed: int, sample_ids: torch.Tensor, positions: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Return random numbers that depend on (seed, sample, position) alone, on every device and in any batch order.
+    """Return random numbers that depend on (seed, sample, position) only, on every device and in any batch order.
 
     Philox4x32-10 with the seed as key and (sample, position) as counter (Salmon et al., SC'11).
 
@@ -133,7 +133,7 @@ def verify_drafts(
     validate: bool = True,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept the part of each draft that plain decoding with the same numbers would have produced.
+    """Accept the prefix of each draft that plain decoding with the same numbers would have produced.
 
     Every row is sampled with its own number, as in :func:`sample_tokens`; the draft is accepted while it equals the
     samples. So a draft token x has the acceptance probability p(x), as in speculative sampling from a one-hot draft
@@ -180,7 +180,7 @@ def verify_drafts(
 
 
 def _checked_sizes(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both without history: what is drawn has no gradient."""
+    """Check the sizes, and return both detached: samples have no gradient."""
     rows, vocab = logits.shape
     if not 1 <= vocab <= MAX_VOCABULARY:
         _check.in_range("the vocabulary, logits.shape[1],", vocab, 1, MAX_VOCABULARY)
@@ -191,17 +191,17 @@ def _checked_sizes(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits as the kernels take them: contiguous, float32 or bfloat16."""
+    """Return the logits for the kernels: contiguous, float32 or bfloat16."""
     return (logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()).contiguous()
 
 
 def _filters(top_p: float | torch.Tensor, top_k: int | torch.Tensor) -> bool:
-    """Return False if a look without waiting for a GPU shows that nothing is cut off."""
+    """Return False if top-p and top-k are known to be off without waiting for a GPU."""
     return isinstance(top_p, torch.Tensor) or isinstance(top_k, torch.Tensor) or top_p < 1 or top_k > 0
 
 
 def _few(top_k: int | torch.Tensor) -> bool:
-    """Return True if a look without waiting for a GPU shows that every row keeps only a few of the largest."""
+    """Return True if every row's top-k is known to be on and small without waiting for a GPU."""
     return not isinstance(top_k, torch.Tensor) and 0 < top_k <= reference.CANDIDATES
 
 
@@ -214,7 +214,7 @@ def _settings(
 ) -> Settings:
     """Return the three settings as tensors [rows]: float32, float32, int64. Nothing may write to them.
 
-    Those of numbers are kept for the next call: to fill them takes three launches.
+    Tensors of numbers are cached for later calls: filling them takes three launches.
     """
     values: tuple[Any, Any, Any] = temperature, top_p, top_k
     numbers = type(temperature) is type(top_p) is float and type(top_k) is int
@@ -234,7 +234,7 @@ def _settings(
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Tell whether the call is recorded to be run again: tensors that it makes belong to the recording."""
+    """Return whether the call is being recorded, so that tensors it makes belong to the recording."""
     if torch.compiler.is_compiling() or not _backend.are_plain(()):
         return True
     if device.type != "cuda":
@@ -281,7 +281,7 @@ def _expand(name: str, value: Any, dtype: torch.dtype, rows: int, device: torch.
 def _drafts(
     drafts: Sequence[Sequence[int]] | torch.Tensor, starts: torch.Tensor | Sequence[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts concatenated [R - B] and starts [B + 1], both int64 on the device of the logits, checked against R."""
+    """Return concatenated drafts [R - B] and starts [B + 1], both int64 on the device of the logits; check both."""
     if not hasattr(starts, "__iter__"):
         raise TypeError(f"starts must be a tensor or a list of integers, got {starts!r}")
     if isinstance(starts, torch.Tensor):
@@ -299,12 +299,12 @@ def _drafts(
         flat = drafts
     else:
         try:
-            given = [len(draft) for draft in drafts]
+            draft_lengths = [len(draft) for draft in drafts]
         except TypeError:
             message = "drafts must be a tensor of all tokens or hold a sequence of tokens for each sequence, got"
             raise TypeError(f"{message} {reprlib.repr(drafts)}") from None
-        if given != lengths:
-            raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {given}")
+        if draft_lengths != lengths:
+            raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {draft_lengths}")
         try:
             ids = [operator.index(token) for draft in drafts for token in draft]
             flat = torch.tensor(ids, dtype=torch.int64, device=logits.device)
@@ -316,16 +316,17 @@ def _drafts(
 
 
 def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
-    # log-probabilities are at most 0: no sum of others is NaN
+    # log-probabilities are at most 0, so a sum is NaN only if one of them is
     if logits.is_meta or not math.isnan(logprobs.sum().item()):
         return
     bad = logprobs.isnan()
     row = int(bad.nonzero()[0, 0])
     where = f"in row {row} ({int(bad.sum())} bad rows)"
-    uniform, largest = float(uniforms[row]), float(logits[row].float().max())
+    uniform = float(uniforms[row])
+    largest = float(logits[row].float().max())
     if not 0 <= uniform < 1:
         raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {where}")
     if not math.isfinite(largest):
-        found = "nothing but -inf" if largest == -math.inf else largest
-        raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {found} {where}")
+        fault = "nothing but -inf" if largest == -math.inf else largest
+        raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {fault} {where}")
     raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {where}")

@@ -31,7 +31,7 @@ EXP2_COEFFICIENTS = [float.fromhex(c) for c in (
 LOG2_E = float.fromhex("0x1.715476p+0")
 ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a float32 to an integer, ties to even
 WEIGHT_BITS = 42  # weight of the largest logit; up to 2**20 of them fit a signed 64-bit sum
-CANDIDATES = 1024  # largest logits among which a filter's tokens are looked for before a whole row is sorted
+CANDIDATES = 1024  # largest logits of a row; whole rows are sorted only if a filter needs more of them
 
 
 def token_weights(z: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def first_of(logits: torch.Tensor, count: int) -> torch.Tensor:
 def _cut(
     weights: torch.Tensor, order: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor, limit: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weights [T, V] that ``limit``, then top-p leave of ``order``, the largest tokens of each row."""
+    """Return the weights [T, V] of ``order``, the largest tokens of each row, after ``limit`` and top-p."""
     ranked = weights.gather(1, order)
     ranked[torch.arange(order.shape[1], device=order.device) >= limit[:, None]] = 0
     total = torch.where(limit >= weights.shape[1], total, ranked.sum(1))
@@ -80,16 +80,18 @@ def _cut(
     return torch.zeros_like(weights).scatter_(1, order, ranked)
 
 
-def _kept_weights(
+def _filtered_weights(
     logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, few: bool
 ) -> torch.Tensor:
-    """Return the weights [T, V] of the tokens that top-k, then top-p leave; 0 for the others.
+    """Return the weights [T, V] after top-k, then top-p; 0 for tokens that they remove.
 
-    What is left hardly ever has more than ``CANDIDATES`` tokens, which are found without sorting a vocabulary. Unless
-    ``few`` (see :func:`sample_tokens`) the host asks which rows need more.
+    More than ``CANDIDATES`` tokens rarely remain, so whole rows are rarely sorted. Unless ``few`` (see
+    :func:`sample_tokens`) the host waits to learn which rows need more candidates.
     """
-    vocab, total = logits.shape[1], weights.sum(1)
-    logits, limit = logits.nan_to_num(0.0), torch.where(top_k == 0, vocab, top_k)
+    vocab = logits.shape[1]
+    total = weights.sum(1)
+    logits = logits.nan_to_num(0.0)
+    limit = torch.where(top_k == 0, vocab, top_k)
 
     def by_sorting(rows: torch.Tensor | slice) -> torch.Tensor:
         order = logits[rows].argsort(dim=1, descending=True, stable=True)
@@ -98,15 +100,15 @@ def _kept_weights(
     if vocab <= CANDIDATES or logits.is_meta:
         return by_sorting(slice(None))
     order = first_of(logits, CANDIDATES)
-    off = (limit >= vocab) & (top_p == 1)
-    kept = torch.where(off[:, None], weights, _cut(weights, order, total, top_p, limit))
+    unfiltered = (limit >= vocab) & (top_p == 1)
+    filtered = torch.where(unfiltered[:, None], weights, _cut(weights, order, total, top_p, limit))
     if not few:
-        # without top-k the nucleus of the whole row has to end among them
+        # without top-k the nucleus of the whole row must end among the candidates
         ends = (limit >= vocab) & (weights.gather(1, order).sum(1) >= scaled_share(top_p, total))
-        rest = (~(off | ends | (limit <= CANDIDATES))).nonzero()[:, 0]
-        if len(rest):
-            kept[rest] = by_sorting(rest)
-    return kept
+        unfinished = (~(unfiltered | ends | (limit <= CANDIDATES))).nonzero()[:, 0]
+        if len(unfinished):
+            filtered[unfinished] = by_sorting(unfinished)
+    return filtered
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
@@ -115,8 +117,8 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     """See :func:`rlkernels.sample_tokens`; settings are tensors [T], and a row without a distribution gives -1, NaN.
 
     Args:
-        filtered: some row may have top_k or top_p on. False: nothing is cut off, so nothing need be sorted.
-        few: every row has a top_k of 1 to ``CANDIDATES``, so that nobody need ask.
+        filtered: whether a row may have top_k or top_p on; if not, nothing is sorted.
+        few: whether every row has a top_k of 1 to ``CANDIDATES``, so that the host need not wait.
     """
     rows, vocab = logits.shape
     if rows == 0:
@@ -131,12 +133,15 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     z = (logits - largest[:, None]) * inverse[:, None]
     weights = token_weights(z.nan_to_num(0.0, 0.0, -float("inf")))  # [T, V] int64
 
-    kept = _kept_weights(logits, weights, top_p, top_k, few) if filtered else weights
-    cumulative = kept.cumsum(1)
-    target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), cumulative[:, -1])
+    if filtered:
+        weights = _filtered_weights(logits, weights, top_p, top_k, few)
+    cumulative = weights.cumsum(1)
+    total = cumulative[:, -1]
+    target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), total)
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocab - 1)
-    logprobs = z.gather(1, ids[:, None])[:, 0].double() - (cumulative[:, -1].double() * 2.0**-WEIGHT_BITS).log()
-    ids, logprobs = torch.where(cold, greedy, ids), torch.where(cold, 0.0, logprobs)
+    logprobs = z.gather(1, ids[:, None])[:, 0].double() - (total.double() * 2.0**-WEIGHT_BITS).log()
+    ids = torch.where(cold, greedy, ids)
+    logprobs = torch.where(cold, 0.0, logprobs)
     return torch.where(invalid, -1, ids), torch.where(invalid, torch.nan, logprobs).float()
 
 
@@ -157,7 +162,7 @@ def accept(
     """Return the results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
     last = starts[1:] - 1
     row = torch.arange(len(ids), device=ids.device)
-    # of the rows before, one per sequence has no draft token; what stands after the last one is never compared
+    # each earlier sequence has one row without a draft token; the row after the last draft is never compared
     expected = torch.nn.functional.pad(drafts, (0, 1))[row - owner]
     first_miss = torch.where((row < last[owner]) & (ids == expected), last[owner], row)
     first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
