@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import save_letters
+from tiny import save_tiny_policy
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkernels.prefix_cache import TreeLayout
 
-VOCAB, EOS, SIZE = 64, 63, 8
+EOS, SIZE = 63, 8
 
 
 def conversations():
@@ -64,15 +64,9 @@ class NoTransfer:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(5)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=EOS, pad_token_id=EOS,
-    )  # fmt: skip
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("qwen2")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return save_letters(folder, VOCAB) or folder
+    return save_tiny_policy(folder, seed=5, num_attention_heads=6, hidden_size=48, max_position_embeddings=512)
 
 
 @pytest.fixture

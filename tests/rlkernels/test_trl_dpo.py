@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
-from tiny import save_letters
+from tiny import save_tiny_policy
 
-VOCAB, EOS = 64, 63
+EOS = 63
 # prompt, chosen, rejected: prompts of two pairs, answers that begin alike, one that begins the other, one token
 PAIRS = [
     ("ABCDEFGH", "IJKL", "MNOPQR"), ("ABCDEFGH", "IJX", "B"), ("ABZ", "CDEFG", "CDEFGHIJ"), ("L", "M", "NOPQ"),
@@ -17,16 +17,9 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(5)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=EOS, pad_token_id=EOS,
-    )  # fmt: skip
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("qwen2")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_letters(folder, VOCAB)
-    return folder
+    return save_tiny_policy(folder, seed=5, num_attention_heads=6, hidden_size=48, max_position_embeddings=512)
 
 
 @pytest.fixture
