@@ -239,6 +239,8 @@ def pretended() -> Iterator[Counter[str]]:
         with pytest.MonkeyPatch.context() as monkeypatch, PretendGPU():
             for name, value in answers.items():
                 monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+            # an optimizer of a torch with CUDA would ask the driver, which is not there, for a stream
+            monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
             monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
             monkeypatch.setattr(backend, "RECORDS", {})  # no kernel of ours runs there
             monkeypatch.setenv("RLKERNELS_PROVE", "off")
