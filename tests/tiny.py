@@ -53,6 +53,17 @@ def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, 
     return make(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)
 
 
+def gradient_recorder():
+    """Return a callback for TRL's trainers, and the list it fills: gradients of each step before clipping, by name."""
+    callback, steps = importlib.import_module("transformers").TrainerCallback(), []
+
+    def note_gradients(args, state, control, model, **kwargs):
+        steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    callback.on_pre_optimizer_step = note_gradients
+    return callback, steps
+
+
 def weights(trainer):
     """A copy of what a trainer of Transformers trains."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -47,7 +47,7 @@ class _Plan:
         self.device = device
         starts, stops, _ = layout.nodes.unbind(1)
         self._starts = starts
-        self._parents = _parents(layout)
+        self._parents = layout.parents()
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         levels: list[dict[int, list[int]]] = []  # of each level: nodes by size
         depths = {-1: -1}
@@ -105,19 +105,6 @@ class _Plan:
                 window[places[starts] - distance] = ancestors
             self._windows[width] = window.to(self.device), places.to(self.device)
         return self._windows[width]
-
-
-def _parents(layout: TreeLayout) -> list[int]:
-    """Return the parent of each node, -1 without one."""
-    nodes = layout.nodes.tolist()
-    parents: list[int] = []
-    path: list[int] = []
-    for node, (start, _, _) in enumerate(nodes):
-        while path and nodes[path[-1]][2] <= start:
-            path.pop()
-        parents.append(path[-1] if path else -1)
-        path.append(node)
-    return parents
 
 
 def _plan(layout: TreeLayout, row: torch.Tensor, tokens: int) -> _Plan:

@@ -10,7 +10,7 @@ import torch
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.trainer.utils import get_peak_flops_per_device
 
-from rlkernels.integrations.trl_shared import dispatch_packed_attention
+from rlkernels.integrations.trl_shared import dispatch_packed_attention, unwrap
 from rlkernels.prefix_cache import TreeLayout
 
 __all__ = ["SharedPrefixAsyncGRPOTrainer"]
@@ -64,7 +64,4 @@ class SharedPrefixAsyncGRPOTrainer(AsyncGRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        model = self.accelerator.unwrap_model(self.model)
-        if hasattr(model, "get_base_model"):  # of PEFT
-            model = model.get_base_model()
-        model.register_forward_pre_hook(_pass_layout, with_kwargs=True)
+        unwrap(self.accelerator, self.model).register_forward_pre_hook(_pass_layout, with_kwargs=True)

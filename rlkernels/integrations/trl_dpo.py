@@ -106,9 +106,9 @@ class SharedPrefixDPOTrainer(PrefixSharing, DPOTrainer):
         extra = {name: value for name, value in inputs.items() if name not in FIELDS}
         can_share = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, extra)
         packed = pack_labelled(ids, attention_mask, scored) if can_share else None
-        labels = ids.masked_fill(scored == 0, -100)
 
         def score(shared_prefix: Labelled | None) -> torch.Tensor:
+            labels = ids.masked_fill(scored == 0, -100)
             # adapters pass all arguments on, so that a model without this one must not get it
             option = {} if shared_prefix is None else {"shared_prefix": shared_prefix}
             with self.accelerator.autocast():

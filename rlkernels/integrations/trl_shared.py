@@ -116,6 +116,12 @@ def _with_packed_attention(plain: Any) -> Any:
     return attend
 
 
+def unwrap(accelerator: Any, model: Any) -> PreTrainedModel:
+    """Return the model of Transformers inside the wrappers of accelerate and PEFT."""
+    model = accelerator.unwrap_model(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def packed_arguments(model: Any, ids: torch.Tensor, layout: TreeLayout) -> dict[str, Any]:
     """Return the arguments of a model's forward pass on packed tokens [T]."""
     dispatch_packed_attention(model)
@@ -210,8 +216,7 @@ class PrefixSharing:
         if self._is_set_up:
             return
         self._is_set_up = True
-        models = [self.accelerator.unwrap_model(model) for model in (self.model, self.ref_model) if model is not None]
-        models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
+        models = [unwrap(self.accelerator, model) for model in (self.model, self.ref_model) if model is not None]
         for model in models:
             if reason := obstacle(model):
                 self._stop_sharing(f"{type(model).__name__} computes prompts for each answer: {reason}")
@@ -343,11 +348,13 @@ class SharedPrefix(PrefixSharing):
         can_share = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, extra)
         packed_score = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
-        padded = {name: F.pad(value, (1, 0)) for name, value in tokens.items()}  # does padding shift positions?
+
+        def trl_logps() -> torch.Tensor:
+            padded = {name: F.pad(value, (1, 0)) for name, value in tokens.items()}  # does padding shift positions?
+            return trl_score(**padded, batch_size=1)[0]
+
         if self._shares_batch(
-            can_share, model,
-            lambda: packed_score(len(input_ids), False)[0],
-            lambda: trl_score(**padded, batch_size=1)[0],
+            can_share, model, lambda: packed_score(len(input_ids), False)[0], trl_logps,
             attention_mask[:, -logits_to_keep:].bool(),
         ):  # fmt: skip
             logps, entropies, passed = packed_score(batch_size or len(input_ids), compute_entropy)

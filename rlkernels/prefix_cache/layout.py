@@ -94,20 +94,28 @@ class TreeLayout:
             [torch.from_numpy(place) for place in places],
         )
 
+    def parents(self) -> list[int]:
+        """Return the parent of each node, -1 without one."""
+        parents: list[int] = []
+        ancestors: list[tuple[int, int]] = []  # end and number of each
+        for node, (start, _, end) in enumerate(self.nodes.tolist()):
+            while ancestors and ancestors[-1][0] <= start:
+                ancestors.pop()
+            parents.append(ancestors[-1][1] if ancestors else -1)
+            ancestors.append((end, node))
+        return parents
+
     def paths(self) -> list[list[slice]]:
         """Return for each node the runs of tokens on the path to it, in order."""
         paths: list[list[slice]] = []
-        ancestors: list[tuple[int, list[slice]]] = []  # the end of each, and the path to it with its own tokens
-        for start, stop, end in self.nodes.tolist():
-            while ancestors and ancestors[-1][0] <= start:
-                ancestors.pop()
-            path = ancestors[-1][1] if ancestors else []
+        extended: list[list[slice]] = []  # each path with the node's own tokens
+        for (start, stop, _), parent in zip(self.nodes.tolist(), self.parents()):
+            path = extended[parent] if parent >= 0 else []
             paths.append(path)
             if path and path[-1].stop == start:  # the node continues the last run
-                extended = [*path[:-1], slice(path[-1].start, stop)]
+                extended.append([*path[:-1], slice(path[-1].start, stop)])
             else:
-                extended = [*path, slice(start, stop)]
-            ancestors.append((end, extended))
+                extended.append([*path, slice(start, stop)])
         return paths
 
     def seen_by_nodes(self, window: int | None = None) -> list[list[slice]]:

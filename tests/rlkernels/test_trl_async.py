@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_policy
+from tiny import gradient_recorder, save_tiny_policy
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkernels.prefix_cache import TreeLayout
@@ -74,15 +74,10 @@ def train(trl_integration, policy, tmp_path, monkeypatch):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
     asynchronous = importlib.import_module("trl.experimental.async_grpo")
     monkeypatch.setattr(asynchronous.async_grpo_trainer, "VLLMClient", lambda *args: None)  # no server, no requests
-    transformers, datasets = importlib.import_module("transformers"), importlib.import_module("datasets")
+    datasets = importlib.import_module("datasets")
 
     def run(cls=None, peft_config=None, **settings):
-        callback, steps = transformers.TrainerCallback(), []
-
-        def note_gradients(args, state, control, model, **kwargs):
-            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-        callback.on_pre_optimizer_step = note_gradients
+        callback, steps = gradient_recorder()
         args = asynchronous.AsyncGRPOConfig(
             str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=2,
             per_device_train_batch_size=SIZE, optim="sgd", temperature=0.9,

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from tiny import save_tiny_policy
+from tiny import gradient_recorder, save_tiny_policy
 
 EOS = 63
 # prompt, chosen, rejected: prompts of two pairs, answers that begin alike, one that begins the other, one token
@@ -25,15 +25,10 @@ def policy(tmp_path_factory):
 @pytest.fixture
 def train(trl_integration, policy, tmp_path):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
-    trl, datasets, transformers = map(importlib.import_module, ("trl", "datasets", "transformers"))
+    trl, datasets = map(importlib.import_module, ("trl", "datasets"))
 
     def run(shared=True, peft_config=None, **settings):
-        callback, steps = transformers.TrainerCallback(), []
-
-        def note_gradients(args, state, control, model, **kwargs):
-            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-        callback.on_pre_optimizer_step = note_gradients
+        callback, steps = gradient_recorder()
         args = trl.DPOConfig(
             str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=3,
             optim="sgd", lr_scheduler_type="constant", logging_steps=1, beta=0.3,

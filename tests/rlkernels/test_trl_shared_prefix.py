@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import grpo_trainer, save_letters
+from tiny import gradient_recorder, grpo_trainer, save_letters
 
 LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
 BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
@@ -98,17 +98,12 @@ class Answers:
 @pytest.fixture
 def train(trl_integration, policy, tmp_path):
     """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
-    transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+    peft = importlib.import_module("peft")
 
     def run(
         kind="qwen2", shared=True, lora=None, rollout=None, sampler=False, trainer_class=None, options=(), **settings
     ):
-        callback, steps = transformers.TrainerCallback(), []
-
-        def note_gradients(args, state, control, model, **kwargs):
-            steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-        callback.on_pre_optimizer_step = note_gradients
+        callback, steps = gradient_recorder()
         cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else None)
         torch.manual_seed(0)
         usual = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
