@@ -55,6 +55,7 @@ NOT_RUN = {  # why
     "python -m rlkernels prove": "needs a GPU; test_proof runs the command with kernels of its own",
     "python -m bench.soak memory": "memory grows in the first steps; test_soak runs it",
     "python -m bench.studies rpo": "takes hours; test_studies runs short ones",
+    "python -m bench.studies sentences": "the same; test_ranks measures weights of short runs",
     "python -m bench.gpu.records": "rewrites rlkernels/records.json; test_bench_gpu_records compares that file",
     "python -m bench.gpu.session": "needs a GPU; test_bench_gpu runs it on a CPU",
     "python -m bench.gpu.train": "the same; test_bench_gpu_train does",
