@@ -30,7 +30,7 @@ STEPS = (
     "task.train_size=16 task.test_size=16 rollout.num_generations=2 rollout.max_completion_length=32 "
     "evaluation.eval_steps=0"
 )
-LITTLE = {  # what is added to a command that begins like this; the last that fits counts
+LITTLE = {  # what is added to a command that begins with these words; the last that fits counts
     "python -m python_trainer train": f"--set max_steps=2 {STEPS}",
     "python -m python_trainer train --dry-run": "",
     "python -m python_trainer history": "",
@@ -210,6 +210,18 @@ def test_settings_and_targets_exist(page):
         assert re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", makefile, re.M), f"{page.name} names make {target}"
 
 
+def shell_commands(page: Path) -> list[str]:
+    """Return the commands of the sh blocks of a page."""
+    return [line for block in read_blocks(page) if block.kind == "sh" for line in block.lines]
+
+
+def test_every_shell_command_has_a_test():
+    """``shorten`` names one that is in neither LITTLE nor NOT_RUN; the slow test below runs them."""
+    commands = [command for page in [*PAGES, *BENCH] for command in shell_commands(page)]
+    shortened = [shorten(c) for c in commands if not c.startswith(tuple(NOT_RUN)) and "pip install" not in c]
+    assert len(shortened) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, *BENCH], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
@@ -225,7 +237,7 @@ def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
     for name in CHECKPOINTS.split() if any("CHECKPOINT" in block.text for block in read_blocks(page)) else ():
         policy.save_pretrained(tmp_path / name)
         policy.model.layers[0].mlp.up_proj.weight.data[0] += 0.1
-    for command in [line for block in read_blocks(page) if block.kind == "sh" for line in block.lines]:
+    for command in shell_commands(page):
         for module, name in re.findall(r"rlkernels\.integrations\.(\w+)\.(\w+)", command):
             assert f"class {name}" in (ROOT / "rlkernels" / "integrations" / f"{module}.py").read_text(), command
         if command.startswith(tuple(NOT_RUN)):
@@ -244,7 +256,7 @@ def shorten(command):
         return re.sub("^torchrun --nproc-per-node [0-9]", "python", command) + " --dry-run"
     if command.startswith("make "):
         return f"make -n -C {ROOT} {command[5:]}"
-    found = [more for beginning, more in LITTLE.items() if command.startswith(beginning)]
+    found = [more for beginning, more in LITTLE.items() if f"{command} ".startswith(f"{beginning} ")]
     assert found, f"nothing makes a test of {command}: add it to LITTLE or NOT_RUN"
     return f"{command} {found[-1]}"
 
