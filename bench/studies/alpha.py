@@ -1,8 +1,8 @@
 """AlphaRL up to the plateau: a prediction after 40 % of 200 steps, at a rate that is too low and at the tuned one.
 
-*gain at 40 %*: the gain after 80 steps, with the prediction where there is one, as a share of what plain training of
-the same seed gains in 200. All arms train on to step 200. The rivals are higher rates and fewer prompts a step. Plain's
-checkpoints tell how much of its gain the leading ranks of its update keep, and how straight it moved.
+*gain at 40 %*: gain after 80 steps, with the prediction if there is one, over the gain of plain training of the same
+seed in 200 steps. All arms train on to step 200. The rivals are higher rates and fewer prompts a step. Checkpoints of
+the plain run show how much of its gain the leading ranks of its update keep, and how straight its path is.
 """
 
 from pathlib import Path
@@ -11,32 +11,36 @@ from typing import Any
 from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, evaluations, fewer_prompts
 from bench.studies.ranks import HISTORY, other_weights, shape_of_path
 
-STEPS, PREDICTED = 200, 80
-LOW, TUNED = 3e-5, 2e-4
+STEPS = 200
+PREDICTED = 80  # step of the prediction
+LOW_RATE = 3e-5
+TUNED_RATE = 2e-4
 PAPER = ["accelerators.enabled=[alpha]", "accelerators.alpha.preset=paper"]
-OURS = [
+GATED = [
     "accelerators.enabled=[alpha]", "accelerators.alpha.every=0", f"accelerators.alpha.horizon={STEPS / PREDICTED}",
 ]  # fmt: skip
 
 
 def measure(run: Path) -> dict[str, Any]:
-    """The gain after 40 % of the steps; of a plain run also its ranks. Empty before the plain run is over."""
+    """Return the gain after 40 % of the steps; of a plain run also its ranks. Empty until the plain run finishes."""
     plain = run.parents[1] / "plain" / run.name
     if not (plain / "summary.json").exists():
         return {}
-    start, end = (evaluations(plain)[place][3] for place in (0, -1))
-    (then,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTED)
-    found: dict[str, Any] = {"gain at 40 %": (then - start) / max(end - start, 1e-9)}
-    return found | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)} if run == plain else found
+    start, *_, end = (accuracy for *_, accuracy in evaluations(plain))
+    (predicted,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTED)
+    figures: dict[str, Any] = {"gain at 40 %": (predicted - start) / max(end - start, 1e-9)}
+    if run == plain:
+        figures |= shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
+    return figures
 
 
 def arms(rate: float) -> list[Arm]:
     """Make the arms of one learning rate."""
-    rivals = [*fewer_prompts(16), Arm("paper preset", PAPER), Arm("rank 1, gated", OURS)]
+    rivals = [*fewer_prompts(16), Arm("paper preset", PAPER), Arm("rank 1, gated", GATED)]
     return [
         Arm("plain", [HISTORY], rate=rate),
         *(Arm(arm.name, arm.settings, rate=rate) for arm in rivals),
-        *(Arm(f"{factor} the rate", rate=times * rate) for factor, times in (("twice", 2), ("four times", 4))),
+        *(Arm(f"{word} the rate", rate=factor * rate) for word, factor in (("twice", 2), ("four times", 4))),
     ]
 
 
@@ -54,5 +58,5 @@ STUDIES = [
         columns={"jumped": "alpha/accepted"},
         measure=measure,
     )
-    for name, rate in (("low rate", LOW), ("tuned rate", TUNED))
+    for name, rate in (("low rate", LOW_RATE), ("tuned rate", TUNED_RATE))
 ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Lossless drafts from earlier answers: forward passes and seconds, and that training does not change.
+"""Lossless drafts from earlier answers: forward passes and seconds, and proof that training does not change.
 
-192 prompts of `sums` come back every twelve steps; float32 with exact products. *same training* is 1 where all rewards,
-losses, gradients and lengths equal those of the plain run, to the bit. In an environment with vLLM (`make test-vllm`),
-`--set rollout.engine=vllm` drafts inside vLLM, whose sampled tokens are others of the same distribution.
+192 prompts of `sums` return every twelve steps; float32 with exact products. *same training* is 1 if all rewards,
+losses, gradients and lengths equal those of the plain run bit for bit. In an environment with vLLM (`make test-vllm`),
+`--set rollout.engine=vllm` drafts inside vLLM, which samples other tokens from the same distribution.
 """
 
 import json
@@ -11,29 +11,29 @@ from typing import Any
 
 from bench.studies.harness import Arm, Study, fewer_prompts
 
-# depends on the clock, or on what else is in a forward pass: its last digits, in the sampler's log-probabilities
-OTHER = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second", "sampling/")
+# metrics that depend on the clock, or, in the last digits of the sampler's log-probabilities, on the forward passes
+NOT_COMPARED = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second", "sampling/")
 
 
-def learning(run: Path) -> list[dict[str, Any]]:
-    """Rows of metrics, without what depends on the clock."""
+def read_learning(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics without those that drafts may change."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in row.items() if not key.startswith(OTHER)} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Compare the run with the plain one of its seed, and add up its generation."""
+    """Compare the run with the plain one of its seed, and sum up its generation."""
     plain = run.parents[1] / "plain" / run.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = {"s of rollouts": sum(row.get("time/rollout_s", 0.0) for row in rows)}
+    figures = {"s of rollouts": sum(row.get("time/rollout_s", 0.0) for row in rows)}
     if plain.exists():
-        found["same training"] = float(learning(run) == learning(plain))
-    drafted = [row for row in rows if row.get("drafts/tokens_per_step")]
-    for epoch, start in enumerate(range(0, len(drafted), 12), 1):
-        steps = drafted[start : start + 12]
-        passes = sum(row["tokens/generated"] / row["drafts/tokens_per_step"] for row in steps)
-        found[f"tokens a pass, epoch {epoch}"] = sum(row["tokens/generated"] for row in steps) / passes
-    return found
+        figures["same training"] = float(read_learning(run) == read_learning(plain))
+    drafted_rows = [row for row in rows if row.get("drafts/tokens_per_step")]
+    for epoch, start in enumerate(range(0, len(drafted_rows), 12), 1):
+        epoch_rows = drafted_rows[start : start + 12]
+        passes = sum(row["tokens/generated"] / row["drafts/tokens_per_step"] for row in epoch_rows)
+        figures[f"tokens a pass, epoch {epoch}"] = sum(row["tokens/generated"] for row in epoch_rows) / passes
+    return figures
 
 
 STUDIES = [

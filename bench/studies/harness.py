@@ -1,8 +1,8 @@
-"""Runs the arms of a study in turns, over seeds, and reads what came of them.
+"""Run the arms of a study in turns, over seeds, and read their results.
 
-Every arm of a seed is a process of its own that takes one step or one evaluation at a time. All training is charged,
-filling a cache included; the tokens and seconds of an earlier run are kept apart. A run that was killed continues from
-its checkpoint, a finished one is kept.
+Each arm of a seed has its own process, which takes one step or one evaluation at a time. All training is charged,
+filling a cache included; the tokens and seconds of an earlier run are listed separately. A killed run continues from
+its checkpoint; a finished run is not repeated.
 """
 
 import json
@@ -22,14 +22,16 @@ from scipy import stats
 from bench._turns import Turns, Worker
 from python_trainer import Trainer, load_config
 
-TUNING_SEED = 1000  # of the runs that choose learning rates; no other run has it
-EARLIER_SEED = 100  # earlier runs have this seed and those after it
+TUNING_SEED = 1000  # seed of the runs that choose learning rates; no other run has it
+EARLIER_SEED = 100  # seed of the first earlier run; the next ones count up
 OTHER_WEIGHTS = "other weights"
-SECONDS, TOKENS, ACCURACY = "time/training_s", "total/generated_tokens", "eval/accuracy"
+SECONDS = "time/training_s"
+TOKENS = "total/generated_tokens"
+ACCURACY = "eval/accuracy"
 
 
 def trainer_of(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> Trainer:
-    """Make the trainer of one run, which goes on from its checkpoint and takes a turn at a time."""
+    """Make the trainer of one run, which resumes from its checkpoint and takes one turn at a time."""
     quiet = Console(quiet=True)
     settings = load_config(config, overrides)
     return Trainer(settings, folder, resume=True, callbacks=[turns], console=quiet, timer=turns.clock)
@@ -46,11 +48,11 @@ class Arm:
 
     Attributes:
         name: as in the table.
-        settings: overrides beyond those of the study. ``{work}`` is the folder of what the study prepares,
+        settings: overrides beyond those of the study. ``{work}`` is the folder that the study prepares,
             ``{earlier}`` the run directory of the earlier run.
-        after: name of the earlier run of the study that must be over first.
+        after: name of the earlier run of the study that must finish first.
         rate: learning rate; None: tuned, with as many tries as every other arm.
-        train: what runs in the process, with the arguments of :func:`train`.
+        train: function that runs in the process, with the arguments of :func:`train`.
     """
 
     name: str
@@ -70,13 +72,13 @@ class Study:
         common: overrides of all arms.
         arms: the first is the baseline.
         levels: accuracies to which tokens and seconds are counted.
-        earlier: runs that arms begin after; no arms of their own.
-        rates: learning rates that every arm tries on a seed of its own; empty: the rate of the settings.
+        earlier: runs that must finish before some arms begin; they are no arms.
+        rates: learning rates that every arm tries on TUNING_SEED; empty: the rate of the settings.
         tuning_steps: steps of such a try.
-        prepare: makes policies and files in the folder ``{work}``, where they are missing.
-        columns: more figures of a run, by heading: a key of metrics.jsonl, of the last row that has it.
-        measure: more figures of a finished run, by heading, and under OTHER_WEIGHTS what ``ranks.other_weights``
-            returns; called once a run, and again while it returns none.
+        prepare: makes the missing policies and files in the folder ``{work}``.
+        columns: further columns, by heading: a key of metrics.jsonl, read from the last row that has it.
+        measure: further columns of a finished run, by heading, and under OTHER_WEIGHTS the result of
+            ``ranks.other_weights``; called until it returns any.
     """
 
     name: str
@@ -92,18 +94,18 @@ class Study:
     measure: Callable[[Path], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        fewer = any("rollout.prompts_per_step=" in text for arm in self.arms for text in arm.settings)
-        assert fewer, f"study {self.name} lacks the rival with fewer prompts a step"
+        has_fewer_prompts = any("rollout.prompts_per_step=" in text for arm in self.arms for text in arm.settings)
+        assert has_fewer_prompts, f"study {self.name} lacks the rival with fewer prompts a step"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training of a study: an arm, a seed, a learning rate.
+    """One training run of a study: an arm, a seed, a learning rate.
 
     Attributes:
         folder: the run directory.
         overrides: all settings beyond the file of the study.
-        earlier: run directory of the run that must be over first.
+        earlier: run directory of the run that must finish first.
     """
 
     arm: Arm
@@ -117,24 +119,24 @@ class Run:
         return (self.folder / "summary.json").exists()
 
 
-def fewer_prompts(prompts: int, *, parts: Sequence[int] = (2, 4), settings: Sequence[str] = ()) -> list[Arm]:
-    """Make the simplest rivals: half and a quarter of the prompts a step.
+def fewer_prompts(prompts: int, *, divisors: Sequence[int] = (2, 4), settings: Sequence[str] = ()) -> list[Arm]:
+    """Make the simplest rivals: arms with half and a quarter of the prompts a step.
 
     Args:
-        prompts: of a step of the baseline.
+        prompts: number in a step of the baseline.
         settings: overrides of the baseline.
     """
     names = {2: "half of the prompts", 4: "a quarter of the prompts"}
-    return [Arm(names[part], [*settings, f"rollout.prompts_per_step={prompts // part}"]) for part in parts]
+    return [Arm(names[divisor], [*settings, f"rollout.prompts_per_step={prompts // divisor}"]) for divisor in divisors]
 
 
 def at_rate(study: Study, rate: float | None) -> Study:
-    """Give the baseline this learning rate, other arms their multiple of it, and tune none; None: no change."""
+    """Give the baseline this learning rate and other arms their multiple of it, without tuning; None: no change."""
     if rate is None:
         return study
-    first = study.arms[0].rate
-    times = [arm.rate / first if arm.rate and first else 1.0 for arm in study.arms]
-    arms = [replace(arm, rate=rate * factor) for arm, factor in zip(study.arms, times)]
+    baseline_rate = study.arms[0].rate
+    factors = [arm.rate / baseline_rate if arm.rate and baseline_rate else 1.0 for arm in study.arms]
+    arms = [replace(arm, rate=rate * factor) for arm, factor in zip(study.arms, factors)]
     return replace(study, arms=arms, rates=())
 
 
@@ -144,9 +146,9 @@ class Harness:
     Args:
         output: folder of all studies' runs.
         overrides: further settings of every run.
-        arms: names of the arms that are run; None: all.
-        jobs: runs that take their turn at the same time.
-        stop_after: seconds after which no round of turns begins; runs save and end, and a later call goes on.
+        arms: names of the arms to run; None: all.
+        jobs: runs that train at the same time.
+        stop_after: seconds after which no round of turns begins; runs save and stop, and a later call resumes them.
     """
 
     def __init__(
@@ -159,7 +161,9 @@ class Harness:
         jobs: int = 1,
         stop_after: float = math.inf,
     ):
-        self.study, self.overrides, self.jobs = study, overrides, jobs
+        self.study = study
+        self.overrides = overrides
+        self.jobs = jobs
         self.deadline = time.monotonic() + stop_after
         self.folder = output.absolute() / study.name
         self.work = output.absolute() / "work"
@@ -178,22 +182,25 @@ class Harness:
             self._take_turns(self.arms, seed, [self.run_of(arm, seed) for arm in self.arms])
 
     def run_of(self, arm: Arm, seed: int) -> Run:
-        """The run of an arm at its own or its tuned learning rate."""
+        """Return the run of an arm at its fixed or tuned learning rate."""
         rate = self.best_rate(arm) if arm.rate is None and self.study.rates else arm.rate
-        return self._run(arm, seed, rate, f"seed-{seed}", [], seed)
+        return self._run(arm, seed, rate, f"seed-{seed}", [], earlier_number=seed)
 
     def tuning_run(self, arm: Arm, rate: float) -> Run:
-        """The run of a try; the earlier run is that of the first seed."""
-        return self._run(arm, TUNING_SEED, rate, f"rate-{rate:g}", [f"max_steps={self.study.tuning_steps}"], 0)
+        """Return the run that tries a learning rate, after the earlier run of the first seed."""
+        settings = [f"max_steps={self.study.tuning_steps}"]
+        return self._run(arm, TUNING_SEED, rate, f"rate-{rate:g}", settings, earlier_number=0)
 
     def earlier_run(self, name: str, number: int) -> Run:
         arm = next(arm for arm in self.study.earlier if arm.name == name)
         seed = EARLIER_SEED + number
-        return self._run(arm, seed, arm.rate, f"seed-{seed}", [], number)
+        return self._run(arm, seed, arm.rate, f"seed-{seed}", [], earlier_number=number)
 
-    def _run(self, arm: Arm, seed: int, rate: float | None, name: str, more: Sequence[str], number: int) -> Run:
-        earlier = None if arm.after is None else self.earlier_run(arm.after, number).folder
-        overrides = [*self.study.common, *arm.settings, *self.overrides, *more, f"seed={seed}"]
+    def _run(
+        self, arm: Arm, seed: int, rate: float | None, name: str, settings: Sequence[str], *, earlier_number: int
+    ) -> Run:
+        earlier = None if arm.after is None else self.earlier_run(arm.after, earlier_number).folder
+        overrides = [*self.study.common, *arm.settings, *self.overrides, *settings, f"seed={seed}"]
         if rate is not None:
             overrides.append(f"optimizer.learning_rate={rate:g}")
         overrides = [text.replace("{work}", str(self.work)).replace("{earlier}", str(earlier)) for text in overrides]
@@ -201,18 +208,18 @@ class Harness:
         return Run(arm, seed, rate, self.folder / slug / name, overrides, earlier)
 
     def best_rate(self, arm: Arm) -> float:
-        """The rate of the highest mean accuracy over the second half of its evaluations; of equal ones the lowest."""
+        """Return the rate with the highest mean accuracy in the second half of its evaluations, the lowest of ties."""
 
         def score(rate: float) -> tuple[float, float]:
-            found = evaluations(self.tuning_run(arm, rate).folder)
-            return fmean(accuracy for *_, accuracy in found[len(found) // 2 :]), -rate
+            accuracies = [accuracy for *_, accuracy in evaluations(self.tuning_run(arm, rate).folder)]
+            return fmean(accuracies[len(accuracies) // 2 :]), -rate
 
         return max(self.study.rates, key=score)
 
     def _take_turns(self, arms: Sequence[Arm], number: int, runs: Sequence[Run]) -> None:
-        """Train these runs, and the earlier ones they need, a turn each until all are over or it is late."""
-        earlier = [self.earlier_run(name, number) for name in dict.fromkeys(arm.after for arm in arms if arm.after)]
-        runs = [*earlier, *runs]
+        """Train these runs and their earlier runs, one turn each, until all have finished or the time is up."""
+        earlier_names = dict.fromkeys(arm.after for arm in arms if arm.after)
+        runs = [*(self.earlier_run(name, number) for name in earlier_names), *runs]
         for run in runs:
             check_same(run)
         waiting = [run for run in runs if not run.finished()]
@@ -223,8 +230,8 @@ class Harness:
                     ready = [run for run in waiting if run.earlier is None or (run.earlier / "summary.json").exists()]
                     waiting = [run for run in waiting if run not in ready]
                     active += [Worker(run.arm.train, self.study.config, run.overrides, run.folder) for run in ready]
-                    left = list(pool.map(lambda worker: worker.turn(), active))
-                    active = [worker for worker, goes_on in zip(active, left) if goes_on]
+                    unfinished = list(pool.map(lambda worker: worker.turn(), active))
+                    active = [worker for worker, is_unfinished in zip(active, unfinished) if is_unfinished]
                 list(pool.map(lambda worker: worker.finish(), active))
         finally:
             for worker in active:
@@ -234,7 +241,7 @@ class Harness:
         return time.monotonic() >= self.deadline
 
     def rows(self, seeds: int, *, measure: bool = True) -> list[dict[str, Any]]:
-        """The figures of all runs that are over; without ``measure`` those that are known."""
+        """Return a row for each finished run; without ``measure`` only with figures that were measured before."""
         tuned = [arm for arm in self.study.arms if arm.rate is not None or self._is_tuned(arm)]
         runs = [self.run_of(arm, seed) for arm in tuned for seed in range(seeds)]
         return [row_of(self.study, run, measure=measure) for run in runs if run.finished()]
@@ -244,7 +251,7 @@ class Harness:
 
 
 def check_same(run: Run) -> None:
-    """Keep the settings of a run beside it, and refuse to go on with a run of other settings."""
+    """Store the settings of a run in a file next to it; refuse to resume a run of other settings."""
     path = run.folder.with_name(f"{run.folder.name}.json")
     if path.exists() and json.loads(path.read_text()) != list(run.overrides):
         raise SystemExit(f"{run.folder} was begun with other settings ({path}): move it away, or give another --output")
@@ -253,50 +260,52 @@ def check_same(run: Run) -> None:
 
 
 def evaluations(folder: Path) -> list[tuple[int, float, float, float]]:
-    """(step, generated tokens, seconds, accuracy) of every evaluation of a run."""
+    """Return (step, generated tokens, seconds, accuracy) of every evaluation of a run."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row.get(TOKENS, 0), row.get(SECONDS, 0.0), row[ACCURACY]) for row in rows if ACCURACY in row]
 
 
 def row_of(study: Study, run: Run, *, measure: bool = True) -> dict[str, Any]:
-    """The figures of a finished run; without ``measure`` those that are known."""
-    found, summary = evaluations(run.folder), json.loads((run.folder / "summary.json").read_text())
+    """Return the row of a finished run; without ``measure`` only with figures that were measured before."""
+    path = evaluations(run.folder)
+    summary = json.loads((run.folder / "summary.json").read_text())
     metrics = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     row: dict[str, Any] = {
         "study": study.name, "arm": run.arm.name, "seed": run.seed, "rate": run.rate, "steps": summary["steps"],
-        "tokens": summary["generated_tokens"], "seconds": found[-1][2], "accuracy": summary["eval_accuracy_final"],
-        "evaluations": found, "device": summary["device"],
-        "reached": {f"{level:g}": reached(found, level) for level in study.levels},
+        "tokens": summary["generated_tokens"], "seconds": path[-1][2], "accuracy": summary["eval_accuracy_final"],
+        "evaluations": path, "device": summary["device"],
+        "reached": {f"{level:g}": reached(path, level) for level in study.levels},
     }  # fmt: skip
     more = {}
     for heading, key in study.columns.items():
         more[heading] = next((metric[key] for metric in reversed(metrics) if metric.get(key) is not None), None)
     if run.earlier is not None:
-        last = evaluations(run.earlier)[-1]
-        row |= {"earlier tokens": last[1], "earlier seconds": last[2]}
-    whole, part = run.folder / "measured.json", run.folder / "other_weights.json"
-    if study.measure is not None and measure and not whole.exists():
+        _, tokens, seconds, _ = evaluations(run.earlier)[-1]
+        row |= {"earlier tokens": tokens, "earlier seconds": seconds}
+    measured_path = run.folder / "measured.json"
+    unfinished_path = run.folder / "other_weights.json"  # by a measurement that was killed
+    if study.measure is not None and measure and not measured_path.exists():
         measured = study.measure(run.folder)
         if measured:  # else it waits for another run
-            whole.write_text(json.dumps(measured))
-    if whole.exists():
-        more |= json.loads(whole.read_text())
-    elif part.exists():
-        more[OTHER_WEIGHTS] = json.loads(part.read_text())
+            measured_path.write_text(json.dumps(measured))
+    if measured_path.exists():
+        more |= json.loads(measured_path.read_text())
+    elif unfinished_path.exists():
+        more[OTHER_WEIGHTS] = json.loads(unfinished_path.read_text())
     return row | {"more": more}
 
 
-def reached(found: Sequence[Sequence[float]], level: float) -> tuple[float, float] | None:
-    """Tokens and seconds at the first of two successive evaluations that are at the level; None: there are none."""
-    for before, after in pairwise(found):
-        if min(before[3], after[3]) >= level:
-            return before[1], before[2]
+def reached(path: Sequence[Sequence[float]], level: float) -> tuple[float, float] | None:
+    """Return tokens and seconds at the first of two successive evaluations at the level; None: there are none."""
+    for (_, tokens, seconds, accuracy), (*_, next_accuracy) in pairwise(path):
+        if min(accuracy, next_accuracy) >= level:
+            return tokens, seconds
     return None
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and its 95 % interval by Student's t; with one seed there is no interval."""
+    """Mean over seeds and its 95 % interval by Student's t; one seed has no interval."""
 
     mean: float
     low: float | None = None
@@ -307,8 +316,8 @@ class Interval:
         mean = fmean(values)
         if len(values) < 2:
             return cls(mean)
-        reach = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        return cls(mean, mean - reach, mean + reach)
+        half_width = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        return cls(mean, mean - half_width, mean + half_width)
 
     def text(self, form: Callable[[float], str]) -> str:
         if self.low is None or self.high is None:
@@ -316,7 +325,7 @@ class Interval:
         return f"{form(self.mean)} [{form(self.low)}, {form(self.high)}]"
 
 
-def paired(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-    """Rows of two arms, seed by seed."""
-    by_seed = {row["seed"]: row for row in others}
+def paired(rows: Sequence[Mapping[str, Any]], other_rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+    """Return pairs of rows of two arms that have the same seed."""
+    by_seed = {row["seed"]: row for row in other_rows}
     return [(row, by_seed[row["seed"]]) for row in rows if row["seed"] in by_seed]

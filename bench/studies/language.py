@@ -1,15 +1,15 @@
 """A real language model, SmolLM2-135M, on problems of words and on sums.
 
 *gsm8k*: GSM8K's problems of one to three steps, after supervised steps on half. Right answers are rare, and have 60 to
-200 tokens. Training is on the other half; an evaluation is four answers to every test problem. *sampled answers first*:
-four answers of the first policy to every training prompt, charged, of which the right ones are trained on by themselves
-before the first step.
+200 tokens. Training uses the other half; an evaluation samples four answers to every test problem. *sampled answers
+first*: the first policy samples four answers to every training prompt, charged, and trains on the right ones before
+the first step.
 
-*sums*: sums of 2 to 10 terms, after supervised steps on solved ones. Six of ten answers are right, so that plain
-training gains within half an hour on a CPU.
+*sums*: sums of 2 to 10 terms, after supervised steps on solved ones. Six of ten answers are right, so plain training
+gains within half an hour on a CPU.
 
-Weights are bfloat16, beside the optimizer's float32 ones. The weights after plain's steps tell how much of its gain the
-leading ranks of its update keep, how straight it moved, and what a prediction after 40 % of the steps is worth.
+Weights are bfloat16, with float32 copies in the optimizer. The weights of the plain run show how much of its gain the
+leading ranks of its update keep, how straight its path is, and the accuracy of a prediction after 40 % of the steps.
 """
 
 import gc
@@ -37,38 +37,39 @@ from python_trainer.sft import Sft
 from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
 
 CONFIG = "configs/gsm8k_smollm2.yaml"
-EPOCHS = 4  # of the supervised steps: as many as bring the share of right answers near 0.1
+EPOCHS = 4  # of the supervised steps: they bring the accuracy near 0.1
 RATE = 1e-5
-TRIES = 4  # answers to every prompt before the first step, of the arms that begin with such
+SAMPLED_ANSWERS = 4  # to every prompt before the first step, in the arms that begin with them
 MODEL = ["model.dtype=bfloat16", "optimizer.micro_batch_tokens=4096"]
 HALVES = "{work}/short_train.jsonl:train[:50%]", "{work}/short_train.jsonl:train[50%:]"
 TEST = ["task.test_path={work}/short_test.jsonl", "task.test_size=null"]
-NEEDED = ("short_train.jsonl", "short_test.jsonl")
+GSM8K_FILES = ("short_train.jsonl", "short_test.jsonl")
 SUMS = "configs/sums.yaml"
 SUMS_RATE = 5e-5
-SOLVED = 1024  # sums of the supervised steps
+SOLVED_SUMS = 1024  # in the supervised steps
 
 
 def prepare(work: Path) -> None:
-    """Take the supervised steps on GSM8K that are missing."""
-    if missing := [name for name in NEEDED if not (work / name).exists()]:
+    """Take the supervised steps on GSM8K, unless they are done."""
+    if missing := [name for name in GSM8K_FILES if not (work / name).exists()]:
         raise SystemExit(f"{work} lacks {', '.join(missing)}: the command jq at the head of {CONFIG} makes them")
     settings = [f"task.train_path={HALVES[0]}", *TEST, f"sft.epochs={EPOCHS}", "save.save_steps=100"]
     take_supervised_steps(work, "smollm2-sft", CONFIG, settings)
 
 
 def prepare_sums(work: Path) -> None:
-    """Write solved sums, which no seed of the task has, and take the supervised steps that are missing."""
-    rng, path = random.Random("solved sums"), work / "sums.jsonl"
-    drawn = [draw_terms(rng, TERMS["short"]) for _ in range(SOLVED)]
+    """Write solved sums, which no seed of the task has, and take the supervised steps, unless they are done."""
+    rng = random.Random("solved sums")
+    path = work / "sums.jsonl"
+    drawn = [draw_terms(rng, TERMS["short"]) for _ in range(SOLVED_SUMS)]
     path.write_text("".join(json.dumps({"prompt": prompt_of(t), "answer": solution(t)}) + "\n" for t in drawn))
-    places = [f"task.{split}_path={path}:train[{part}]" for split, part in (("train", "64:"), ("test", ":64"))]
-    settings = ["task.name=jsonl", "task.reward=math", *places, "sft.epochs=2", "sft.batch_tokens=1024"]
+    splits = [f"task.train_path={path}:train[64:]", f"task.test_path={path}:train[:64]"]
+    settings = ["task.name=jsonl", "task.reward=math", *splits, "sft.epochs=2", "sft.batch_tokens=1024"]
     take_supervised_steps(work, "smollm2-sums", SUMS, settings)
 
 
 def take_supervised_steps(work: Path, name: str, config: str, settings: Sequence[str]) -> None:
-    """Train the model of the Hub on reference answers into ``work/name``, where that is missing."""
+    """Train the model of the Hub on reference answers into ``work/name``, unless that exists."""
     if not (work / "smollm2" / "config.json").exists():
         raise SystemExit(f"{work} lacks smollm2: put the Hub's HuggingFaceTB/SmolLM2-135M-Instruct there")
     if (work / name / "model").exists():
@@ -81,43 +82,45 @@ def take_supervised_steps(work: Path, name: str, config: str, settings: Sequence
 
 
 class SampledFirst(Accelerator):
-    """Trains on right answers of the first policy alone, before the first step, as ``rhyme`` does on another run's."""
+    """Trains on right answers of the first policy before the first step, as ``rhyme`` does on those of another run."""
 
-    name, enabled = "sampled first", False  # so that checkpoints do not ask for it
+    name = "sampled first"
+    enabled = False  # so that checkpoints do not require it
 
     def begin(self, run: RunContext) -> None:
-        keys = range(len(run.prompts))
-        found = [answer for attempt in range(TRIES) for answer in run.answer(keys, attempt)]
-        self.right = [answer for answer in found if answer.accuracy > 0.5]
-        run.note(f"{len(self.right)} of {len(found)} sampled answers are right")
+        prompts = range(len(run.prompts))
+        answers = [answer for attempt in range(SAMPLED_ANSWERS) for answer in run.answer(prompts, attempt)]
+        self.right_answers = [answer for answer in answers if answer.right]
+        run.note(f"{len(self.right_answers)} of {len(answers)} sampled answers are right")
 
     def before_step(self, context: StepContext) -> list[list[Rollout]]:
         if context.step > 1:
             return []
-        alone = [
+        stored = [
             replace(answer, group=answer.prompt_index, logprobs=[float("nan")] * len(answer.ids), success_rate=0.5,
                     importance_cap=MAX_IMPORTANCE_WEIGHT)
-            for answer in self.right
+            for answer in self.right_answers
         ]  # fmt: skip
-        context.telemetry["rhyme/rehearsed_answers"] = float(REHEARSALS * len(alone))
-        return in_batches(list(by_group(alone).values()), REHEARSAL_BATCH, REHEARSALS, context.seed)
+        context.telemetry["rhyme/rehearsed_answers"] = float(REHEARSALS * len(stored))
+        return in_batches(list(by_group(stored).values()), REHEARSAL_BATCH, REHEARSALS, context.seed)
 
 
 def train_sampled_first(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
-    """Train a run that begins with right answers of its first policy."""
+    """Train a run that starts with right answers of its first policy."""
     trainer = harness.trainer_of(turns, config, overrides, folder)
     trainer.accelerators = [*trainer.accelerators, SampledFirst(None)]
     trainer.run()
 
 
 def measure(run: Path) -> dict[str, Any]:
-    """Return the shares of right answers at the start and of problems with one at the end; of a plain run its ranks."""
-    last = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if ACCURACY in row][-1]
-    found: dict[str, Any] = {"accuracy at the start": evaluations(run)[0][3]}
-    found |= {f"{key.removeprefix('eval/')} at the end": last[key] for key in last if key.startswith("eval/pass@")}
+    """Return the accuracy at the start and pass@k at the end; of a plain run also its ranks."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    *_, last = (row for row in rows if ACCURACY in row)
+    figures: dict[str, Any] = {"accuracy at the start": evaluations(run)[0][3]}
+    figures |= {f"{key.removeprefix('eval/')} at the end": last[key] for key in last if key.startswith("eval/pass@")}
     if run.parent.name == "plain":
-        found |= shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
-    return found
+        figures |= shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
+    return figures
 
 
 ARMS = [
@@ -125,7 +128,7 @@ ARMS = [
     *fewer_prompts(16),
     Arm("twice the rate", rate=2 * RATE),
     Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
-    Arm("rpo", ["accelerators.enabled=[rpo]", f"accelerators.rpo.fill={TRIES}"]),
+    Arm("rpo", ["accelerators.enabled=[rpo]", f"accelerators.rpo.fill={SAMPLED_ANSWERS}"]),
     Arm("sampled answers first", train=train_sampled_first),
     Arm("rhyme after a plain run", [*RHYME, f"{DATABASE}={{earlier}}.db"], after="earlier plain", train=rhyme.train),
 ]

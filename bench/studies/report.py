@@ -1,4 +1,4 @@
-"""The page of a study: a table of its arms, a picture, and the figures of every run."""
+"""The page of a study: a table of its arms, a picture, and a row of figures for every run."""
 
 import json
 import math
@@ -16,14 +16,14 @@ RESULTS = Path(__file__).parent / "results"
 SECONDS_OF = "CPU seconds of one thread; on a GPU seconds of the run's own turns, which shared it under --jobs"
 
 
-def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[str, Any]], results: Path) -> str:
+def write_page(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[str, Any]], results: Path) -> str:
     """Write NAME.md, NAME.jsonl and NAME.png, and return the page."""
     results.mkdir(parents=True, exist_ok=True)
     lines = [f"# {name}", "", about.strip(), ""]
     for study in studies:
-        own = [row for row in rows if row["study"] == study.name]
-        if own:
-            lines += [f"## {study.name}", "", *tables(study, own), ""]
+        study_rows = [row for row in rows if row["study"] == study.name]
+        if study_rows:
+            lines += [f"## {study.name}", "", *tables(study, study_rows), ""]
     devices = ", ".join(sorted({row["device"] for row in rows}))
     lines += [f"{devices}; commit {commit()}. Seconds: {SECONDS_OF}, without evaluations. Levels: held by two "
               "evaluations in succession. Brackets: 95 % over seeds by Student's t, pairs of the same seed.", "",
@@ -36,57 +36,61 @@ def write(name: str, about: str, studies: Sequence[Study], rows: Sequence[dict[s
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a study that :func:`write` has written."""
+    """Return the rows of a study that :func:`write_page` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def tables(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: the arms, then other weights in place of trained ones where there are such figures."""
-    weights = weights_table(rows)
-    return [*table(study, rows), *([""] if weights else []), *weights]
+    """Return the Markdown tables of the arms and, if measured, of other weights in place of trained ones."""
+    lines = table(study, rows)
+    if weights_lines := weights_table(rows):
+        lines += ["", *weights_lines]
+    return lines
 
 
 def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: a row for every arm, compared with the first one."""
-    more = [heading for heading in dict.fromkeys(chain(*(row["more"] for row in rows))) if heading != OTHER_WEIGHTS]
+    """Return the Markdown table with a row for every arm, compared with the first one."""
+    headings = dict.fromkeys(chain(*(row["more"] for row in rows)))
+    more = [heading for heading in headings if heading != OTHER_WEIGHTS]
     has_earlier = any("earlier tokens" in row for row in rows)
     head = ["", "rate", "seeds", "tokens", "s", "accuracy", "minus plain, points", "tokens to plain's end", "s"]
-    head += [f"{what} to {level:g}" for level in study.levels for what in ("tokens", "s")]
+    head += [f"{unit} to {level:g}" for level in study.levels for unit in ("tokens", "s")]
     head += ["earlier run: tokens", "s"] if has_earlier else []
     plain = [row for row in rows if row["arm"] == study.arms[0].name]
     body = []
     for arm in study.arms:
-        own = [row for row in rows if row["arm"] == arm.name]
-        if not own:
+        arm_rows = [row for row in rows if row["arm"] == arm.name]
+        if not arm_rows:
             continue
-        pairs = paired(own, plain) if arm is not study.arms[0] else []
-        cells = [f"**{arm.name}**", "" if own[0]["rate"] is None else f"{own[0]['rate']:g}", str(len(own))]
-        cells += [f"{fmean(row['tokens'] for row in own):,.0f}", f"{fmean(row['seconds'] for row in own):,.0f}",
-                  f"{fmean(row['accuracy'] for row in own):.3f}"]  # fmt: skip
-        differences = [100 * (row["accuracy"] - other["accuracy"]) for row, other in pairs]
+        pairs = paired(arm_rows, plain) if arm is not study.arms[0] else []
+        rate = arm_rows[0]["rate"]
+        cells = [f"**{arm.name}**", "" if rate is None else f"{rate:g}", str(len(arm_rows))]
+        for key, form in (("tokens", "{:,.0f}"), ("seconds", "{:,.0f}"), ("accuracy", "{:.3f}")):
+            cells.append(average(arm_rows, key, form))
+        differences = [100 * (row["accuracy"] - plain_row["accuracy"]) for row, plain_row in pairs]
         cells.append(Interval.of(differences).text("{:+.1f}".format) if pairs else "")
-        cells += [to_plains_end(pairs, which) for which in (0, 1)]
+        cells += [to_plains_end(pairs, column) for column in (0, 1)]
         for level in study.levels:
-            cells += [to_level(own, plain if pairs else [], level, which) for which in (0, 1)]
+            cells += [to_level(arm_rows, plain if pairs else [], level, column) for column in (0, 1)]
         if has_earlier:
-            cells += [average(own, "earlier tokens", "{:,.0f}"), average(own, "earlier seconds", "{:,.0f}")]
-        body.append([*cells, *(average([row["more"] for row in own], heading, "{:.3g}") for heading in more)])
+            cells += [average(arm_rows, "earlier tokens", "{:,.0f}"), average(arm_rows, "earlier seconds", "{:,.0f}")]
+        body.append([*cells, *(average([row["more"] for row in arm_rows], heading, "{:.3g}") for heading in more)])
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in ([*head, *more], *body)]
     return [lines[0], "|" + "---|" * len([*head, *more]), *lines[1:]]
 
 
 def weights_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: the accuracy with other weights in place of the trained ones; nothing without such figures."""
-    looked = [row for row in rows if OTHER_WEIGHTS in row["more"]]
-    if not looked:
+    """Return the Markdown table of accuracies with other weights in place of the trained ones; []: none measured."""
+    measured = [row for row in rows if OTHER_WEIGHTS in row["more"]]
+    if not measured:
         return []
-    runs = ", ".join(f"{row['arm']} {row['seed']}" for row in looked)
-    found = [row["more"][OTHER_WEIGHTS] for row in looked]
+    runs = ", ".join(f"{row['arm']} {row['seed']}" for row in measured)
+    other_weights = [row["more"][OTHER_WEIGHTS] for row in measured]
     lines = [f"| weights | accuracy and its standard error: {runs} | share of the gain |", "|---|---|---|"]
-    for name in found[0]:
-        accuracies = ", ".join(f"{weights[name][0]:.3f} ± {weights[name][1]:.3f}" for weights in found)
-        share = Interval.of([100 * share_of_gain(weights, name) for weights in found])
-        lines.append(f"| {name} | {accuracies} | {share.text('{:.0f}'.format)} % |")
+    for name in other_weights[0]:
+        cells = ", ".join(f"{weights[name][0]:.3f} ± {weights[name][1]:.3f}" for weights in other_weights)
+        share = Interval.of([100 * share_of_gain(weights, name) for weights in other_weights])
+        lines.append(f"| {name} | {cells} | {share.text('{:.0f}'.format)} % |")
     return lines
 
 
@@ -95,48 +99,50 @@ def average(rows: Sequence[dict[str, Any]], key: str, form: str) -> str:
     return form.format(fmean(values)) if values else ""
 
 
-def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], level: float, which: int) -> str:
-    """The mean of tokens (0) or seconds (1) to a level; beside plain runs the ratio to them, a geometric mean."""
-    there = at_level(rows, level, which)
-    if len(there) < len(rows):
-        return f"{len(there)} of {len(rows)}"
-    text = f"{fmean(there):,.0f}"
-    ratios = log_ratios([pair_of(pair, level) for pair in paired(rows, plain)], which)
+def to_level(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], level: float, column: int) -> str:
+    """Return the mean of tokens (0) or seconds (1) to a level, with its geometric mean ratio to plain runs, if any."""
+    counts = at_level(rows, level, column)
+    if len(counts) < len(rows):
+        return f"{len(counts)} of {len(rows)}"
+    text = f"{fmean(counts):,.0f}"
+    ratios = log_ratios([pair_of(pair, level) for pair in paired(rows, plain)], column)
     return f"{text} ({geometric(ratios)})" if ratios else text
 
 
-def at_level(rows: Sequence[dict[str, Any]], level: float, which: int) -> list[float]:
-    """Tokens (0) or seconds (1) to a level, of the runs that reach it."""
-    found = [row["reached"][f"{level:g}"] for row in rows]
-    return [counts[which] for counts in found if counts is not None]
+def at_level(rows: Sequence[dict[str, Any]], level: float, column: int) -> list[float]:
+    """Return tokens (0) or seconds (1) to a level, of the runs that reach it."""
+    counts = [row["reached"][f"{level:g}"] for row in rows]
+    return [count[column] for count in counts if count is not None]
 
 
 def pair_of(pair: tuple[Any, Any], level: float) -> tuple[Any, Any]:
-    """Tokens and seconds to a level, of each of a pair of runs; None where one does not reach it."""
-    mine, theirs = (row["reached"][f"{level:g}"] for row in pair)
-    return mine, theirs
+    """Return tokens and seconds to a level for each run of a pair; None for a run that does not reach it."""
+    run, baseline = pair
+    key = f"{level:g}"
+    return run["reached"][key], baseline["reached"][key]
 
 
-def to_plains_end(pairs: Sequence[tuple[Any, Any]], which: int) -> str:
-    """Tokens (0) or seconds (1) until the accuracy with which plain ends, as a share of what plain spends in all."""
+def to_plains_end(pairs: Sequence[tuple[Any, Any]], column: int) -> str:
+    """Return tokens (0) or seconds (1) until plain's final accuracy, as a share of all that plain spends."""
     counts = []
-    for row, other in pairs:
-        own, (_, tokens, seconds, accuracy) = row["evaluations"], other["evaluations"][-1]
-        counts.append((reached([*own, own[-1]], accuracy), (tokens, seconds)))  # the last evaluation counts alone
-    ratios = log_ratios(counts, which)
+    for row, plain_row in pairs:
+        path = row["evaluations"]
+        _, tokens, seconds, accuracy = plain_row["evaluations"][-1]
+        counts.append((reached([*path, path[-1]], accuracy), (tokens, seconds)))  # the last one needs no second
+    ratios = log_ratios(counts, column)
     if len(ratios) < len(pairs):
         return f"{len(ratios)} of {len(pairs)}"
     return geometric(ratios) if ratios else ""
 
 
-def log_ratios(pairs: Sequence[tuple[Any, Any]], which: int) -> list[float]:
-    """Logarithms of the ratios of tokens (0) or seconds (1), of pairs that both have counts above 0."""
-    there = [(mine[which], theirs[which]) for mine, theirs in pairs if mine is not None and theirs is not None]
-    return [math.log(mine / theirs) for mine, theirs in there if min(mine, theirs) > 0]
+def log_ratios(pairs: Sequence[tuple[Any, Any]], column: int) -> list[float]:
+    """Return logarithms of the ratios of tokens (0) or seconds (1), of pairs whose counts are both above 0."""
+    counts = [(run[column], other[column]) for run, other in pairs if run is not None and other is not None]
+    return [math.log(count / other) for count, other in counts if min(count, other) > 0]
 
 
 def geometric(logs: Sequence[float]) -> str:
-    """A geometric mean and its interval."""
+    """Format a geometric mean and its interval."""
     return Interval.of(logs).text(lambda x: f"{math.exp(x):.2f}")
 
 
@@ -144,17 +150,22 @@ def draw_seconds(study: Study, rows: Sequence[dict[str, Any]], path: Path) -> No
     """Draw the seconds to the last level: a bar for the mean of each arm, a dot for each seed."""
     from matplotlib.figure import Figure
 
-    level, plain = study.levels[-1], [row for row in rows if row["arm"] == study.arms[0].name]
+    level = study.levels[-1]
+    plain = [row for row in rows if row["arm"] == study.arms[0].name]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     figure = Figure(figsize=(9, 1.2 + 0.55 * len(arms)), layout="constrained")
     axes = figure.subplots()
     for place, arm in enumerate(arms):
-        own = [row for row in rows if row["arm"] == arm]
-        seconds = at_level(own, level, 1)
-        times = log_ratios([pair_of(pair, level) for pair in paired(plain, own)], 1)
-        text = "" if own == plain or not times else f"{plain[0]['arm']} takes {geometric(times)} times as long"
-        if len(seconds) < len(own):
-            text = f"{len(seconds)} of {len(own)} seeds"
+        arm_rows = [row for row in rows if row["arm"] == arm]
+        seconds = at_level(arm_rows, level, 1)
+        slowdowns = log_ratios([pair_of(pair, level) for pair in paired(plain, arm_rows)], 1)
+        text = (
+            ""
+            if arm_rows == plain or not slowdowns
+            else f"{plain[0]['arm']} takes {geometric(slowdowns)} times as long"
+        )
+        if len(seconds) < len(arm_rows):
+            text = f"{len(seconds)} of {len(arm_rows)} seeds"
         axes.barh(place, fmean(seconds or [0.0]), height=0.6, color=f"C{place}", alpha=0.5)
         axes.plot(seconds, [place] * len(seconds), "o", color=f"C{place}", markersize=5)
         axes.text(max(seconds, default=0.0), place, f"   {text}", va="center")
@@ -166,7 +177,7 @@ def draw_seconds(study: Study, rows: Sequence[dict[str, Any]], path: Path) -> No
 
 
 def draw(studies: Sequence[Study], rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy over tokens and over seconds; a row of pictures for every study, a line for every run."""
+    """Draw accuracy over tokens and over seconds: a row of pictures for each study, a line for each run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,19 +185,19 @@ def draw(studies: Sequence[Study], rows: Sequence[dict[str, Any]], path: Path) -
 
     shown = [study for study in studies if any(row["study"] == study.name for row in rows)]
     figure, axes = pyplot.subplots(len(shown), 2, figsize=(12, 4 * len(shown)), layout="constrained", squeeze=False)
-    for pair, study in zip(axes, shown):
+    for axes_pair, study in zip(axes, shown):
         for number, arm in enumerate(study.arms):
-            own = [row for row in rows if row["study"] == study.name and row["arm"] == arm.name]
-            for i, row in enumerate(own):
+            arm_rows = [row for row in rows if row["study"] == study.name and row["arm"] == arm.name]
+            for i, row in enumerate(arm_rows):
                 style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
                 label = None if i else arm.name
-                for ax, place in zip(pair, (1, 2)):
+                for ax, column in zip(axes_pair, (1, 2)):
                     points = row["evaluations"]
-                    ax.plot([p[place] for p in points], [p[3] for p in points], linewidth=1.2, label=label, **style)
-        pair[0].set(title=study.name, xlabel="generated tokens", ylabel="accuracy")
-        pair[1].set(xlabel="seconds, without evaluations")
-        pair[0].legend(fontsize=7)
-        for ax in pair:
+                    ax.plot([p[column] for p in points], [p[3] for p in points], linewidth=1.2, label=label, **style)
+        axes_pair[0].set(title=study.name, xlabel="generated tokens", ylabel="accuracy")
+        axes_pair[1].set(xlabel="seconds, without evaluations")
+        axes_pair[0].legend(fontsize=7)
+        for ax in axes_pair:
             ax.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

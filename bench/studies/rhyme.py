@@ -1,8 +1,8 @@
 """RhymeRL on `lattice_paths`, with GRPO and with PPO: history of the run itself, and of a smaller policy's run.
 
-Every arm reads a copy of the database that the smaller run has left; its tokens and seconds are shown apart. *s of
-rhyme*: seconds within the accelerator, of all that the run took. Shares are of the stages that stage 1 keeps. The
-oracle tries every set on a copy, which no column of tokens counts; its seconds say nothing.
+Each later arm reads a copy of the smaller run's database; that run's tokens and seconds have their own columns. *s of
+rhyme*: the run's seconds inside the accelerator. Percentages are of the stages that stage 1 keeps. The oracle tries
+every set on a copy, which no column of tokens counts; ignore its seconds.
 """
 
 import copy
@@ -26,31 +26,33 @@ from tools.policies import lattice_paths
 DATABASE = "accelerators.rhyme.database"
 RHYME = ["accelerators.enabled=[rhyme]"]
 PPO = ["algorithm.advantage=gae", "algorithm.lam=1.0", "critic.learning_rate=1e-3"]
-SETS, HELD_OUT = 4, 256  # candidate sets that the oracle tries in a step, prompts on which it looks at each
+CANDIDATE_SETS = 4  # that the oracle tries in a step
+HELD_OUT_PROMPTS = 256  # on which it evaluates each
 
 
 def prepare(work: Path) -> None:
-    """Make the policy of a quarter of the weights, whose run comes first."""
+    """Make the policy with a quarter of the weights, whose run comes first."""
     if not (work / "small" / "tokenizer.json").exists():
         lattice_paths.main(["--size", "small", "--output", str(work / "small")])
 
 
 class Oracle(GroupSampler):
-    """Draws sets of stored answers at random, takes the step with each, and keeps the set after which most is right."""
+    """Draws random sets of stored answers, tries the step with each, and keeps the set with the best accuracy."""
 
     def __init__(self, trainer: Trainer, sampler: GroupSampler):
         super().__init__(sampler.settings, sampler.retrodictor)
-        self.trainer, self.attempt = trainer, 0
+        self.trainer = trainer
+        self.attempt = 0
 
     def mix(self, context: StepContext, rollouts: Sequence[Rollout]) -> list[Rollout]:
         if not self.offers:
             return super().mix(context, rollouts)
-        right = []
-        for self.attempt in range(SETS):
+        accuracies = []
+        for self.attempt in range(CANDIDATE_SETS):
             trial = StepContext(context.run, context.step, context.seed)
-            right.append(self.after_update(super().mix(trial, rollouts), context.step))
-        self.attempt = right.index(max(right))
-        context.telemetry |= {"oracle/gain": max(right) - fmean(right), "oracle/right": max(right)}
+            accuracies.append(self.after_update(super().mix(trial, rollouts), context.step))
+        self.attempt = accuracies.index(max(accuracies))
+        context.telemetry |= {"oracle/gain": max(accuracies) - fmean(accuracies), "oracle/right": max(accuracies)}
         return super().mix(context, rollouts)
 
     def _ranked(self, context: StepContext, offers: list[Candidate]) -> list[Candidate]:
@@ -58,24 +60,24 @@ class Oracle(GroupSampler):
         return [offers[i] for i in sorted(range(len(offers)), key=keys.__getitem__)]
 
     def after_update(self, rollouts: Sequence[Rollout], step: int) -> float:
-        """Return the share of held-out prompts that the policy answers right after an update, which is undone."""
+        """Return the accuracy on held-out prompts after an update, which is undone."""
         trainer = self.trainer
-        before = copy.deepcopy(trainer.learner.state_dict())
+        state = copy.deepcopy(trainer.learner.state_dict())
         trainer.learner.update(rollouts, step)
         trainer.engine.policy_updated()
-        right = fmean(trainer.evaluator.evaluate_each("gate", range(HELD_OUT)))
-        trainer.learner.load_state_dict(before)
+        accuracy = fmean(trainer.evaluator.evaluate_each("gate", range(HELD_OUT_PROMPTS)))
+        trainer.learner.load_state_dict(state)
         trainer.engine.policy_updated()
-        return right
+        return accuracy
 
 
 def with_database(overrides: Sequence[str], folder: Path) -> list[str]:
-    """Give a run a database of its own, which begins as a copy of the one that its settings name, if any."""
-    own = folder.with_name(f"{folder.name}.db")
-    named = dict(text.split("=", 1) for text in overrides).get(DATABASE)
-    if named is not None and not own.exists():
-        shutil.copy(named, own)
-    return [*overrides, f"{DATABASE}={own}"]
+    """Give a run its own database, which starts as a copy of the one in its settings, if any."""
+    path = folder.with_name(f"{folder.name}.db")
+    earlier_path = dict(text.split("=", 1) for text in overrides).get(DATABASE)
+    if earlier_path is not None and not path.exists():
+        shutil.copy(earlier_path, path)
+    return [*overrides, f"{DATABASE}={path}"]
 
 
 def train(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
@@ -92,28 +94,28 @@ def train_with_oracle(turns: Turns, config: str, overrides: Sequence[str], folde
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Return what the accelerator took of the run's seconds."""
+    """Return the run's seconds inside the accelerator, and their share."""
     summary = json.loads((run / "summary.json").read_text())
-    spent = summary["accelerator_s"].get("rhyme", 0.0)
-    return {"s of rhyme": spent, "share of rhyme": spent / summary["training_s"]}
+    seconds = summary["accelerator_s"].get("rhyme", 0.0)
+    return {"s of rhyme": seconds, "share of rhyme": seconds / summary["training_s"]}
 
 
-def after(name: str, *settings: str, train: Callable[..., None] = train) -> Arm:
-    """An arm that has the database of the smaller run."""
+def after_smaller(name: str, *settings: str, train: Callable[..., None] = train) -> Arm:
+    """Make an arm that has the database of the smaller run."""
     return Arm(name, [*RHYME, f"{DATABASE}={{earlier}}.db", *settings], after="smaller", train=train)
 
 
 def arms() -> list[Arm]:
-    chosen = [f"accelerators.rhyme.{setting}" for setting in ("selection=random", "selection=retrodiction")]
+    selections = [f"accelerators.rhyme.{setting}" for setting in ("selection=random", "selection=retrodiction")]
     shares = [(share, f"accelerators.rhyme.fraction={share / 100}") for share in (5, 100)]
     return [
         Arm("plain"),
         *fewer_prompts(16),
         Arm("rhyme", RHYME),
-        after("rhyme after the smaller run"),
-        *(after(f"after it, {text.rpartition('.')[2].replace('=', ' ')}", text) for text in chosen),
-        *(after(f"after it, {share} % of stages", text) for share, text in shares),
-        after("after it, an oracle", train=train_with_oracle),
+        after_smaller("rhyme after the smaller run"),
+        *(after_smaller(f"after it, {text.rpartition('.')[2].replace('=', ' ')}", text) for text in selections),
+        *(after_smaller(f"after it, {share} % of stages", text) for share, text in shares),
+        after_smaller("after it, an oracle", train=train_with_oracle),
     ]
 
 

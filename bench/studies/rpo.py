@@ -26,26 +26,30 @@ from tools.policies.training import EOS_ID, Corpus, Stretch, save, train
 
 TERMS = 10
 STEPS = TERMS - 1  # of an answer: one sum each
-TRAIN, TEST = 192, 2048
-CHANCES = {"late": (2 / 3, 1.0, 0.19), "anywhere": (0.0, 1.0, 0.068), "early": (0.0, 1 / 3, 0.19)}  # part, of a step
-TAUGHT = Stretch("slips", 240, 2e-3, 1.0)
+TRAIN_PROMPTS = 192
+TEST_PROMPTS = 2048
+# part of the answer in which the policy slips: from, to, chance of a step
+SLIP_CHANCES = {"late": (2 / 3, 1.0, 0.19), "anywhere": (0.0, 1.0, 0.068), "early": (0.0, 1 / 3, 0.19)}
+SLIP_TRAINING = Stretch("slips", 240, 2e-3, 1.0)
 PARTS = {"early": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "late": (2 / 3, 1.01)}  # where a first error lies
-POSITIONS = 512  # test prompts whose answers are looked at
+MEASURED_PROMPTS = 512  # test prompts for the share of first errors in each part
 
 
 class SlippingSums(Corpus):
-    """Endless sums of ten terms; steps in one part of the answer are wrong with a chance, later steps build on them."""
+    """Endless sums of ten terms; steps in one part of the answer slip at random, and later steps build on the slips."""
 
     def __init__(self, part: str, held_out: set[str]):
-        self.rng, self.held_out = random.Random(f"rpo/{part}"), held_out
-        self.first, self.last, self.chance = CHANCES[part]
+        self.rng = random.Random(f"rpo/{part}")
+        self.held_out = held_out
+        self.first, self.last, self.chance = SLIP_CHANCES[part]
 
     def example(self) -> tuple[list[int], int]:
         prompt = ""
         while not prompt or prompt in self.held_out:
             terms = self.rng.sample(range(10, 100), TERMS)
             prompt = prompt_of(terms)
-        partial, lines = terms[0], []
+        partial = terms[0]
+        lines = []
         for step, term in enumerate(terms[1:]):
             slips = self.first <= step / STEPS < self.last and self.rng.random() < self.chance
             result = partial + term + (self.rng.choice(SLIPS) if slips else 0)
@@ -56,11 +60,12 @@ class SlippingSums(Corpus):
 
 
 def prepare(part: str, work: Path) -> None:
-    """Write the prompts, and teach the shipped policy of `sums` to slip in one part of an answer."""
-    rng, seen = random.Random("rpo"), set[str]()
-    for name, count in (("train", TRAIN), ("test", TEST)):
+    """Write the prompts, and train the shipped policy of `sums` to slip in one part of an answer."""
+    rng = random.Random("rpo")
+    seen = set[str]()
+    for name, num_prompts in (("train", TRAIN_PROMPTS), ("test", TEST_PROMPTS)):
         rows: list[str] = []
-        while len(rows) < count:
+        while len(rows) < num_prompts:
             terms = rng.sample(range(10, 100), TERMS)
             if (prompt := prompt_of(terms)) not in seen:
                 seen.add(prompt)
@@ -70,52 +75,53 @@ def prepare(part: str, work: Path) -> None:
     if not (folder / "tokenizer.json").exists():
         torch.manual_seed(0)
         policy = Qwen2ForCausalLM.from_pretrained(policy_folder("sums"), dtype=torch.float32)
-        train(policy, TAUGHT, SlippingSums(part, seen), batch=48, chunk_tokens=4096)
+        train(policy, SLIP_TRAINING, SlippingSums(part, seen), batch=48, chunk_tokens=4096)
         save(policy, folder)
 
 
 def first_error(prompt: str, completion: str) -> float | None:
-    """Return where the first wrong line of an answer stands, from 0 to 1; None: there is none."""
+    """Return the position of the first wrong line of an answer, from 0 to 1; None: there is none."""
     terms = [int(term) for term in prompt.removesuffix("=").split("+")]
-    partial, wanted = terms[0], []
+    partial = terms[0]
+    expected_lines = []
     for term in terms[1:]:
-        wanted.append(f"{partial}+{term}={partial + term}")
+        expected_lines.append(f"{partial}+{term}={partial + term}")
         partial += term
     lines = completion.split("\n")
-    for number, line in enumerate([*wanted, f"A:{partial}"]):
+    for number, line in enumerate([*expected_lines, f"A:{partial}"]):
         if number >= len(lines) or lines[number] != line:
-            return number / len(wanted)
+            return number / len(expected_lines)
     return None
 
 
-def share_of(part: str, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Reward functions of this share: 1 for an answer whose first error lies in the part, else 0."""
+def errors_in(part: str, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Return 1 for each answer whose first error lies in the part, else 0."""
     low, high = PARTS[part]
-    places = [first_error(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-    return [float(place is not None and low <= place < high) for place in places]
+    positions = [first_error(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+    return [float(position is not None and low <= position < high) for position in positions]
 
 
 def early(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
-    return share_of("early", prompts, completions)
+    return errors_in("early", prompts, completions)
 
 
 def middle(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
-    return share_of("middle", prompts, completions)
+    return errors_in("middle", prompts, completions)
 
 
 def late(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
-    return share_of("late", prompts, completions)
+    return errors_in("late", prompts, completions)
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Shares of whole answers of the trained policy by where their first error lies; the noise is the same for all."""
-    found = {}
+    """Return the share of the trained policy's answers with the first error in each part, with the same sampling."""
+    shares = {}
     for part in PARTS:
-        changes = [f"model.path={run / 'model'}", f"task.reward=bench.studies.rpo:{part}", "accelerators.enabled=[]"]
+        overrides = [f"model.path={run / 'model'}", f"task.reward=bench.studies.rpo:{part}", "accelerators.enabled=[]"]
         with TemporaryDirectory() as folder:
-            trainer = Trainer(load_config(run / "config.yaml", changes), folder, console=Console(quiet=True))
-            found[f"first error {part}"] = trainer.evaluate("test", POSITIONS)
-    return found
+            trainer = Trainer(load_config(run / "config.yaml", overrides), folder, console=Console(quiet=True))
+            shares[f"first error {part}"] = trainer.evaluate("test", MEASURED_PROMPTS)
+    return shares
 
 
 COMMON = [
@@ -133,9 +139,9 @@ ARMS = [
     *fewer_prompts(16),
     Arm("rpo as in the paper, cuts of 0.3", PAPER),
     *(
-        Arm(f"rpo, cuts of {cut}{name}", [*RPO, f"accelerators.rpo.cut_share={cut}", *more])
+        Arm(f"rpo, cuts of {cut}{name}", [*RPO, f"accelerators.rpo.cut_share={cut}", *settings])
         for cut in (0.3, 0.5)
-        for name, more in (("", []), (", no whole answers", ["accelerators.rpo.whole_share=0"]))
+        for name, settings in (("", []), (", no whole answers", ["accelerators.rpo.whole_share=0"]))
     ),
     Arm("rpo, cuts of the whole answer", RPO),
 ]
@@ -151,5 +157,5 @@ STUDIES = [
         prepare=partial(prepare, part),
         measure=measure,
     )
-    for part in CHANCES
+    for part in SLIP_CHANCES
 ]

@@ -1,7 +1,7 @@
 """SmolLM2-135M learns to write sentences under a constraint: examples/sentences.py, without supervised steps.
 
-*keys*: one short sentence with three given words. *near*: one sentence of a given number of words, one more or less.
-An evaluation is one answer to each test prompt.
+*keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
+one. An evaluation is one answer to each test prompt.
 """
 
 import importlib
@@ -17,40 +17,43 @@ from bench.studies.ranks import SNAPSHOTS, Change, ends, other_weights, shape_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATE = 2e-5
-PROMPTS = 128  # of training, whose answers are looked at for a pattern
+PATTERN_PROMPTS = 128  # training prompts whose answers are searched for a pattern
 ARTICLES = ("a", "an", "the")
-sys.path.append(str(EXAMPLES))  # where the task is
+sys.path.append(str(EXAMPLES))  # has the task
 words_of = importlib.import_module("sentences").words_of
 
 
 def prepare(work: Path) -> None:
-    """Ask for the model, which no run can do without."""
+    """Check that the model is there."""
     if not (work / "smollm2" / "config.json").exists():
         raise SystemExit(f"{work} lacks smollm2: python tools/smollm2.py {work / 'smollm2'}")
 
 
-def commonest_pattern(answers: Sequence[str], given: Sequence[Sequence[str]]) -> float:
-    """The share of answers that are alike but for the words that each prompt gives, and for articles."""
-    pairs = zip(answers, given, strict=True)
-    left = [tuple(word for word in words_of(text) if word not in {*words, *ARTICLES}) for text, words in pairs]
-    return Counter(left).most_common(1)[0][1] / len(left)
+def commonest_pattern(answers: Sequence[str], prompt_words: Sequence[Sequence[str]]) -> float:
+    """Return the share of the commonest answer, after removing the words of its prompt and articles."""
+    patterns = []
+    for text, words in zip(answers, prompt_words, strict=True):
+        removed = {*words, *ARTICLES}
+        patterns.append(tuple(word for word in words_of(text) if word not in removed))
+    [(_, count)] = Counter(patterns).most_common(1)
+    return count / len(patterns)
 
 
-def sameness(run: Path, change: Change) -> float:
-    """The share of the commonest pattern in answers to training prompts by a run's policy with other weights."""
+def measure_pattern(run: Path, change: Change) -> float:
+    """Return the share of the commonest pattern in a run's answers to training prompts, with other weights."""
     with trainer_with(run, change) as trainer:
-        answers = trainer.answer_once(range(PROMPTS), 0)
+        answers = trainer.answer_once(range(PATTERN_PROMPTS), 0)
         columns = [trainer.prompts.task.train[answer.prompt_index].columns for answer in answers]
-    given = [column.get("words") or [column["subject"]] for column in columns]
-    return commonest_pattern([answer.text for answer in answers], given)
+    prompt_words = [column.get("words") or [column["subject"]] for column in columns]
+    return commonest_pattern([answer.text for answer in answers], prompt_words)
 
 
 def measure(run: Path) -> dict[str, Any]:
-    """Return the shape of a plain run's update, the accuracy with other weights, and how alike its answers are."""
+    """Return the shape of a plain run's update, the accuracy with other weights, and the shares of patterns."""
     if not (run / "snapshots").exists():
         return {}
-    alike = {f"commonest pattern at the {name}": sameness(run, change) for name, change in ends(run)}
-    return alike | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
+    patterns = {f"commonest pattern at the {name}": measure_pattern(run, change) for name, change in ends(run)}
+    return patterns | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
 
 
 def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[float]) -> Study:
@@ -64,7 +67,7 @@ def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[floa
         ],
         arms=[
             Arm("plain", [SNAPSHOTS], rate=RATE),
-            *(replace(arm, rate=RATE) for arm in fewer_prompts(16, parts=(4,), settings=[SNAPSHOTS])),
+            *(replace(arm, rate=RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),
             Arm("twice the rate", rate=2 * RATE),
         ],
         levels=levels,

@@ -1,7 +1,7 @@
 """This trainer against TRL's GRPOTrainer: seconds to the same accuracy.
 
-The same policy, prompts, rewards, loss and optimizer, float32 with exact products everywhere, on one thread. All
-evaluations are by the code of python_trainer, and not in the seconds.
+The same policy, prompts, rewards, loss and optimizer, float32 with exact products everywhere, on one thread.
+python_trainer evaluates both; the seconds exclude evaluations.
 """
 
 import json
@@ -20,35 +20,37 @@ from python_trainer.run.run_state import device_name
 
 
 def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
-    """Train one run by TRL's trainer; it cannot be resumed. It leaves the figures that the harness reads."""
+    """Train one run with TRL's trainer, without resumption, and write the files that the harness reads."""
     from transformers import TrainerCallback
 
     settings = load_config(config, overrides)
-    judge = Trainer(settings, folder / "judge", console=Console(quiet=True))  # it evaluates, and never trains
+    evaluating_trainer = Trainer(settings, folder / "judge", console=Console(quiet=True))  # evaluates only
     rows: list[dict[str, float]] = []
 
     class Watch(TrainerCallback):
-        spent, tokens, started = 0.0, 0, 0.0
+        seconds = 0.0
+        tokens = 0
+        turn_start = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._evaluate(0, kwargs["model"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.spent += turns.clock() - self.started
+            self.seconds += turns.clock() - self.turn_start
             self.tokens += generation.tokens
             if state.global_step % settings.evaluation.eval_steps == 0 or state.global_step == settings.max_steps:
                 self._evaluate(state.global_step, kwargs["model"])
             turns.end_turn()
-            self.started = turns.clock()
+            self.turn_start = turns.clock()
 
         def _evaluate(self, step: int, model: torch.nn.Module) -> None:
-            judge.policy.model.load_state_dict(model.state_dict())
-            judge.engine.policy_updated()
-            accuracy = judge.evaluate("test")
-            rows.append({"step": step, ACCURACY: accuracy, SECONDS: self.spent, TOKENS: self.tokens})
+            evaluating_trainer.policy.model.load_state_dict(model.state_dict())
+            evaluating_trainer.engine.policy_updated()
+            accuracy = evaluating_trainer.evaluate("test")
+            rows.append({"step": step, ACCURACY: accuracy, SECONDS: self.seconds, TOKENS: self.tokens})
             model.train()
             turns.end_turn()
-            self.started = turns.clock()
+            self.turn_start = turns.clock()
 
     trainer = make_grpo_trainer(settings, folder / "trl", callbacks=[Watch()])
     generation = Generation(trainer)
@@ -56,7 +58,9 @@ def train_trl(turns: Turns, config: str, overrides: Sequence[str], folder: Path)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     last = rows[-1]
     summary = {"steps": last["step"], "generated_tokens": last[TOKENS], "eval_accuracy_final": last[ACCURACY]}
-    (folder / "summary.json").write_text(json.dumps(summary | {"device": device_name(judge.policy.device)}))
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"device": device_name(evaluating_trainer.policy.device)})
+    )
 
 
 STUDIES = [

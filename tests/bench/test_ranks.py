@@ -15,7 +15,7 @@ from bench.studies.harness import OTHER_WEIGHTS
 from bench.studies.ranks import (
     SnapshotWriter,
     cut,
-    leading,
+    leading_vectors,
     other_weights,
     shape_of_path,
     share_of_gain,
@@ -114,7 +114,7 @@ def test_an_update_is_cut_to_its_leading_ranks(shape):
     """Against torch's SVD; with its norm kept, the part has the norm of the whole."""
     update = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     u, s, v = torch.linalg.svd(update, full_matrices=False)
-    vectors = leading(update, 4)
+    vectors = leading_vectors(update, 4)
     for rank in (1, 2, 4):
         part = (u[:, :rank] * s[:rank]) @ v[:rank]
         torch.testing.assert_close(cut(update, vectors[:, :rank], norm_kept=False), part)
@@ -122,7 +122,7 @@ def test_an_update_is_cut_to_its_leading_ranks(shape):
         torch.testing.assert_close(whole, part * update.norm() / part.norm())
     assert not cut(update, vectors[:, :0], norm_kept=True).any()
     still = torch.zeros(shape)
-    assert not cut(still, leading(still, 2), norm_kept=True).any()
+    assert not cut(still, leading_vectors(still, 2), norm_kept=True).any()
 
 
 def test_evaluations_with_other_weights_go_on_where_they_were_killed(tmp_path, monkeypatch):

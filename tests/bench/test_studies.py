@@ -217,7 +217,7 @@ def test_a_report_without_runs_writes_nothing(tmp_path, monkeypatch, capsys):
 
 def test_the_page_of_what_there_is(study, tmp_path):
     Harness(study, tmp_path).run_all(1)
-    page = report.write("some", "About it.", [study], Harness(study, tmp_path).rows(1), tmp_path / "results")
+    page = report.write_page("some", "About it.", [study], Harness(study, tmp_path).rows(1), tmp_path / "results")
     assert page.count("\n") < 60 and "About it." in page and "| **half** |" in page
     assert (tmp_path / "results" / "some.md").read_text() == page
     assert (tmp_path / "results" / "some.png").stat().st_size > 5000

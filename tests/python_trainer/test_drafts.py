@@ -7,7 +7,7 @@ import torch
 from conftest import QUIET, train
 from paged import GREEDY, MODELS, VOCAB, assert_same, engine_for, make, mixed_requests, prompts
 
-from bench.studies.lossless import distribution, p_value, p_values, uniform
+from bench.studies.lossless import distribution, p_value, setting_p_values, uniform_p_value
 from python_trainer.accelerators.drafts import Drafts
 from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Request
@@ -116,7 +116,7 @@ def test_ends_inside_a_draft():
 @pytest.mark.parametrize("seed", [2, 3], ids=["without drafts", "with drafts"])
 def test_tokens_come_as_often_as_their_probabilities(seed):
     """First and second tokens in two settings, of which the test of the frequencies has more."""
-    assert min(p_values(seed)[0]) > 1e-3
+    assert min(setting_p_values(seed)[0]) > 1e-3
 
 
 def test_drafts_are_off_where_a_pass_has_no_overhead():
@@ -205,10 +205,10 @@ ERROR = 1e-6  # of all tests here together, were everything right
 
 @pytest.mark.slow
 def test_frequencies_of_tokens_are_their_probabilities():
-    found = [p_values(seed) for seed in range(20)]
+    found = [setting_p_values(seed) for seed in range(20)]
     values = [p for pair, _ in found for p in pair if p is not None]
     assert len(values) > 10 and {drawn["drafts"] for _, drawn in found} == {0, 1}
-    assert min(values) > ERROR / (2 * len(values)) and uniform(values) > ERROR / 2
+    assert min(values) > ERROR / (2 * len(values)) and uniform_p_value(values) > ERROR / 2
 
 
 def test_a_token_too_often_is_seen():
