@@ -1,4 +1,4 @@
-"""``python -m bench``: runs benchmarks, prints a table each and appends the rows to one CSV."""
+"""``python -m bench``: run benchmarks, print a table each and append the rows to one CSV."""
 
 import argparse
 import sys
@@ -12,11 +12,11 @@ from bench import _runner
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 1 when a benchmark failed."""
+    """Run the command line and return its exit code: 1 when a benchmark failed."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark files to run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
-    parser.add_argument("--only", metavar="TEXT", help="run the cases alone whose shape contains this")
+    parser.add_argument("--only", metavar="TEXT", help="run only cases whose shape contains this")
     parser.add_argument("--quick", action="store_true", help="small shapes, short runs; keeps no rows without --csv")
     parser.add_argument("--csv", type=Path, help=f"file to append to (default: {_runner.RESULTS})")
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: all cores)")
@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     seconds = args.seconds or (0.1 if args.quick else 1.0)
     csv = args.csv or (None if args.quick else _runner.RESULTS)
-    facts, failed, count = _runner.stamp(), [], 0
+    facts = _runner.stamp()
+    failed = []
+    num_rows = 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name in args.names or names:
         try:
@@ -44,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
             failed.append(name)
             continue
-        count += len(rows)
+        num_rows += len(rows)
         if csv:
             _runner.append(csv, rows, facts)
-    if args.only is not None and not count and not failed:
+    if args.only is not None and not num_rows and not failed:
         parser.error(f"--only must be a part of the shape of a case, got {args.only!r}")
     console.print(", ".join(f"{key} {value}" for key, value in facts.items() if value), highlight=False)
     if csv:

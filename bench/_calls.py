@@ -1,4 +1,4 @@
-"""A small call of every op that takes tensors: what ``python -m bench host`` times, and tests try."""
+"""A small call of every op that takes tensors, for ``python -m bench host`` and tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def ints(*values: Any) -> torch.Tensor:
 
 
 def paged() -> Arguments:
-    """Two sequences of 6 and 3 keys, with 2 and 1 queries, in blocks of 4."""
+    """Return arguments for sequences of 6 and 3 keys, with 2 and 1 queries, in blocks of 4."""
     caches = torch.randn(2, 4, 4, 1, 8)
     return {"query": torch.randn(3, 2, 8), "key_cache": caches[0], "value_cache": caches[1],
             "block_tables": ints([2, 0], [1, -1]), "seq_lens": ints(6, 3), "query_starts": ints(0, 2, 3),
@@ -36,12 +36,12 @@ def paged() -> Arguments:
 
 
 def trajectories(n: int) -> rlkernels.Trajectories:
-    """Of lengths whose mean bfloat16 does not hold."""
+    """Return trajectories with lengths whose mean bfloat16 cannot represent."""
     return rlkernels.Trajectories(torch.rand(n, 302), torch.rand(n, 5, 3), torch.tensor([302, 301, 0, 1][:n]))
 
 
 def matrices(m: int = 20, n: int = 16) -> Arguments:
-    """A base, and a weight that differs from it by a direction and noise."""
+    """Return a base, and a weight that differs from it by a rank-1 direction and noise."""
     base = torch.randn(m, n)
     delta = torch.outer(torch.randn(m), torch.randn(n)) * 1e-2 + torch.randn(m, n) * 1e-3
     return {"weight": base + delta, "base": base}
@@ -49,14 +49,18 @@ def matrices(m: int = 20, n: int = 16) -> Arguments:
 
 def inputs() -> dict[str, Arguments]:
     """Return arguments for each op that takes tensors."""
-    ids, logits, uniforms = torch.tensor([1, 5, 0]), torch.randn(3, 11), torch.rand(3)
-    drawn = {"logits": logits, "uniforms": uniforms, "temperature": 0.7, "top_p": 0.9, "top_k": 7}
+    ids = torch.tensor([1, 5, 0])
+    logits = torch.randn(3, 11)
+    uniforms = torch.rand(3)
+    sampling = {"logits": logits, "uniforms": uniforms, "temperature": 0.7, "top_p": 0.9, "top_k": 7}
     series = {"x": torch.randn(2, 3, 2), "y": torch.randn(2, 2, 2), "x_lengths": torch.tensor([3, 0]),
               "y_lengths": torch.tensor([2, 1]), "band": 1}  # fmt: skip
     packed = {"query": torch.randn(9, 2, 8), "key": torch.randn(9, 1, 8), "value": torch.randn(9, 1, 8), "scale": 0.3}
-    attention, rhyme = paged(), {"query": trajectories(2), "bank": trajectories(4)}
+    attention = paged()
+    rhyme = {"query": trajectories(2), "bank": trajectories(4)}
     prefixes = {"group_tables": ints([3]), "group_lens": ints(4), "group_starts": ints(0, 2)}
-    rows, rotary = torch.randn(3, 16), {"positions": ids, "cos": torch.randn(9, 4), "sin": torch.randn(9, 4)}
+    rows = torch.randn(3, 16)
+    rotary = {"positions": ids, "cos": torch.randn(9, 4), "sin": torch.randn(9, 4)}
     return {
         "dtw": series,
         "dtw_topk": {**series, "k": 1},
@@ -78,8 +82,8 @@ def inputs() -> dict[str, Arguments]:
         "grouped_attention": {**packed, "layout": LAYOUT},
         "tree_attention": {**packed, "layout": TREE, "return_lse": True},
         "keyed_uniform": {"seed": 7, "sample_ids": ids, "positions": ids.flip(0)},
-        "sample_tokens": drawn,
-        "verify_drafts": {**drawn, "drafts": [[4], []], "starts": [0, 2, 3]},
+        "sample_tokens": sampling,
+        "verify_drafts": {**sampling, "drafts": [[4], []], "starts": [0, 2, 3]},
         "token_logprobs": {"logits": logits, "ids": ids, "temperature": 0.7, "return_entropy": True},
         "linear_token_logprobs": {"hidden": torch.randn(3, 8), "weight": torch.randn(11, 8), "ids": ids,
                                   "bias": torch.randn(11), "return_entropy": True, "chunk": 4},

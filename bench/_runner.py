@@ -1,4 +1,4 @@
-"""Finds the benchmark files, runs their cases, prints the table and appends to the CSV."""
+"""Find the benchmark files, run their cases, print the table and append to the CSV."""
 
 import csv
 import ctypes
@@ -30,23 +30,27 @@ MAX_SAMPLES = 200
 
 
 def find() -> list[str]:
-    """Names of the benchmark files: ``bench/NAME.py`` that do not start with an underscore."""
+    """Return the names of the benchmark files: ``bench/NAME.py`` without those that start with an underscore."""
     return sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith("_"))
 
 
 def match(out: Any, reference: Any) -> str:
-    """ "exact", or max |out - reference| / max |reference| over every tensor and number inside; NaN matches NaN."""
+    """Return "exact", or max |out - reference| / max |reference| over all tensors and numbers; NaN matches NaN."""
     error = _error(out, reference)
-    return "exact" if error == 0 else f"{error:.1e}" if math.isfinite(error) else "differs"
+    if error == 0:
+        return "exact"
+    return f"{error:.1e}" if math.isfinite(error) else "differs"
 
 
 def _error(out: Any, reference: Any) -> float:
     if isinstance(reference, dict):
-        same = isinstance(out, dict) and out.keys() == reference.keys()
-        return max((_error(out[k], reference[k]) for k in reference), default=0.0) if same else math.inf
+        if not isinstance(out, dict) or out.keys() != reference.keys():
+            return math.inf
+        return max((_error(out[k], reference[k]) for k in reference), default=0.0)
     if isinstance(reference, (list, tuple)):
-        same = isinstance(out, (list, tuple)) and len(out) == len(reference)
-        return max(map(_error, out, reference), default=0.0) if same else math.inf
+        if not isinstance(out, (list, tuple)) or len(out) != len(reference):
+            return math.inf
+        return max(map(_error, out, reference), default=0.0)
     if isinstance(reference, (str, type(None))):
         return 0.0 if out == reference else math.inf
     a, b = (torch.as_tensor(x).detach() for x in (out, reference))
@@ -67,25 +71,25 @@ def _error(out: Any, reference: Any) -> float:
 
 
 def _resident_peak(device: str, call: Callable[[], Any]) -> tuple[Any, int | None]:
-    """Runs ``call``: (its result, the most memory held during it above what was held before, in bytes).
+    """Run ``call``; return its result, and the peak memory during it above the memory before, in bytes.
 
-    On a GPU torch's allocator says so. On Linux the kernel does: the high-water mark of the resident set,
-    reset just before, after handing free memory back. It counts everything, ours, torch's or a peer's.
+    On a GPU torch's allocator measures it. On Linux it is the high-water mark of the resident set, reset just before,
+    after returning free memory to the system. It counts all memory of the process: ours, torch's and a peer's.
     """
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         out = call()
         torch.cuda.synchronize()
-        return out, torch.cuda.max_memory_allocated() - before
-    held = reset_resident_peak()
+        return out, torch.cuda.max_memory_allocated() - allocated
+    resident = reset_resident_peak()
     out = call()
-    return out, None if held is None else resident_peak() - held
+    return out, None if resident is None else resident_peak() - resident
 
 
 def reset_resident_peak() -> int | None:
-    """Hands free memory back and resets the high-water mark of the resident set -> bytes held; None: not on Linux."""
+    """Return free memory to the system, reset the high-water mark, and return resident bytes; None: not on Linux."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -95,7 +99,7 @@ def reset_resident_peak() -> int | None:
 
 
 def resident_peak() -> int:
-    """The most bytes that this process held since :func:`reset_resident_peak`."""
+    """Return the peak of resident bytes since :func:`reset_resident_peak`."""
     return _status("VmHWM")
 
 
@@ -105,39 +109,42 @@ def _status(field: str) -> int:
 
 
 def _timer(device: str) -> Callable[[Callable[[], Any], int], float]:
-    """(function, times) -> seconds per call."""
+    """Return a timer: (function, number of calls) -> seconds per call."""
 
-    def on_cpu(call: Callable[[], Any], times: int) -> float:
+    def on_cpu(call: Callable[[], Any], num_calls: int) -> float:
         start = time.perf_counter()
-        for _ in range(times):
+        for _ in range(num_calls):
             call()
-        return (time.perf_counter() - start) / times
+        return (time.perf_counter() - start) / num_calls
 
-    def on_gpu(call: Callable[[], Any], times: int) -> float:
+    def on_gpu(call: Callable[[], Any], num_calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(times):
+        for _ in range(num_calls):
             call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / times
+        return begin.elapsed_time(end) / 1e3 / num_calls
 
     return on_gpu if device.startswith("cuda") else on_cpu
 
 
 class _Timed:
-    """One provider of a case: warms it up, then takes samples while its budget lasts."""
+    """One provider of a case: warmed up, then sampled until its budget is spent."""
 
     def __init__(self, provider: Any, device: str, budget: float):
         self.setup, self.function = provider if isinstance(provider, tuple) else (None, provider)
-        self.timer, self.samples, self.spent = _timer(device), [], 0.0
+        self.timer = _timer(device)
+        self.samples: list[float] = []
+        self.spent = 0.0
         self.output, _ = _resident_peak(device, self.prepared())  # warm-up: loads code, fills pools
-        once = self.timer(self.prepared(), 1)
+        call_s = self.timer(self.prepared(), 1)
         _, self.peak = _resident_peak(device, self.prepared())
-        self.times = 1 if self.setup or once > SAMPLE_S else math.ceil(SAMPLE_S / max(once, 1e-7))
+        self.num_calls = 1 if self.setup or call_s > SAMPLE_S else math.ceil(SAMPLE_S / max(call_s, 1e-7))
         self.budget = budget
-        if once > budget:  # one more call would say no more than this one
-            self.samples, self.spent = [once], once
+        if call_s > budget:  # a further call would not fit
+            self.samples.append(call_s)
+            self.spent = call_s
 
     def prepared(self) -> Callable[[], Any]:
         if self.setup is None:
@@ -146,17 +153,17 @@ class _Timed:
         return lambda: self.function(state)
 
     def sample(self) -> bool:
-        """Takes one sample; False when the budget is used up."""
+        """Take one sample; return False when the budget is spent."""
         if self.samples and (self.spent >= self.budget or len(self.samples) >= MAX_SAMPLES):
             return False
         call = self.prepared()
-        self.samples.append(self.timer(call, self.times))
-        self.spent += self.samples[-1] * self.times
+        self.samples.append(self.timer(call, self.num_calls))
+        self.spent += self.samples[-1] * self.num_calls
         return True
 
 
 def run_case(case: Case, seconds: float) -> Iterator[Row]:
-    """Times every provider of a case, taking turns so that a change of the machine's speed meets all of them."""
+    """Time every provider of a case in turns, so that a change of the machine's speed affects all alike."""
     timed: dict[str, _Timed] = {}
     failed: dict[str, str] = {}
     for name, provider in case.providers.items():
@@ -167,9 +174,10 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
     while any([t.sample() for t in timed.values()]):
         pass
     reference: Any = None
-    if case.reference is not None:
-        named = isinstance(case.reference, str)
-        reference = timed[case.reference].output if named else case.reference()  # type: ignore[index,operator]
+    if isinstance(case.reference, str):
+        reference = timed[case.reference].output
+    elif case.reference is not None:
+        reference = case.reference()
     for name in case.providers:
         row = Row(case.op, name, case.shape, case.dtype, case.device, missing=failed.get(name, ""))
         if name in timed:
@@ -178,12 +186,15 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
 
 
 def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
-    row.median_s, row.peak_bytes = statistics.median(timed.samples), timed.peak
-    row.q20_s, row.q80_s = (quantile(timed.samples, q) for q in (0.2, 0.8))
+    row.median_s = statistics.median(timed.samples)
+    row.q20_s = quantile(timed.samples, 0.2)
+    row.q80_s = quantile(timed.samples, 0.8)
+    row.peak_bytes = timed.peak
     if case.reference is not None and row.provider != case.reference:
         row.match = (case.compare or match)(timed.output, reference)
     if case.limit:
-        row.limit, row.of_limit = case.limit[0], case.limit[1] / row.median_s
+        row.limit, limit_s = case.limit
+        row.of_limit = limit_s / row.median_s
     if case.work:
         unit, amount = case.work
         row.extra = f"{_si(amount / row.median_s)}{unit}/s"
@@ -194,7 +205,7 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 
 def _si(value: float) -> str:
-    """1.93e9 -> "1.93 G"."""
+    """Format a number with its SI prefix: 1.93e9 -> "1.93 G"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}"
@@ -202,7 +213,7 @@ def _si(value: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows of one case as text; the fastest provider is bold, what is missing is named."""
+    """Return the table of one case; the fastest provider is bold, and missing ones have their reason."""
     head = rows[0]
     limit = next((f", limit: {row.limit}" for row in rows if row.limit), "")
     view = Table(
@@ -214,7 +225,7 @@ def table(rows: Sequence[Row]) -> Table:
     view.add_column("provider", min_width=16)
     for name, width in (("median", 8), ("20 % .. 80 %", 18), ("peak", 8), ("match", 7), ("of limit", 8), ("rate", 10)):
         view.add_column(name, justify="right", min_width=width, no_wrap=True)
-    best = min((row.median_s for row in rows if row.median_s is not None), default=None)
+    fastest = min((row.median_s for row in rows if row.median_s is not None), default=None)
     for row in rows:
         if row.missing:
             view.add_row(row.provider, "missing", style="dim")
@@ -223,15 +234,15 @@ def table(rows: Sequence[Row]) -> Table:
         spread = "" if row.q20_s is None or row.q80_s is None else f"{_si(row.q20_s)}s .. {_si(row.q80_s)}s"
         peak = "" if row.peak_bytes is None else f"{_si(row.peak_bytes)}B"
         of_limit = "" if row.of_limit is None else f"{row.of_limit:.1%}"
-        style = "bold" if row.median_s is not None and row.median_s == best else ""
+        style = "bold" if row.median_s is not None and row.median_s == fastest else ""
         view.add_row(row.provider, median, spread, peak, row.match, of_limit, row.extra, style=style)
     missing = [f"{row.provider}: {row.missing}" for row in rows if row.missing]
-    view.caption = escape("\n".join(f"missing: {line}" for line in missing)) or None  # a reason may hold brackets
+    view.caption = escape("\n".join(f"missing: {line}" for line in missing)) or None  # a reason may have brackets
     return view
 
 
 def stamp() -> dict[str, Any]:
-    """Return what a row says about the run as a whole."""
+    """Return the columns of a row that describe the run as a whole."""
     return {
         "commit": commit(),
         "threads": torch.get_num_threads(),
@@ -243,7 +254,7 @@ def stamp() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with "-dirty" when tracked files other than the results have changed."""
+    """Return the short hash of HEAD, with "-dirty" if tracked files other than the results have changed."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], capture_output=True, text=True, cwd=FOLDER, check=True).stdout.strip()
@@ -264,10 +275,10 @@ def cpu_model() -> str:
 
 
 def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Adds the rows to the CSV, which gets its header when it is new."""
+    """Append the rows to the CSV, after its header if it is new."""
     names = [field.name for field in dataclasses.fields(Row)] + list(facts)
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
+    is_new = not path.exists() or path.stat().st_size == 0
+    if not is_new:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
         if header != names:
@@ -275,7 +286,7 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
-        if new:
+        if is_new:
             writer.writeheader()
         for row in rows:
             values = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in dataclasses.asdict(row).items()}
@@ -283,10 +294,10 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
 
 
 def run_file(name: str, quick: bool, seconds: float, console: Console, only: str | None = None) -> list[Row]:
-    """Runs one benchmark file and prints a table for each case.
+    """Run one benchmark file and print a table for each case.
 
     Args:
-        only: of the cases, those alone whose shape contains this.
+        only: text in the shape of the cases to run.
     """
     rows: list[Row] = []
     for case in importlib.import_module(f"bench.{name}").cases(quick):
@@ -294,9 +305,9 @@ def run_file(name: str, quick: bool, seconds: float, console: Console, only: str
             if only is not None and only not in case.shape:
                 continue
             with console.status(f"{case.op}: {case.shape} {case.dtype}"):
-                new = list(run_case(case, seconds))
+                case_rows = list(run_case(case, seconds))
         else:
-            new = case if isinstance(case, list) else [case]
-        console.print(table(new))
-        rows += new
+            case_rows = case if isinstance(case, list) else [case]
+        console.print(table(case_rows))
+        rows += case_rows
     return rows

@@ -1,4 +1,4 @@
-"""Records the rollouts of a training run, for replays: ``python -m bench._trace OUT.npz [--config FILE] [--set ...]``.
+"""Record the rollouts of a training run, for replays: ``python -m bench._trace OUT.npz [--config FILE] [--set ...]``.
 
 With RLKERNELS_TRACE=OUT.npz, ``python -m bench history`` replays them. An epoch is one visit to every prompt.
 """
@@ -26,7 +26,7 @@ class RecorderSettings(AcceleratorSettings):
 
 
 class Recorder(Accelerator):
-    """Keeps every rollout and changes nothing."""
+    """Collects every rollout and changes nothing."""
 
     def __init__(self) -> None:
         super().__init__(RecorderSettings())
@@ -37,7 +37,7 @@ class Recorder(Accelerator):
         return rollouts
 
 
-def flat(rows: list[list[int]]) -> dict[str, np.ndarray]:
+def flatten_rows(rows: list[list[int]]) -> dict[str, np.ndarray]:
     return {"ids": np.concatenate(rows).astype(np.int32), "lengths": np.array([len(row) for row in rows])}
 
 
@@ -51,21 +51,21 @@ def main() -> None:
 
 
 def record(config: Config, out: Path) -> None:
-    """Trains, and writes the rollouts of all steps, with the CPU seconds that their generation took in each."""
+    """Train, and write the rollouts of all steps with the CPU seconds of generation in each step."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, Path(folder) / "run", timer=time.process_time)
         trainer.accelerators.append(recorder)
         trainer.run()
         seconds = [row["time/rollout_s"] for row in read_metrics(Path(folder) / "run") if row["step"]]
-    rows = [rollout for _, rollout in recorder.rollouts]
+    rollouts = [rollout for _, rollout in recorder.rollouts]
     per_epoch = len(trainer.prompts.ids["train"]) / config.rollout.prompts_per_step
-    columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flat(trainer.prompts.ids["train"]).items()}
-    columns |= {f"answer_{k}": v for k, v in flat([r.response_ids for r in rows]).items()}
+    columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flatten_rows(trainer.prompts.ids["train"]).items()}
+    columns |= {f"answer_{k}": v for k, v in flatten_rows([r.response_ids for r in rollouts]).items()}
     np.savez_compressed(
         out,
-        key=np.array([r.prompt_index for r in rows]),
-        reward=np.array([r.reward for r in rows]),
+        key=np.array([r.prompt_index for r in rollouts]),
+        reward=np.array([r.reward for r in rollouts]),
         step=np.array([step for step, _ in recorder.rollouts]),
         epoch=np.array([int((step - 1) / per_epoch) for step, _ in recorder.rollouts]),
         rollout_s=np.array(seconds),

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the settings of python_trainer, and what a step of either trainer takes."""
+"""TRL's GRPOTrainer on the settings of python_trainer, and the time and memory of a step of either trainer."""
 
 import time
 import warnings
@@ -17,14 +17,14 @@ from python_trainer.hub import policy_folder
 from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.precision import set_matmul_precision
 
-TRL_BATCH = 32  # most answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
+TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
 
 
 def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, callbacks: Sequence[Any] = ()) -> Any:
     """Make TRL's trainer with the same policy, prompts, rewards, loss and optimizer, in float32 and on the CPU.
 
     Args:
-        config: of a run of GRPO that TRL can do: no accelerators, no critic, no filters.
+        config: of a GRPO run that TRL supports: no accelerators, no critic, no filters.
         batch: answers in one forward and backward pass, at most.
     """
     from datasets import Dataset
@@ -32,21 +32,22 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, c
     from trl import GRPOConfig, GRPOTrainer
 
     class SameWarmUp(TrainerCallback):
-        """The first step has a learning rate of one warm-up step, not of 0."""
+        """Gives the first step the learning rate of one warm-up step, not 0."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a scheduler that steps before the optimizer, which is the point
+                warnings.simplefilter("ignore")  # the scheduler steps before the optimizer on purpose
                 kwargs["lr_scheduler"].step()
 
     rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
-    answers = rollout.prompts_per_step * rollout.num_generations
-    batch = min(batch, answers)
-    task, path = config.task.load(), policy_folder(config.model.path)
+    batch_answers = rollout.prompts_per_step * rollout.num_generations
+    batch = min(batch, batch_answers)
+    task = config.task.load()
+    path = policy_folder(config.model.path)
     dtype = dtype_name(find_dtype(config.model, torch.device("cpu")))
     arguments = GRPOConfig(
         output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
-        per_device_train_batch_size=batch, gradient_accumulation_steps=answers // batch,
+        per_device_train_batch_size=batch, gradient_accumulation_steps=batch_answers // batch,
         num_generations=rollout.num_generations, max_completion_length=rollout.max_completion_length,
         temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
         loss_type=algorithm.loss_type, epsilon=algorithm.epsilon, epsilon_high=algorithm.epsilon_high,
@@ -76,13 +77,13 @@ class Step:
     """Time and memory of one training step."""
 
     seconds: float
-    rollout_s: float  # of those, in generation
-    peak_bytes: int | None  # above what was held before
+    rollout_s: float  # seconds of generation among them
+    peak_bytes: int | None  # above the memory held before
     generated_tokens: int
 
 
 class Meter(Callback):
-    """Makes a turn of each training step, and reports it as a :class:`Step`."""
+    """Makes each training step a turn, and reports it as a :class:`Step`."""
 
     def __init__(self, turns: Turns):
         self.turns = turns
@@ -92,11 +93,12 @@ class Meter(Callback):
         self._start()
 
     def _start(self) -> None:
-        self.held, self.start = reset_resident_peak(), time.perf_counter()
+        self.resident = reset_resident_peak()
+        self.start = time.perf_counter()
 
     def end(self, rollout_s: float, generated_tokens: int) -> None:
         seconds = time.perf_counter() - self.start
-        peak = None if self.held is None else resident_peak() - self.held
+        peak = None if self.resident is None else resident_peak() - self.resident
         self.turns.end_turn(Step(seconds, rollout_s, peak, generated_tokens))
         self._start()
 
@@ -108,7 +110,7 @@ class Meter(Callback):
 
 
 def run_ours(turns: Turns, values: dict[str, Any], folder: Path) -> None:
-    """Train without end by this trainer, a step in each turn.
+    """Train without end with this trainer, a step in each turn.
 
     Args:
         values: all settings; as a dictionary they can be sent to another process.
@@ -118,7 +120,7 @@ def run_ours(turns: Turns, values: dict[str, Any], folder: Path) -> None:
 
 
 def run_trl(turns: Turns, values: dict[str, Any], folder: Path) -> None:
-    """Train without end by TRL's trainer, a step in each turn."""
+    """Train without end with TRL's trainer, a step in each turn."""
     from transformers import TrainerCallback
 
     meter = Meter(turns)
@@ -136,15 +138,17 @@ def run_trl(turns: Turns, values: dict[str, Any], folder: Path) -> None:
 
 
 class Generation:
-    """Watches the generation of TRL's trainer: seconds and tokens of the last one."""
+    """Measures the generation of TRL's trainer: seconds and tokens of the last call."""
 
     def __init__(self, trainer: Any):
-        self.seconds, self.tokens = 0.0, 0
+        self.seconds = 0.0
+        self.tokens = 0
         self._generate = trainer._generate_single_turn
         trainer._generate_single_turn = self
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
         ids, logprobs = self._generate(*arguments, **options)
-        self.seconds, self.tokens = time.perf_counter() - start, sum(map(len, ids))
+        self.seconds = time.perf_counter() - start
+        self.tokens = sum(map(len, ids))
         return ids, logprobs

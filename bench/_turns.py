@@ -1,6 +1,6 @@
-"""Trainers in processes of their own that take turns: one step or one evaluation at a time.
+"""Trainers in separate processes that take turns: one step or one evaluation at a time.
 
-So a slow hour of the machine hits all of them alike. A trainer that waits takes no processor time.
+So a slow hour of the machine hits all of them alike. A waiting trainer takes no processor time.
 """
 
 import multiprocessing
@@ -21,21 +21,22 @@ class Turns(Callback):
     """The trainer's end of the pipe, as a callback: a turn ends after each step and after each evaluation."""
 
     def __init__(self, connection: Connection):
-        self.connection, self.waited = connection, 0.0
+        self.connection = connection
+        self.waiting_s = 0.0
 
     def end_turn(self, report: Any = None) -> None:
-        """Send a report of the turn that is over, and wait for the next."""
+        """Send a report of the finished turn, and wait for the next."""
         start = time.perf_counter()
         try:
             self.connection.send(report)
             self.connection.recv()
         except (EOFError, BrokenPipeError):  # the other process has ended; a later one resumes from the checkpoint
             os._exit(1)
-        self.waited += time.perf_counter() - start
+        self.waiting_s += time.perf_counter() - start
 
     def clock(self) -> float:
-        """Seconds of this process: on a processor its CPU time, on a GPU the time of its own turns."""
-        return time.perf_counter() - self.waited if torch.cuda.is_available() else time.process_time()
+        """Return seconds of this process: on a CPU its CPU time, on a GPU the time of its turns."""
+        return time.perf_counter() - self.waiting_s if torch.cuda.is_available() else time.process_time()
 
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.end_turn()
@@ -45,7 +46,7 @@ class Turns(Callback):
 
 
 class Worker:
-    """A process that trains, turn by turn. It starts with its first turn.
+    """A process that trains turn by turn. Its first turn starts it.
 
     Args:
         train: called in the process with :class:`Turns` and ``arguments``.
@@ -54,19 +55,19 @@ class Worker:
     def __init__(self, train: Callable[..., None], *arguments: Any):
         context = multiprocessing.get_context("forkserver")  # loads torch and the trainer once for all of them
         context.set_forkserver_preload(["bench._turns", "python_trainer.trainer", train.__module__])
-        self.connection, self._theirs = context.Pipe()
-        work = (self._theirs, train, torch.get_num_threads(), arguments)
+        self.connection, self._worker_connection = context.Pipe()
+        work = (self._worker_connection, train, torch.get_num_threads(), arguments)
         self.process = context.Process(target=_work, args=work, daemon=True)
 
     def turn(self) -> bool:
-        """Let it take a turn; False: it has come to its end. ``self.report`` is what it sent.
+        """Let the process take a turn, and set ``self.report`` to what it sent; return False if it has finished.
 
         Raises:
-            RuntimeError: the process failed; it has printed the reason.
+            RuntimeError: the process failed, and printed the reason.
         """
         if self.process.pid is None:
             self.process.start()
-            self._theirs.close()
+            self._worker_connection.close()
         else:
             self.connection.send(None)
         try:
@@ -79,14 +80,14 @@ class Worker:
         return True
 
     def finish(self) -> None:
-        """Let it end its step, save and end, between two turns; one that cannot save ends at once."""
+        """Let the process finish its step, save and end; one that cannot save ends at once."""
         self.process.terminate()
         with suppress(RuntimeError):
             while self.turn():
                 pass
 
     def stop(self) -> None:
-        """Kill it between two turns."""
+        """Kill the process between two turns."""
         if self.process.pid is not None:
             self.process.kill()
             self.process.join()
@@ -94,5 +95,5 @@ class Worker:
 
 def _work(connection: Connection, train: Callable[..., None], threads: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
-    with suppress(Interrupted):  # it has saved
+    with suppress(Interrupted):  # after saving
         train(Turns(connection), *arguments)

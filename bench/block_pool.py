@@ -1,6 +1,6 @@
-"""Block pool and prefix tree: nanoseconds per block of 16 tokens, with vLLM's block pool beside it.
+"""Block pool and prefix tree: nanoseconds per block of 16 tokens, compared with vLLM's block pool.
 
-vLLM runs in a process of its own: set RLKERNELS_VLLM_PYTHON to a Python that has it (default: this one).
+vLLM runs in a separate process: set RLKERNELS_VLLM_PYTHON to a Python that has it (default: this one).
 """
 
 import json
@@ -17,7 +17,8 @@ import torch
 import rlkernels
 from bench import Row
 
-BLOCK, BLOCKS_PER_PROMPT = 16, 64
+BLOCK = 16  # tokens
+BLOCKS_PER_PROMPT = 64
 TOKENS = BLOCK * BLOCKS_PER_PROMPT
 
 
@@ -48,7 +49,7 @@ class Ours:
 
 
 class Vllm:
-    """vLLM's: hashing of the prompt's blocks, BlockPool, and nothing of the scheduler around them."""
+    """vLLM's pool: hashing of the prompt's blocks and BlockPool, without the scheduler around them."""
 
     def __init__(self, num_blocks: int):
         from vllm.utils.hashing import sha256
@@ -56,15 +57,16 @@ class Vllm:
         from vllm.v1.core.block_pool import BlockPool
 
         kv_cache_utils.init_none_hash(sha256)
-        self.utils, self.sha256 = kv_cache_utils, sha256
+        self.utils = kv_cache_utils
+        self.sha256 = sha256
         self.pool = BlockPool(num_blocks, True, BLOCK)
 
     def hashes(self, tokens: list[int]) -> list[Any]:
-        out: list[Any] = []
+        block_hashes: list[Any] = []
         for start in range(0, TOKENS, BLOCK):
-            parent = out[-1] if out else None
-            out.append(self.utils.hash_block_tokens(self.sha256, parent, tokens[start : start + BLOCK]))
-        return out
+            parent = block_hashes[-1] if block_hashes else None
+            block_hashes.append(self.utils.hash_block_tokens(self.sha256, parent, tokens[start : start + BLOCK]))
+        return block_hashes
 
     def fill(self, tokens: list[int]) -> None:
         request = type("Request", (), {"block_hashes": self.hashes(tokens)})
@@ -82,51 +84,52 @@ class Vllm:
 
 
 def samples(call: Callable[[list[int]], None], numbers: list[int], count: int) -> list[float]:
-    """Seconds per block; every sample takes fresh prompts, made outside the time."""
-    out = []
+    """Return seconds per block; every sample takes fresh prompts, made outside the time."""
+    seconds = []
     for start in range(0, len(numbers) - count + 1, count):
         prompts = [prompt(n) for n in numbers[start : start + count]]
-        begin = time.perf_counter()
+        sample_start = time.perf_counter()
         for tokens in prompts:
             call(tokens)
-        out.append((time.perf_counter() - begin) / count / BLOCKS_PER_PROMPT)
-    return out
+        seconds.append((time.perf_counter() - sample_start) / count / BLOCKS_PER_PROMPT)
+    return seconds
 
 
 def measure(kind: str, num_blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Fills nine tenths of the pool with known prompts, then takes known ones, new ones, and new ones that stay."""
+    """Fill nine tenths of the pool with prompts, then time those prompts, new ones, and new ones that stay."""
     pool: Any = {"ours": Ours, "vllm": Vllm}[kind](num_blocks)
-    known = num_blocks * 9 // 10 // BLOCKS_PER_PROMPT
-    for number in range(known):
+    num_known = num_blocks * 9 // 10 // BLOCKS_PER_PROMPT
+    for number in range(num_known):
         pool.fill(prompt(number))
-    count = 10
-    total = rounds * count
-    order = torch.randperm(known, generator=torch.Generator().manual_seed(0)).tolist()
-    kept = list(range(2 * known, 2 * known + known // 8 + total))
-    recent = [order[i % known] for i in range(total)]
+    sample_prompts = 10
+    total = rounds * sample_prompts
+    order = torch.randperm(num_known, generator=torch.Generator().manual_seed(0)).tolist()
+    stored = list(range(2 * num_known, 2 * num_known + num_known // 8 + total))
+    recent = [order[i % num_known] for i in range(total)]
     return {
-        "lookup of a known prefix": samples(pool.lookup, recent, count),
-        "allocate + free": samples(pool.allocate, list(range(known, known + total)), count),
-        "allocate + keep + free, evicting": samples(pool.fill, kept, count)[-rounds:],
+        "lookup of a known prefix": samples(pool.lookup, recent, sample_prompts),
+        "allocate + free": samples(pool.allocate, list(range(num_known, num_known + total)), sample_prompts),
+        "allocate + keep + free, evicting": samples(pool.fill, stored, sample_prompts)[-rounds:],
     }
 
 
 def vllm_measure(num_blocks: int, rounds: int) -> dict[str, list[float]] | str:
-    """The same in vLLM's process, or why not."""
+    """Return the result of :func:`measure` in vLLM's process, or the reason why it failed."""
     python = os.environ.get("RLKERNELS_VLLM_PYTHON", sys.executable)
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-m", "bench.block_pool", str(num_blocks), str(rounds)], capture_output=True, text=True
     )
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if process.returncode == 0:
+        return json.loads(process.stdout.splitlines()[-1])
+    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
     return f"{last}; set RLKERNELS_VLLM_PYTHON to a Python with vLLM"
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:
     for num_blocks in [2_000] if quick else [10_000, 1_000_000]:
         rounds = 5 if quick else 50
-        ours, vllm = measure("ours", num_blocks, rounds), vllm_measure(num_blocks, rounds)
+        ours = measure("ours", num_blocks, rounds)
+        vllm = vllm_measure(num_blocks, rounds)
         for name, times in ours.items():
             shape = f"{name}, {num_blocks} blocks of {BLOCK}"
             if isinstance(vllm, str):
@@ -137,9 +140,9 @@ def cases(quick: bool) -> Iterator[list[Row]]:
 
 
 def row(provider: str, shape: str, times: list[float]) -> Row:
-    middle = statistics.median(times)
+    median = statistics.median(times)
     low, *_, high = statistics.quantiles(times, n=5)
-    return Row("block_pool", provider, shape, "", "cpu", middle, low, high, extra=f"{middle * 1e9:.0f} ns/block")
+    return Row("block_pool", provider, shape, "", "cpu", median, low, high, extra=f"{median * 1e9:.0f} ns/block")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Rollout history: tokens per decode step, time per draft and bytes per token on replayed answers.
 
-Two traces. Four language models' real answers to GSM8K's test questions (RLKERNELS_GSM8K_DIR) stand for four epochs,
-tokenised by a BPE trained on the questions. And the rollouts of a run of our own trainer (RLKERNELS_TRACE, a file that
-``python -m bench._trace`` writes). A replay walks through each answer as a decoder would: draft, accept what is right,
-one more token; the answers of a step enter the history when it ends. Plain decoding is one token a step.
+Two traces. Real answers of four language models to GSM8K's test questions (RLKERNELS_GSM8K_DIR) stand for four epochs,
+tokenised by a BPE trained on the questions. The other trace has the rollouts of a run of our trainer (RLKERNELS_TRACE,
+a file that ``python -m bench._trace`` writes). A replay walks through each answer as a decoder does: draft, accept the
+right tokens, add one more; the answers of a step enter the history when it ends. Plain decoding is one token a step.
 """
 
 import json
@@ -23,7 +23,7 @@ import rlkernels
 from bench import Missing, Row
 
 EPOCHS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
-LIMIT = 16  # most draft tokens a step, for every provider
+MAX_DRAFT_TOKENS = 16  # a step, for every provider
 ARCTIC_SETTINGS: dict[str, dict[str, float]] = {
     "ArcticInference": {},
     "ArcticInference, max_spec_factor=4": {"max_spec_factor": 4.0},  # drafts up to four times the match's length
@@ -54,7 +54,7 @@ def trainer_trace() -> Trace | Missing:
 
 
 def read_trace(path: Path) -> Trace:
-    """Return what ``python -m bench._trace`` has written."""
+    """Return the trace that ``python -m bench._trace`` wrote."""
     with np.load(path) as file:
         data = dict(file)
 
@@ -112,11 +112,11 @@ class OurHistory:
         self.handle = self.history.track(prompt)
 
     def draft(self) -> np.ndarray:
-        ids, lengths = self.history.draft_tracked([self.handle], max_tokens=LIMIT)
+        ids, lengths = self.history.draft_tracked([self.handle], max_tokens=MAX_DRAFT_TOKENS)
         return ids[0, : lengths[0]].numpy()
 
-    def accept(self, offered: int, accepted: int, new: np.ndarray) -> None:
-        self.history.extend(self.handle, new)
+    def accept(self, offered: int, accepted: int, tokens: np.ndarray) -> None:
+        self.history.extend(self.handle, tokens)
         if self.use_feedback:
             self.history.observe([self.handle], [offered], [accepted])
 
@@ -131,7 +131,7 @@ class OurHistory:
 
 
 class ArcticHistory:
-    """ArcticInference's suffix cache (pip install arctic-inference), used as its documentation does."""
+    """ArcticInference's suffix cache (pip install arctic-inference), used as in its documentation."""
 
     def __init__(self, cache_type: type, **options: float) -> None:
         self.cache = cache_type(max_tree_depth=24)
@@ -144,12 +144,12 @@ class ArcticHistory:
         self.context = prompt
 
     def draft(self) -> np.ndarray:
-        found = self.cache.speculate(self.request, self.context[-24:], max_spec_tokens=LIMIT, **self.options)
-        return np.array(found.token_ids, np.int32)
+        draft = self.cache.speculate(self.request, self.context[-24:], max_spec_tokens=MAX_DRAFT_TOKENS, **self.options)
+        return np.array(draft.token_ids, np.int32)
 
-    def accept(self, offered: int, accepted: int, new: np.ndarray) -> None:
-        self.cache.add_active_response(self.request, new)
-        self.context = np.concatenate([self.context, new])
+    def accept(self, offered: int, accepted: int, tokens: np.ndarray) -> None:
+        self.cache.add_active_response(self.request, tokens)
+        self.context = np.concatenate([self.context, tokens])
 
     def stop(self) -> None:
         self.cache.stop_request(self.request)
@@ -166,37 +166,45 @@ class ArcticHistory:
 
 
 def replay(trace: Trace, drafter) -> Replay:
-    times, offered, accepted = [], 0, 0
+    times = []
+    offered = accepted = 0  # draft tokens
     build_s = 0.0
-    tokens, steps = ([0] * (trace.answers[-1].epoch + 1) for _ in range(2))  # by epoch
+    num_epochs = trace.answers[-1].epoch + 1
+    tokens = [0] * num_epochs
+    steps = [0] * num_epochs
     for _, group in groupby(trace.answers, lambda answer: answer.step):
         answers = list(group)
         for answer in answers:
             drafter.start(trace.prompts[answer.prompt])
-            ids, done = answer.ids, 0
-            while done < len(ids):
-                before = time.perf_counter()
+            ids = answer.ids
+            position = 0
+            while position < len(ids):
+                start = time.perf_counter()
                 draft = drafter.draft()
-                times.append(time.perf_counter() - before)
-                draft = draft[: len(ids) - done - 1]  # the verifier adds a token of its own
-                right = int((np.append(draft != ids[done : done + len(draft)], True)).argmax())
-                offered, accepted = offered + len(draft), accepted + right
-                drafter.accept(len(draft), right, ids[done : done + right + 1])
-                done += right + 1
+                times.append(time.perf_counter() - start)
+                draft = draft[: len(ids) - position - 1]  # the verifier adds one more token
+                is_wrong = np.append(draft != ids[position : position + len(draft)], True)
+                num_right = int(is_wrong.argmax())
+                offered += len(draft)
+                accepted += num_right
+                drafter.accept(len(draft), num_right, ids[position : position + num_right + 1])
+                position += num_right + 1
                 steps[answer.epoch] += 1
             tokens[answer.epoch] += len(ids)
             drafter.stop()
-        before = time.perf_counter()
+        start = time.perf_counter()
         for answer in answers:
             drafter.add(trace.prompts[answer.prompt], answer.ids, answer.reward, answer.epoch)
-        build_s += time.perf_counter() - before
-    rates = [count / taken for count, taken in zip(tokens, steps)]
-    stored = sum(tokens)
-    return Replay(rates, offered, accepted, median(times), build_s / stored, drafter.bytes() / stored)
+        build_s += time.perf_counter() - start
+    tokens_per_step = [num_tokens / num_steps for num_tokens, num_steps in zip(tokens, steps)]
+    stored_tokens = sum(tokens)
+    return Replay(
+        tokens_per_step, offered, accepted, median(times), build_s / stored_tokens, drafter.bytes() / stored_tokens
+    )
 
 
 def batched_draft_s(trace: Trace, batch: int = 256) -> float:
-    """Seconds per draft through handles, a whole batch a call, with the whole trace stored; answers half done."""
+    """Return seconds per draft through handles, with a batch a call, a stored trace, and half of each answer done."""
     history = rlkernels.RolloutHistory(token_cost=0.0)
     for answer in trace.answers:
         history.add(trace.prompts[answer.prompt], answer.ids, reward=answer.reward, epoch=answer.epoch)
@@ -204,23 +212,24 @@ def batched_draft_s(trace: Trace, batch: int = 256) -> float:
     for answer in trace.answers[-batch:]:
         handles.append(history.track(trace.prompts[answer.prompt]))
         history.extend(handles[-1], answer.ids[: len(answer.ids) // 2])
-    known, times = np.array(handles), []
+    handle_array = np.array(handles)
+    times = []
     for _ in range(50):
-        before = time.perf_counter()
-        history.draft_tracked(known, max_tokens=LIMIT)
-        times.append(time.perf_counter() - before)
+        start = time.perf_counter()
+        history.draft_tracked(handle_array, max_tokens=MAX_DRAFT_TOKENS)
+        times.append(time.perf_counter() - start)
     return median(times) / len(handles)
 
 
 def row(name: str, make: Callable[[], object], trace: Trace) -> Row:
-    seen = replay(trace, make())
-    rates = " ".join(f"{r:.2f}" for r in seen.tokens_per_step)
-    share = seen.accepted / max(seen.offered, 1)
+    result = replay(trace, make())
+    tokens_per_step = " ".join(f"{r:.2f}" for r in result.tokens_per_step)
+    accepted_share = result.accepted / max(result.offered, 1)
     text = (
-        f"tokens/step by epoch {rates}; {share:.0%} of {seen.offered} draft tokens accepted; "
-        f"build {seen.build_s * 1e6:.2f} us/token; {seen.bytes_per_token:.1f} bytes/token"
+        f"tokens/step by epoch {tokens_per_step}; {accepted_share:.0%} of {result.offered} draft tokens accepted; "
+        f"build {result.build_s * 1e6:.2f} us/token; {result.bytes_per_token:.1f} bytes/token"
     )
-    return Row("rollout_history", name, f"{trace.name}, one draft a call", "int32", median_s=seen.draft_s, extra=text)
+    return Row("rollout_history", name, f"{trace.name}, one draft a call", "int32", median_s=result.draft_s, extra=text)
 
 
 def cases(quick: bool) -> Iterator[Row]:
@@ -228,9 +237,11 @@ def cases(quick: bool) -> Iterator[Row]:
     try:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
     except ImportError as error:
-        arctic, why = None, f"{error}; pip install arctic-inference"
+        cache_type = None
+        reason = f"{error}; pip install arctic-inference"
     else:
-        arctic, why = SuffixDecodingCache, ""
+        cache_type = SuffixDecodingCache
+        reason = ""
     for trace in (gsm8k_trace(200 if quick else 1319), trainer_trace()):
         if isinstance(trace, Missing):
             yield Row("rollout_history", "rlkernels", "replay", missing=trace.reason)
@@ -241,9 +252,9 @@ def cases(quick: bool) -> Iterator[Row]:
             ("ArcticInference", {}),
             ("ArcticInference, max_spec_factor=4", {"max_spec_factor": 4.0}),
         ):
-            if arctic is None:
-                yield Row("rollout_history", name, trace.name, missing=why)
+            if cache_type is None:
+                yield Row("rollout_history", name, trace.name, missing=reason)
             else:
-                yield row(name, partial(ArcticHistory, arctic, **options), trace)
+                yield row(name, partial(ArcticHistory, cache_type, **options), trace)
         shape = f"{trace.name}, 256 handles a call"
         yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))

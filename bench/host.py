@@ -1,8 +1,8 @@
-"""What a call costs the host beside its kernel: every launch is replaced by nothing, and ``torch.add`` takes turns.
+"""Host time of a call without its kernel: launches do nothing, and calls take turns with ``torch.add``.
 
-The compiled ops of a CPU run, on inputs of a few numbers. Triton's launchers get CPU tensors in the place of a GPU's,
-and their kernels do nothing. Ops that wait for results on the way (``top1_deltas``), that have no kernel of their own
-(``soft_dtw``), and the host structures are left out.
+Compiled CPU ops run on inputs of a few numbers. Triton's launchers get CPU tensors in place of a GPU's, and their
+kernels do nothing. Not included: ops that wait for results on the way (``top1_deltas``) or have no kernel
+(``soft_dtw``), and the host structures.
 """
 
 import importlib
@@ -26,11 +26,11 @@ from rlkernels import _check, backend
 OPS = ("token_logprobs", "linear_token_logprobs", "write_kv", "paged_attention", "shared_prefix_attention",
        "merge_attention", "grouped_attention", "tree_attention", "keyed_uniform", "sample_tokens", "verify_drafts",
        "dtw", "dtw_topk", "delta_matvec", "add_rank1_", "add_rms_norm", "rope", "silu_mul")  # fmt: skip
-CALLS = 100  # of each in a turn
+CALLS_PER_TURN = 100
 
 
-class Nothing:
-    """Stands for a kernel."""
+class NoKernel:
+    """Stands in for a kernel and does nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self.launch
@@ -41,12 +41,12 @@ class Nothing:
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Within it Triton's launchers take CPU tensors, and launch nothing."""
+    """Make Triton's launchers accept CPU tensors and launch nothing."""
     names = [module.name for module in pkgutil.walk_packages(rlkernels.__path__, "rlkernels.")]
     with ExitStack() as stack:
         for module in (importlib.import_module(name) for name in names if ".triton_" in name):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                stack.enter_context(patch.object(module, name, Nothing()))
+                stack.enter_context(patch.object(module, name, NoKernel()))
         stack.enter_context(patch.object(backend, "unavailable", lambda *_: None))
         stack.enter_context(patch.object(backend, "_choices", {}))
         stack.enter_context(patch.object(_check, "on_host", lambda _: False))
@@ -54,15 +54,15 @@ def no_launches() -> Iterator[None]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return the mean of a turn, in time that this thread ran: others do not count."""
+    """Return the mean time of a call in a turn, in CPU seconds of this thread."""
     start = time.thread_time()
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_TURN):
         call()
-    return (time.thread_time() - start) / CALLS
+    return (time.thread_time() - start) / CALLS_PER_TURN
 
 
 def measure(calls: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
-    """Time the calls in turns -> name -> seconds a call in each."""
+    """Time the calls in turns; return the seconds a call of each turn, by name."""
     for call in calls.values():
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -72,19 +72,19 @@ def measure(calls: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[f
     return samples
 
 
-def with_gradient(op: str, given: Arguments) -> Arguments:
-    return given | {name: given[name].clone().requires_grad_() for name in GRADIENTS[op]}
+def with_gradient(op: str, arguments: Arguments) -> Arguments:
+    return arguments | {name: arguments[name].clone().requires_grad_() for name in GRADIENTS[op]}
 
 
-def rows(op: str, given: Arguments, shape: str, turns: int) -> list[Row]:
-    """Time an op beside ``torch.add``; what else runs here only adds, so the least of each gives the ratio."""
+def rows(op: str, arguments: Arguments, shape: str, turns: int) -> list[Row]:
+    """Time an op in turns with ``torch.add``; other load only adds time, so the ratio is of the shortest turns."""
     x, y = torch.randn(2, 4)
     calls: dict[str, Callable[[], Any]] = {"torch.add": lambda: torch.add(x, y)}
-    written = backend.OPS[op]
+    backends = backend.OPS[op]
     for name in ("cpu", "triton"):
-        if getattr(written, name):
-            own = given | {"validate": False} if name == "triton" and "uniforms" in given else given
-            calls[f"rlkernels, {name}"] = partial(public(op), **own, backend=name)
+        if getattr(backends, name):
+            options = arguments | {"validate": False} if name == "triton" and "uniforms" in arguments else arguments
+            calls[f"rlkernels, {name}"] = partial(public(op), **options, backend=name)
     with no_launches():
         samples = measure(calls, turns)
     unit = min(samples["torch.add"])
@@ -97,13 +97,13 @@ def rows(op: str, given: Arguments, shape: str, turns: int) -> list[Row]:
 
 def cases(quick: bool) -> Iterator[list[Row]]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # to wake a thread takes longer than a call
+    torch.set_num_threads(1)  # waking a thread takes longer than a call
     try:
-        for op, given in inputs().items():
+        for op, arguments in inputs().items():
             if op in OPS:
                 turns = 10 if quick else 100
-                yield rows(op, given, "no gradient", turns)
+                yield rows(op, arguments, "no gradient", turns)
                 if op in GRADIENTS:
-                    yield rows(op, with_gradient(op, given), "with a gradient", turns)
+                    yield rows(op, with_gradient(op, arguments), "with a gradient", turns)
     finally:
         torch.set_num_threads(threads)

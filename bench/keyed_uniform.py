@@ -24,11 +24,11 @@ def cases(quick: bool) -> Iterator[Case]:
             providers={
                 "rlkernels": partial(rlkernels.keyed_uniform, 1, ids, positions),
                 "torch reference": partial(reference.keyed_uniform, 1, ids, positions),
-                # not keyed: what a generator with a hidden state costs
+                # not keyed: generators with a hidden state
                 "torch.rand": partial(torch.rand, n),
                 "numpy Philox": partial(numpy_rng.random, n, dtype=np.float32),
             },
-            compare=lambda out, want: "exact" if torch.equal(torch.as_tensor(out), want) else "other numbers",
+            compare=lambda out, expected: "exact" if torch.equal(torch.as_tensor(out), expected) else "other numbers",
             limit=("copy bandwidth", nbytes / copy_bandwidth(nbytes)),
             work=("numbers", n),
         )

@@ -51,24 +51,24 @@ def from_logits(quick: bool) -> Iterator[Case]:
                 limit=("read bandwidth", logits.nbytes / read_bandwidth(logits.nbytes)),
                 work=("tokens", rows),
             )
-            for what, functions, wanted in (
+            for label, functions, reference_name in (
                 ("forward + backward", {**forward, "cross_entropy": cross_entropy}, "log_softmax + gather"),
                 ("with entropy, forward + backward", entropy, "torch reference"),
             ):
                 nbytes = 3 * logits.nbytes  # read, read again, write the gradient
                 yield Case(
                     op="token_logprobs",
-                    shape=f"[{rows}, {vocab}] {what}",
+                    shape=f"[{rows}, {vocab}] {label}",
                     dtype=name,
                     providers={n: with_gradient(f, logits, ids) for n, f in functions.items()},
-                    reference=wanted,
+                    reference=reference_name,
                     limit=("copy bandwidth", nbytes / copy_bandwidth(nbytes)),
                     work=("tokens", rows),
                 )
 
 
-def stored(function: Callable) -> Callable:
-    """Log-probabilities from hidden states by way of all their logits."""
+def through_logits(function: Callable) -> Callable:
+    """Compute log-probabilities from hidden states through a full table of logits."""
     return lambda hidden, weight, ids: function(hidden @ weight.T, ids)
 
 
@@ -83,9 +83,9 @@ def score_by_trl(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, 
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as WIDTH
 
-    wanted = ("entropy",) if return_entropy else ()
+    returned = ("entropy",) if return_entropy else ()
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden, weight, bias, ids, temperature, WIDTH, None, 1.0, wanted
+        hidden, weight, bias, ids, temperature, WIDTH, None, 1.0, returned
     )
     return (logprobs, entropy) if return_entropy else logprobs
 
@@ -95,8 +95,8 @@ def by_liger(module: Any) -> Callable:
     return lambda hidden, weight, ids: apply(hidden, weight, ids, None, 1.0, module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE)
 
 
-# what else computes them block by block: module, package, how to call it
-OTHERS: dict[str, tuple[str, str, Callable]] = {
+# peers that compute them block by block: module, package, function that makes the provider
+PEERS: dict[str, tuple[str, str, Callable]] = {
     "TRL": ("trl.kernels.chunked_logprob", "trl", lambda module: score_by_trl),
     "Liger": ("liger_kernel.chunked_loss.fused_linear_ppo", "liger-kernel", by_liger),
 }
@@ -121,13 +121,13 @@ def from_hidden_states(quick: bool) -> Iterator[Case]:
             inputs = hidden.to(dtype), (weight * 3 / width**0.5).to(dtype), torch.randint(vocab, (rows,))
             with_gradients: dict[str, Provider] = {
                 "rlkernels": both_gradients(rlkernels.linear_token_logprobs, *inputs),
-                "logits + rlkernels": both_gradients(stored(rlkernels.token_logprobs), *inputs),
-                "logits + log_softmax": both_gradients(stored(plain_torch), *inputs),
+                "logits + rlkernels": both_gradients(through_logits(rlkernels.token_logprobs), *inputs),
+                "logits + log_softmax": both_gradients(through_logits(plain_torch), *inputs),
                 "torch linear_cross_entropy": both_gradients(by_torch, *inputs),
             }
-            for name, (module, package, find) in OTHERS.items():
-                found = optional(module, find, package)
-                with_gradients[name] = found if isinstance(found, Missing) else both_gradients(found, *inputs)
+            for name, (module, package, make_provider) in PEERS.items():
+                peer = optional(module, make_provider, package)
+                with_gradients[name] = peer if isinstance(peer, Missing) else both_gradients(peer, *inputs)
             work = 8 * rows * vocab * width  # logits, logits again, two products with their gradient
             yield Case(
                 op="linear_token_logprobs",

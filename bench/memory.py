@@ -1,4 +1,4 @@
-"""Memory of an update: what ``train --dry-run`` tells, against the high-water mark of a process."""
+"""Memory of an update: the plan of ``train --dry-run``, against the high-water mark of a process."""
 
 import gc
 import json
@@ -25,12 +25,14 @@ from python_trainer.loop.learner import Learner
 from python_trainer.loop.memory import Device, plan_memory
 from python_trainer.model.policy import load_policy
 
-PROMPTS, SAMPLES, PROMPT = 4, 8, 24
+PROMPTS = 4
+NUM_GENERATIONS = 8
+PROMPT_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen2 of this shape, and what it is trained on."""
+    """A Qwen2 of this shape, and the sizes of its training batch."""
 
     name: str
     vocab: int
@@ -43,7 +45,7 @@ class Size:
     micro_batch: int  # tokens
 
 
-TINY = Size("tiny", 512, 128, 384, 4, 4, 2, answer=120, micro_batch=2048)  # runs through the fused passes
+TINY = Size("tiny", 512, 128, 384, 4, 4, 2, answer=120, micro_batch=2048)  # trained by the fused passes
 WIDE = Size("wide vocabulary", 49_152, 256, 768, 4, 4, 2, answer=104, micro_batch=1700)  # logits come in blocks
 MIDDLING = Size("middling", 8192, 768, 2048, 10, 12, 4, answer=52, micro_batch=900)  # 69 million: too many to fuse
 KINDS: dict[str, dict[str, Any]] = {
@@ -72,49 +74,50 @@ def settings(size: Size, folder: Path, kind: str) -> dict[str, Any]:
     return {
         "model": {"path": str(folder), "device": "cpu", "gradient_checkpointing": False, **KINDS[kind]},
         "rollout": {
-            "prompts_per_step": PROMPTS, "num_generations": SAMPLES, "max_completion_length": size.answer,
+            "prompts_per_step": PROMPTS, "num_generations": NUM_GENERATIONS, "max_completion_length": size.answer,
         },
         "optimizer": {"micro_batch_tokens": size.micro_batch},
     }  # fmt: skip
 
 
-def planned(values: dict[str, Any]) -> int:
-    """Bytes of an update, the KV cache not counted: it is not there in :func:`update`."""
-    plan = plan_memory(load_config(values), Device("cpu", 1 << 40), prompt=PROMPT)
+def plan_bytes(values: dict[str, Any]) -> int:
+    """Return the planned bytes of an update without the KV cache, which :func:`update` does not have."""
+    plan = plan_memory(load_config(values), Device("cpu", 1 << 40), prompt=PROMPT_TOKENS)
     return max(plan.phases["the update"], plan.phases["the optimizer step"]) - plan.parts["KV cache"]
 
 
-def measured(runs: Sequence[dict[str, Any]]) -> list[int]:
-    """Bytes that updates with each of these settings take, one after the other in a process of their own."""
-    # every block of memory goes back to the system when it is free: else the mark would hold what malloc keeps
-    plain = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
+def measure_bytes(runs: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the measured bytes of an update with each of these settings, one after the other in a new process."""
+    # malloc returns freed memory to the system at once: else the high-water mark would include its pools
+    variables = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    process = subprocess.run(
         [sys.executable, "-m", "bench.memory", json.dumps(runs)],
-        env=os.environ | plain, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False,
+        env=os.environ | variables, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the measured process failed: {done.stderr[-2000:]}")
-    return [int(word) for word in done.stdout.split()[-len(runs) :]]
+    if process.returncode:
+        raise RuntimeError(f"the measured process failed: {process.stderr[-2000:]}")
+    return [int(word) for word in process.stdout.split()[-len(runs) :]]
 
 
-def update(values: dict[str, Any], times: int = 2) -> int:
-    """Loads the policy, makes updates -> the high-water mark of the last above what was there before."""
+def update(values: dict[str, Any], num_updates: int = 2) -> int:
+    """Load the policy, make updates, and return the peak memory of the last above that before loading."""
     config = load_config(values)
     gc.collect()
-    before = reset_resident_peak()
-    assert before is not None, "this machine lacks /proc/self/clear_refs"
+    resident_bytes = reset_resident_peak()
+    assert resident_bytes is not None, "this machine lacks /proc/self/clear_refs"
     learner = Learner(load_policy(config.model), config)
-    generator, vocab = torch.Generator().manual_seed(0), learner.policy.model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    vocab = learner.policy.model.config.vocab_size
     rollouts = []
     for group in range(PROMPTS):
-        prompt = torch.randint(1, vocab, (PROMPT,), generator=generator).tolist()
-        for sample in range(SAMPLES):
+        prompt = torch.randint(1, vocab, (PROMPT_TOKENS,), generator=generator).tolist()
+        for sample in range(NUM_GENERATIONS):
             answer = torch.randint(1, vocab, (config.rollout.max_completion_length,), generator=generator).tolist()
             rollouts.append(Rollout(prompt, answer, 0, [-1.0] * len(answer), group=group, reward=float(sample % 2)))
-    for number in range(1, times + 1):  # the first makes the moments
+    for number in range(1, num_updates + 1):  # the first update allocates the moments
         reset_resident_peak()
         learner.update(rollouts, number)
-    return resident_peak() - before
+    return resident_peak() - resident_bytes
 
 
 def rows(size: Size) -> list[Row]:
@@ -123,16 +126,18 @@ def rows(size: Size) -> list[Row]:
         folder = Path(name) / "policy"
         make_folder(size, folder)
         runs = [settings(size, folder, kind) for kind in kinds]
-        told, found = list(map(planned, runs)), measured(runs)
-    made = {
+        planned = list(map(plan_bytes, runs))
+        measured = measure_bytes(runs)
+    rows = {
         kind: Row(
             "plan", "python_trainer", f"{size.name}, {kind}", dtype=KINDS[kind].get("dtype", "float32"),
-            peak_bytes=taken, extra=f"told {ours / 1e6:.0f} MB: {ours / taken:.2f} of it",
+            peak_bytes=measured_bytes,
+            extra=f"told {planned_bytes / 1e6:.0f} MB: {planned_bytes / measured_bytes:.2f} of it",
         )
-        for kind, ours, taken in zip(kinds, told, found)
+        for kind, planned_bytes, measured_bytes in zip(kinds, planned, measured)
     }  # fmt: skip
-    lacking = Row("plan", "python_trainer", size.name, missing="PEFT is not installed; pip install peft")
-    return [made.get(kind) or replace(lacking, shape=f"{size.name}, {kind}") for kind in KINDS]
+    missing_row = Row("plan", "python_trainer", size.name, missing="PEFT is not installed; pip install peft")
+    return [rows.get(kind) or replace(missing_row, shape=f"{size.name}, {kind}") for kind in KINDS]
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:
@@ -140,6 +145,6 @@ def cases(quick: bool) -> Iterator[list[Row]]:
 
 
 if __name__ == "__main__":
-    for given in json.loads(sys.argv[1]):
-        update(given, 1)  # libraries are loaded, threads made, products compiled: oneDNN does so for each shape
-        print(update(given))
+    for values in json.loads(sys.argv[1]):
+        update(values, 1)  # warm-up: loads libraries, starts threads, compiles products of each shape
+        print(update(values))

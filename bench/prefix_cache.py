@@ -1,7 +1,7 @@
 """Paged attention and its neighbours on a CPU, against torch's attention on contiguous copies of the same keys.
 
-Block tables are shuffled: a sequence's blocks lie anywhere in the cache. Peers get their keys gathered beforehand,
-untimed, so what they show is the time without paging.
+Block tables are shuffled, so a sequence's blocks are anywhere in the cache. Peers get keys that were gathered untimed:
+their time is that without paging.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Heads = tuple[int, int, int]  # query heads, KV heads, elements per head
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def blocks(length: int) -> int:
+def blocks_of(length: int) -> int:
     return -(-length // BLOCK)
 
 
@@ -34,46 +34,47 @@ class Batch:
 
     def __init__(self, count: int, length: int, queries: int, heads: Heads, dtype: torch.dtype):
         q_heads, kv_heads, dim = heads
-        self.scale, self.group = dim**-0.5, q_heads // kv_heads
-        self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=count * blocks(length), block_size=BLOCK, dtype=dtype)
-        self.key, self.value = self.cache.key_cache[0], self.cache.value_cache[0]
-        for cache in (self.key, self.value):  # few distinct numbers: making a gigabyte of them takes long
+        self.scale = dim**-0.5
+        self.group = q_heads // kv_heads  # query heads for each KV head
+        self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=count * blocks_of(length), block_size=BLOCK, dtype=dtype)
+        self.key = self.cache.key_cache[0]
+        self.value = self.cache.value_cache[0]
+        for cache in (self.key, self.value):  # repeats a million numbers, because drawing a gigabyte takes long
             flat = cache.flatten()
-            some = torch.randn(min(len(flat), 1_000_003)).to(dtype)
-            for part in flat.split(len(some)):
-                part.copy_(some[: len(part)])
-        self.tables = ints(torch.randperm(count * blocks(length))).view(count, -1)
-        self.lens, self.starts = ints([length] * count), ints(range(0, count * queries + 1, queries))
+            numbers = torch.randn(min(len(flat), 1_000_003)).to(dtype)
+            for chunk in flat.split(len(numbers)):
+                chunk.copy_(numbers[: len(chunk)])
+        self.tables = ints(torch.randperm(count * blocks_of(length))).view(count, -1)
+        self.lens = ints([length] * count)
+        self.starts = ints(range(0, count * queries + 1, queries))
         self.query = torch.randn(count * queries, q_heads, dim).to(dtype)
         self.args = (self.query, self.key, self.value, self.tables, self.lens, self.starts)
         self.nbytes = 2 * count * length * kv_heads * dim * dtype.itemsize
 
     def expected(self) -> torch.Tensor:
-        """Return what the reference gives for the first sequences."""
-        count, rows = min(len(self.lens), 8), int(self.starts[min(len(self.lens), 8)])
-        some = (
-            self.query[:rows],
-            self.key,
-            self.value,
-            self.tables[:count],
-            self.lens[:count],
-            self.starts[: count + 1],
-        )
-        return reference.paged_attention(*some, self.scale)[0]
+        """Return the result of the reference for the first sequences."""
+        count = min(len(self.lens), 8)
+        query = self.query[: int(self.starts[count])]
+        args = (query, self.key, self.value, self.tables[:count], self.lens[:count], self.starts[: count + 1])
+        return reference.paged_attention(*args, self.scale)[0]
 
     def contiguous(self, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of sequences, [B, Hk, length, d]."""
-        rows = [c[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for c in (self.key, self.value)]
-        return rows[0], rows[1]
+        """Gather keys and values of sequences, [B, Hk, length, d]."""
+
+        def gather(cache: torch.Tensor) -> torch.Tensor:
+            return cache[table.long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
+
+        return gather(self.key), gather(self.value)
 
 
-def beginning(out: torch.Tensor, want: torch.Tensor) -> str:
-    return match(out[: len(want)], want) if out.shape[1:] == want.shape[1:] else "a part"
+def match_first_rows(out: torch.Tensor, expected: torch.Tensor) -> str:
+    return match(out[: len(expected)], expected) if out.shape[1:] == expected.shape[1:] else "a part"
 
 
 def sdpa(batch: Batch, causal: bool) -> Callable[[], torch.Tensor]:
-    """torch's attention on [B, H, L, d] -> [T, Hq, d]; queries are the last ones of each sequence."""
-    count, length = len(batch.lens), int(batch.lens[0])
+    """Make torch's attention on [B, H, L, d] -> [T, Hq, d]; queries are the last ones of each sequence."""
+    count = len(batch.lens)
+    length = int(batch.lens[0])
     key, value = batch.contiguous(batch.tables, length)
     query = batch.query.unflatten(0, (count, -1)).transpose(1, 2)
     mask = None
@@ -90,10 +91,11 @@ def sdpa(batch: Batch, causal: bool) -> Callable[[], torch.Tensor]:
 
 
 def flex(batch: Batch) -> Callable[[], torch.Tensor] | Missing:
-    """FlexAttention, compiled, on the contiguous copy; every query sees all keys."""
+    """Make compiled FlexAttention on the contiguous copy; every query sees all keys."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    count, length = len(batch.lens), int(batch.lens[0])
+    count = len(batch.lens)
+    length = int(batch.lens[0])
     key, value = batch.contiguous(batch.tables, length)
     query = batch.query.unflatten(0, (count, -1)).transpose(1, 2).contiguous()
     torch._dynamo.reset()
@@ -106,7 +108,7 @@ def flex(batch: Batch) -> Callable[[], torch.Tensor] | Missing:
 
     try:
         run()
-    except Exception as error:  # whatever the compiler raises on this machine is the reason
+    except Exception as error:  # any exception of the compiler is the reason
         return Missing(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
     return run
 
@@ -125,7 +127,7 @@ def decode(count: int, length: int, heads: Heads, dtype: torch.dtype) -> Case:
         dtype=str(dtype).removeprefix("torch."),
         providers=providers,
         reference=batch.expected,
-        compare=beginning,
+        compare=match_first_rows,
         limit=("read bandwidth", batch.nbytes / read_bandwidth(batch.nbytes)),
         work=("B", batch.nbytes),
     )
@@ -143,29 +145,44 @@ def prefill(count: int, length: int, queries: int, heads: Heads, dtype: torch.dt
             "torch SDPA, contiguous": sdpa(batch, causal=True),
         },
         reference=batch.expected,
-        compare=beginning,
+        compare=match_first_rows,
         work=("FLOP", 4 * pairs * heads[0] * heads[2]),
     )
 
 
 def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dtype: torch.dtype) -> Case:
-    """Decoding: one prefix per group, read once, against the same physical blocks read by every member."""
+    """Make the case of decoding with one read of each group's prefix, against one read by every member."""
     count = groups * members
     batch = Batch(groups, prefix + members * suffix, 1, heads, dtype)  # for the blocks of a whole group
     q_heads, kv_heads, dim = heads
     query = torch.randn(count, q_heads, dim).to(dtype)
-    own = batch.tables[:, blocks(prefix) :].reshape(count, -1).contiguous()
-    group_tables = batch.tables[:, : blocks(prefix)].contiguous()
-    starts, members_of = ints(range(count + 1)), ints(range(0, count + 1, members))
-    lens = [ints([n] * m) for n, m in ((prefix, groups), (suffix, count), (prefix + suffix, count))]
-    split = (query, batch.key, batch.value, group_tables, lens[0], members_of, own, lens[1], starts)
-    tables = torch.cat([group_tables.repeat_interleave(members, 0), own], 1)
-    whole = (query, batch.key, batch.value, tables, lens[2], starts)
+    suffix_tables = batch.tables[:, blocks_of(prefix) :].reshape(count, -1).contiguous()
+    group_tables = batch.tables[:, : blocks_of(prefix)].contiguous()
+    starts = ints(range(count + 1))
+    group_starts = ints(range(0, count + 1, members))
+    prefix_lens = ints([prefix] * groups)
+    suffix_lens = ints([suffix] * count)
+    full_lens = ints([prefix + suffix] * count)
+    split_args = (
+        query,
+        batch.key,
+        batch.value,
+        group_tables,
+        prefix_lens,
+        group_starts,
+        suffix_tables,
+        suffix_lens,
+        starts,
+    )
+    tables = torch.cat([group_tables.repeat_interleave(members, 0), suffix_tables], 1)
+    unshared_args = (query, batch.key, batch.value, tables, full_lens, starts)
     key, value = batch.contiguous(group_tables, prefix)
-    tall = query.view(groups, members, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
+    stacked_query = (
+        query.view(groups, members, kv_heads, -1, dim).transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
+    )
 
-    def tile() -> torch.Tensor:  # of the prefixes only, without the suffixes and the merge
-        score = torch.bmm(tall, key.flatten(0, 1).mT) * batch.scale
+    def attend_to_prefixes() -> torch.Tensor:  # without the suffixes and the merge
+        score = torch.bmm(stacked_query, key.flatten(0, 1).mT) * batch.scale
         return torch.bmm(score.softmax(-1), value.flatten(0, 1))
 
     tokens = groups * prefix + count * suffix
@@ -175,22 +192,22 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dt
         shape=f"{groups} groups of {members}, P {prefix}, S {suffix}, {q_heads} on {kv_heads} heads of {dim}",
         dtype=str(dtype).removeprefix("torch."),
         providers={
-            "rlkernels": partial(rlkernels.shared_prefix_attention, *split, scale=batch.scale),
-            "rlkernels, unshared": partial(rlkernels.paged_attention, *whole, scale=batch.scale),
-            "torch.bmm, prefix only": tile,
+            "rlkernels": partial(rlkernels.shared_prefix_attention, *split_args, scale=batch.scale),
+            "rlkernels, unshared": partial(rlkernels.paged_attention, *unshared_args, scale=batch.scale),
+            "torch.bmm, prefix only": attend_to_prefixes,
         },
         reference=lambda: reference.paged_attention(
-            query[:8], batch.key, batch.value, tables[:8], lens[2][:8], starts[:9], batch.scale
+            query[:8], batch.key, batch.value, tables[:8], full_lens[:8], starts[:9], batch.scale
         )[0],
-        compare=beginning,
+        compare=match_first_rows,
         limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
     )
 
 
 def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
-    caches = torch.zeros(2, 2, blocks(tokens), BLOCK, heads, dim, dtype=dtype)
+    caches = torch.zeros(2, 2, blocks_of(tokens), BLOCK, heads, dim, dtype=dtype)
     key, value = torch.randn(2, tokens, heads, dim).to(dtype)
-    slots = torch.randperm(blocks(tokens))[:, None] * BLOCK + torch.arange(BLOCK)
+    slots = torch.randperm(blocks_of(tokens))[:, None] * BLOCK + torch.arange(BLOCK)
     slots = slots.flatten()[:tokens].contiguous()
 
     def run(backend: str, target: torch.Tensor) -> torch.Tensor:
@@ -208,7 +225,8 @@ def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
 
 
 def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
-    outs, lses = torch.randn(2, tokens, heads, dim).to(dtype), torch.randn(2, tokens, heads)
+    outs = torch.randn(2, tokens, heads, dim).to(dtype)
+    lses = torch.randn(2, tokens, heads)
     args = (outs[0], lses[0], outs[1], lses[1])
     nbytes = 3 * (args[0].nbytes + args[1].nbytes)
     return Case(
@@ -225,26 +243,26 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
 
 
 def grouped(groups: int, members: int, prefix: int, suffix: int, heads: Heads) -> Case:
-    """Forward and backward; plain: every [prefix | suffix] by itself through torch's attention."""
+    """Make the case of forward and backward; the peer attends to each [prefix | suffix] separately with torch."""
     q_heads, kv_heads, dim = heads
     layout = GroupedLayout([prefix] * groups, [suffix] * groups * members, range(0, groups * members + 1, members))
     shapes = [(layout.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads)]
     query, key, value = inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     weight = torch.randn(shapes[0])
     sequences = [(prefix, suffix) for prefix, suffixes in layout.spans() for suffix in suffixes]
-    rows = torch.stack([torch.cat([torch.arange(s.start, s.stop) for s in both]) for both in sequences])  # [B, P + S]
+    rows = torch.stack([torch.cat([torch.arange(s.start, s.stop) for s in spans]) for spans in sequences])  # [B, P + S]
 
     def gradients(out: torch.Tensor) -> list[torch.Tensor]:
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
     def plain() -> list[torch.Tensor]:
         q, k, v = (t[rows].transpose(1, 2) for t in inputs)  # [B, H, P + S, d]
-        whole = functional.scaled_dot_product_attention(
+        padded_out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=dim**-0.5, enable_gqa=q_heads > kv_heads
         ).transpose(1, 2)
         index = torch.cat([rows[::members, :prefix].flatten(), rows[:, prefix:].flatten()])
-        used = torch.cat([whole[::members, :prefix].flatten(0, 1), whole[:, prefix:].flatten(0, 1)])
-        return gradients(torch.zeros_like(weight).index_put((index,), used))
+        packed_out = torch.cat([padded_out[::members, :prefix].flatten(0, 1), padded_out[:, prefix:].flatten(0, 1)])
+        return gradients(torch.zeros_like(weight).index_put((index,), packed_out))
 
     def ours() -> list[torch.Tensor]:
         return gradients(rlkernels.grouped_attention(query, key, value, layout, scale=dim**-0.5))

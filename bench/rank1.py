@@ -1,4 +1,4 @@
-"""Leading singular triplet of a weight delta, against what torch and scikit-learn offer for it."""
+"""Leading singular triplet of a weight delta, against torch and scikit-learn."""
 
 import functools
 import math
@@ -13,10 +13,12 @@ from rlkernels.rank1 import reference
 
 
 def planted(m: int, n: int, rms: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 (weight, base): noise with one direction holding 0.193 of its norm; rms 1e-5 changes 12 % of entries."""
-    g = torch.Generator().manual_seed(seed)
-    base = (torch.randn(m, n, generator=g) * 0.02).bfloat16()
-    u, v, noise = torch.randn(m, generator=g), torch.randn(n, generator=g), torch.randn(m, n, generator=g)
+    """Make bfloat16 (weight, base): noise with 0.193 of its norm in one direction; rms 1e-5 changes 12 % of entries."""
+    generator = torch.Generator().manual_seed(seed)
+    base = (torch.randn(m, n, generator=generator) * 0.02).bfloat16()
+    u = torch.randn(m, generator=generator)
+    v = torch.randn(n, generator=generator)
+    noise = torch.randn(m, n, generator=generator)
     delta = 0.193 * torch.outer(u / u.norm(), v / v.norm()) + math.sqrt(1 - 0.193**2) * noise / noise.norm()
     return (base.float() + rms * math.sqrt(m * n) * delta).bfloat16(), base
 
@@ -26,7 +28,7 @@ def lowrank(delta: torch.Tensor) -> torch.Tensor:
 
 
 def cholesky_qr(deltas: torch.Tensor, steps: int = 3) -> torch.Tensor:
-    """Subspace iteration on [B, m, n] with Cholesky QR, the fast batched form in torch; two reads a step."""
+    """Iterate subspaces of [B, m, n] with Cholesky QR, the fast batched form in torch; two reads a step."""
     q = torch.randn(deltas.shape[0], deltas.shape[2], 4)
     for _ in range(steps):
         z = deltas.mT @ (deltas @ q)
@@ -38,12 +40,12 @@ def cholesky_qr(deltas: torch.Tensor, steps: int = 3) -> torch.Tensor:
 
 
 def true_direction(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """To 1e-5, by our own certificate; the tests hold that against a float64 decomposition."""
+    """Return the direction to 1e-5 by our certificate, which tests compare with a float64 decomposition."""
     return rlkernels.top1_delta(weight, base, tol=1e-5, max_passes=40).v
 
 
-def angle(got: torch.Tensor, true: torch.Tensor) -> str:
-    a, b = got.double().flatten(), true.double().flatten()
+def angle(v: torch.Tensor, expected_v: torch.Tensor) -> str:
+    a, b = v.double().flatten(), expected_v.double().flatten()
     return f"angle {math.atan2((a - b * (a @ b)).norm().item(), abs((a @ b).item())):.1e}"
 
 
@@ -88,7 +90,7 @@ def cases(quick: bool) -> Iterator[Case]:
         v = torch.randn(n)
         nbytes = weight.nbytes + base.nbytes
         limit = ("read bandwidth", nbytes / read_bandwidth(nbytes))
-        for passes in (2, 6):  # the difference is four steps: reads and small algebra
+        for passes in (2, 6):  # the difference is four passes: reads and small algebra
             yield Case(
                 op="top1_delta passes",
                 shape=f"{n} x {n}, {passes} passes",

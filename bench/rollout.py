@@ -1,7 +1,7 @@
 """Rollouts of a small model: PagedEngine against ``model.generate`` with padding, on the same prompts.
 
-All samples of a prompt have the same length here, because it is the prompt that decides how long an answer is; the
-lengths are as uneven between prompts as those of short sums. ``generate`` is not asked for log-probabilities.
+All samples of a prompt have the same length, because the prompt decides how long an answer is; lengths of different
+prompts are as uneven as those of short sums. ``generate`` returns no log-probabilities.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import RolloutHistory
 
-VOCAB, SAMPLES = 300, 8
+VOCAB = 300
+NUM_GENERATIONS = 8
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return SAMPLES * sum(self.lengths)
+        return NUM_GENERATIONS * sum(self.lengths)
 
 
 def workload(name: str, prompts: int, prefix: int, shortest: int, mean: float, longest: int) -> Workload:
@@ -60,7 +61,7 @@ def model() -> Qwen2ForCausalLM:
 
 
 class Lengths(StoppingCriteria):
-    """Ends every row at its own length."""
+    """Ends every row at its length."""
 
     def __init__(self, start: int, lengths: list[int]):
         self.lengths = torch.tensor(lengths) + start
@@ -69,27 +70,27 @@ class Lengths(StoppingCriteria):
         return input_ids.shape[1] >= self.lengths
 
 
-def paged(engine: PagedEngine, work: Workload) -> int:
-    engine.policy_updated()  # every call computes its prompts anew, as after an update
+def run_paged(engine: PagedEngine, work: Workload) -> int:
+    engine.policy_updated()  # as after an update: no cached prompt
     requests = [
-        Request(prompt, prefix, SAMPLES, length, SAMPLES * i)
+        Request(prompt, prefix, NUM_GENERATIONS, length, NUM_GENERATIONS * i)
         for i, (prompt, prefix, length) in enumerate(zip(work.prompts, work.prefixes, work.lengths))
     ]
     return sum(len(completion.ids) for completion in engine.generate(requests, SamplingParams(seed=1)))
 
 
-def padded(policy: Any, work: Workload, batch: int) -> int:
+def run_padded(policy: Any, work: Workload, batch: int) -> int:
     rows = [
         (prompt + prefix, length)
         for prompt, prefix, length in zip(work.prompts, work.prefixes, work.lengths)
-        for _ in range(SAMPLES)
+        for _ in range(NUM_GENERATIONS)
     ]
     count = 0
     for start in range(0, len(rows), batch):
-        part = rows[start : start + batch]
-        width = max(len(ids) for ids, _ in part)
-        ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in part])
-        lengths = [length for _, length in part]
+        batch_rows = rows[start : start + batch]
+        width = max(len(ids) for ids, _ in batch_rows)
+        ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in batch_rows])
+        lengths = [length for _, length in batch_rows]
         out = policy.generate(
             ids, attention_mask=(ids != 0).long(), do_sample=True, top_k=0, max_new_tokens=max(lengths),
             stopping_criteria=StoppingCriteriaList([Lengths(width, lengths)]),
@@ -99,39 +100,39 @@ def padded(policy: Any, work: Workload, batch: int) -> int:
     return count
 
 
-def drafted(engine: PagedEngine, drafter: Drafter | None, requests: list[Request]) -> list[list[int]]:
+def run_with_drafts(engine: PagedEngine, drafter: Drafter | None, requests: list[Request]) -> list[list[int]]:
     engine.policy_updated()
     engine.drafter = drafter
     return [completion.ids for completion in engine.generate(requests, SamplingParams(seed=2))]
 
 
 def drafts_case(quick: bool) -> Case:
-    """The shipped policy answers sums for the second time; the drafter knows its first answers, of other noise."""
+    """Make the case of the shipped policy's second answers to sums; the drafter has its first ones, of another seed."""
     config = load_config("configs/ppo.yaml")
     policy = load_policy(config.model)
     engine = PagedEngine(policy.model, eos_token_ids=policy.eos_token_ids)
     examples = config.task.load().train[: 8 if quick else 32]
     prompts = policy.encode([example.prompt for example in examples])
-    requests = [Request(ids, (), SAMPLES, 128, SAMPLES * i) for i, ids in enumerate(prompts)]
+    requests = [Request(ids, (), NUM_GENERATIONS, 128, NUM_GENERATIONS * i) for i, ids in enumerate(prompts)]
     history = RolloutHistory()
     for i, completion in enumerate(engine.generate(requests, SamplingParams(seed=1))):
-        history.add(prompts[i // SAMPLES], completion.ids)
+        history.add(prompts[i // NUM_GENERATIONS], completion.ids)
     overhead = measure_overhead(engine)
     assert overhead is not None, "the cache has room for the measured passes"
-    plain = drafted(engine, None, requests)
+    plain = run_with_drafts(engine, None, requests)
     return Case(
         op="rollout",
-        shape=f"short sums, second visit: {len(prompts)} x {SAMPLES}",
+        shape=f"short sums, second visit: {len(prompts)} x {NUM_GENERATIONS}",
         dtype="float32",
         providers={
-            "PagedEngine": lambda: drafted(engine, None, requests),
-            f"with drafts, pass overhead {overhead:.0f} tokens": lambda: drafted(
+            "PagedEngine": lambda: run_with_drafts(engine, None, requests),
+            f"with drafts, pass overhead {overhead:.0f} tokens": lambda: run_with_drafts(
                 engine, Drafter(history, pass_overhead=overhead), requests
             ),
-            "with drafts that are off": lambda: drafted(engine, Drafter(history, pass_overhead=0), requests),
+            "with drafts that are off": lambda: run_with_drafts(engine, Drafter(history, pass_overhead=0), requests),
         },
         reference="PagedEngine",
-        compare=lambda out, want: "same tokens" if out == want else "OTHER TOKENS",
+        compare=lambda out, expected: "same tokens" if out == expected else "OTHER TOKENS",
         work=("tokens", sum(map(len, plain))),
     )
 
@@ -139,26 +140,30 @@ def drafts_case(quick: bool) -> Case:
 def cases(quick: bool) -> Iterator[Case]:
     policy = model()
     engine = PagedEngine(policy, eos_token_ids=())
-    own_forward, read_by_each = (PagedEngine(policy, eos_token_ids=()) for _ in range(2))
-    own_forward.fused, read_by_each.share_from = False, None
+    model_forward = PagedEngine(policy, eos_token_ids=())
+    model_forward.fused = False
+    unshared_reads = PagedEngine(policy, eos_token_ids=())
+    unshared_reads.share_from = None
     prompts = 8 if quick else 32
-    works = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
-    for work in [*works, workload("suffixes", prompts // 4, 800, 5, 20, 60)]:
+    workloads = [workload("answers", prompts, 0, 15, 35, 100), workload("suffixes", prompts, 200, 5, 20, 60)]
+    for work in [*workloads, workload("suffixes", prompts // 4, 800, 5, 20, 60)]:
         providers: dict[str, Any] = {
-            "PagedEngine": partial(paged, engine, work),
-            "PagedEngine, fused=False": partial(paged, own_forward, work),
-            **({"PagedEngine, share_reads=False": partial(paged, read_by_each, work)} if work.prefixes[0] else {}),
-            "transformers generate, batches of 128": partial(padded, policy, work, 128),
+            "PagedEngine": partial(run_paged, engine, work),
+            "PagedEngine, fused=False": partial(run_paged, model_forward, work),
+            **(
+                {"PagedEngine, share_reads=False": partial(run_paged, unshared_reads, work)} if work.prefixes[0] else {}
+            ),
+            "transformers generate, batches of 128": partial(run_padded, policy, work, 128),
         }
         longest = max(work.lengths)
         yield Case(
             op="rollout",
-            shape=f"{work.name}: {prompts} x {SAMPLES}, prefix {len(work.prefixes[0])}, mean "
-            f"{work.tokens / SAMPLES / prompts:.0f}, max {longest}",
+            shape=f"{work.name}: {prompts} x {NUM_GENERATIONS}, prefix {len(work.prefixes[0])}, mean "
+            f"{work.tokens / NUM_GENERATIONS / prompts:.0f}, max {longest}",
             dtype="float32",
             providers=providers,
             reference="PagedEngine",
-            compare=lambda out, want: "same count" if out == want else f"{out} tokens, not {want}",
+            compare=lambda out, expected: "same count" if out == expected else f"{out} tokens, not {expected}",
             work=("tokens", work.tokens),
         )
     yield drafts_case(quick)

@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def plain_torch(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Callable:
-    """Return what a trainer does without a kernel: softmax, sort where it must, multinomial. Other tokens than ours."""
+    """Return the sampler of a trainer without a kernel: softmax, sort if needed, multinomial; it draws other tokens."""
 
     def run() -> torch.Tensor:
         if temperature == 0:
@@ -30,17 +30,24 @@ def plain_torch(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1
             scaled, ids = scaled.topk(top_k, dim=1)
         elif top_p < 1:
             scaled, ids = scaled.sort(dim=1, descending=True)
-        p = scaled.softmax(1)
+        probs = scaled.softmax(1)
         if top_p < 1:
-            p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)
-        drawn = torch.multinomial(p, 1)
-        return drawn if top_k == 0 and top_p == 1 else ids.gather(1, drawn)
+            probs = probs.masked_fill(probs.cumsum(1) - probs >= top_p, 0.0)
+        places = torch.multinomial(probs, 1)
+        return places if top_k == 0 and top_p == 1 else ids.gather(1, places)
 
     return run
 
 
+def compare_tokens(out: Any, expected: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """Compare the tokens of our sampler with the reference; plain torch uses other random numbers."""
+    if isinstance(out, torch.Tensor):
+        return "other numbers"
+    return "exact" if torch.equal(out[0], expected[0]) else "differs"
+
+
 def logits_of(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gaussian logits, wider where the vocabulary is large: an entropy of a few nats, as in language models."""
+    """Make Gaussian logits, wider for a large vocabulary: an entropy of a few nats, as in language models."""
     scale = 3.0 if vocab < 1000 else 5.0
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
 
@@ -62,31 +69,25 @@ def cases(quick: bool) -> Iterator[Case]:
                         "plain torch": plain_torch(logits, **settings),
                     },
                     reference=partial(rlkernels.sample_tokens, logits, uniforms, backend="torch", **settings),
-                    compare=lambda out, want: (
-                        "other numbers"
-                        if isinstance(out, torch.Tensor)
-                        else "exact"
-                        if torch.equal(out[0], want[0])
-                        else "differs"
-                    ),
+                    compare=compare_tokens,
                     limit=("read bandwidth", logits.nbytes / read_bandwidth(logits.nbytes)),
                     work=("tokens", rows),
                 )
     yield verification(*(8, 2000) if quick else (16, 151_936))
 
 
-def verification(sequences: int, vocab: int, drafted: int = 7) -> Case:
-    """Drafts of which half are right throughout and half miss at the third token."""
-    rows = sequences * (drafted + 1)
+def verification(sequences: int, vocab: int, draft_len: int = 7) -> Case:
+    """Make the case of drafts of which half are right throughout and half wrong at the third token."""
+    rows = sequences * (draft_len + 1)
     logits = logits_of(rows, vocab, torch.float32)
     uniforms = rlkernels.keyed_uniform(0, torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
-    drafts = rlkernels.sample_tokens(logits, uniforms)[0].view(sequences, -1)[:, :drafted].clone()
+    drafts = rlkernels.sample_tokens(logits, uniforms)[0].view(sequences, -1)[:, :draft_len].clone()
     drafts[::2, 2] = (drafts[::2, 2] + 1) % vocab
-    starts = torch.arange(0, rows + 1, drafted + 1)
+    starts = torch.arange(0, rows + 1, draft_len + 1)
     settings = [torch.ones(sequences), torch.ones(sequences), torch.zeros(sequences, dtype=torch.int64)]
     return Case(
         op="verify_drafts",
-        shape=f"{sequences} drafts of {drafted}, V={vocab}",
+        shape=f"{sequences} drafts of {draft_len}, V={vocab}",
         providers={
             "rlkernels": partial(rlkernels.verify_drafts, logits, drafts.flatten(), starts, uniforms),
             "torch reference": partial(reference.verify_drafts, logits, drafts.flatten(), starts, uniforms, *settings),

@@ -1,7 +1,7 @@
 """Batched dynamic time warping, exact top-k, soft-DTW and C_rhyme.
 
 The limit of dtw is the port bound: four float32 instructions per cell (sub, min, min, fma) on the units that run fma,
-8 cells per clock for AVX-512. Cells are those inside the band and the lengths; padding counts for nothing.
+8 cells per clock for AVX-512. Only cells inside the band and the lengths count.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from rlkernels.similarity import reference
 
 
 def curves(n: int, steps: int, seed: int, noise: float = 0.05) -> torch.Tensor:
-    """Reward curves: noisy sigmoids of random height, place and steepness."""
+    """Make reward curves: noisy sigmoids of random height, position and steepness."""
     generator = torch.Generator().manual_seed(seed)
     low, rise, middle, rate = torch.rand(4, n, 1, generator=generator)
     curve = 0.3 * low + (0.4 + 0.3 * rise) * torch.sigmoid((4 + 20 * rate) * (torch.linspace(0, 1, steps) - middle))
@@ -25,7 +25,7 @@ def curves(n: int, steps: int, seed: int, noise: float = 0.05) -> torch.Tensor:
 
 
 def cells(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> float:
-    """Return how many cells of all pairs lie inside the lengths and the band."""
+    """Count the cells of all pairs inside the lengths and the band."""
     a, b = x_lengths[:, None].double(), y_lengths.double()
     outside = torch.zeros(())
     if band is not None:
@@ -36,13 +36,13 @@ def cells(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) ->
     return float((a * b - outside).sum())
 
 
-def limit(count: float, instructions: int = 4) -> tuple[str, float]:
-    return "port bound", count * instructions / (fma_rate() / 2)
+def limit(num_cells: float, instructions: int = 4) -> tuple[str, float]:
+    return "port bound", num_cells * instructions / (fma_rate() / 2)
 
 
 def large(quick: bool) -> Iterator[Case]:
     n, m = (8, 256) if quick else (64, 4096)
-    for steps, band, mixed, mode in (
+    for steps, band, mixed_lengths, mode in (
         (64, None, False, "full"),
         (128, None, False, "full"),
         (128, 16, False, "full"),
@@ -53,17 +53,20 @@ def large(quick: bool) -> Iterator[Case]:
     ):
         x, y = curves(n, steps, 0), curves(m, steps, 1)
         generator = torch.Generator().manual_seed(2)
-        lengths = [torch.randint(64 if mixed else steps, steps + 1, (count,), generator=generator) for count in (n, m)]
+        lengths = [
+            torch.randint(64 if mixed_lengths else steps, steps + 1, (num_cells,), generator=generator)
+            for num_cells in (n, m)
+        ]
         settings: dict[str, Any] = {"x_lengths": lengths[0], "y_lengths": lengths[1], "band": band, "mode": mode}
-        count = cells(lengths[0], lengths[1], band)
-        label = f"{n} x {m}, L {'64-' if mixed else ''}{steps}, band {band}{', subsequence' * (mode != 'full')}"
+        num_cells = cells(lengths[0], lengths[1], band)
+        label = f"{n} x {m}, L {'64-' if mixed_lengths else ''}{steps}, band {band}{', subsequence' * (mode != 'full')}"
         yield Case(
             op="dtw",
             shape=label,
             providers={"rlkernels": partial(rlkernels.dtw, x, y, **settings)},
             reference=None,
-            limit=limit(count, 4 if mode == "full" else 8),
-            work=("cells", count),
+            limit=limit(num_cells, 4 if mode == "full" else 8),
+            work=("cells", num_cells),
         )
 
 
@@ -72,16 +75,16 @@ def against_others(quick: bool) -> Iterator[Case]:
     for steps, band in ((128, None), (128, 16)):
         x, y = curves(n, steps, 0), curves(m, steps, 1)
         a, b = x.double().numpy(), y.double().numpy()
-        together, block = list(np.concatenate([a, b])), ((0, n), (n, n + m))
+        concatenated, block = list(np.concatenate([a, b])), ((0, n), (n, n + m))
 
-        def dtaidistance(module: Any, band=band, together=together, block=block) -> Any:
+        def dtaidistance(module: Any, band=band, concatenated=concatenated, block=block) -> Any:
             window = None if band is None else band + 1
-            run = partial(module.distance_matrix_fast, together, block=block, window=window, parallel=threads > 1)
+            run = partial(module.distance_matrix_fast, concatenated, block=block, window=window, parallel=threads > 1)
             return lambda: torch.as_tensor(run()[:n, n:]).square()
 
         def tslearn(module: Any, band=band, a=a, b=b) -> Any:
-            kind = {} if band is None else {"global_constraint": "sakoe_chiba", "sakoe_chiba_radius": band}
-            return lambda: torch.as_tensor(module.cdist_dtw(a, b, n_jobs=threads, **kind)).square()
+            constraint = {} if band is None else {"global_constraint": "sakoe_chiba", "sakoe_chiba_radius": band}
+            return lambda: torch.as_tensor(module.cdist_dtw(a, b, n_jobs=threads, **constraint)).square()
 
         def aeon(module: Any, a=a, b=b) -> Any:
             run = partial(module.dtw_pairwise_distance, a[:, None], b[:, None], n_jobs=threads)
@@ -93,20 +96,20 @@ def against_others(quick: bool) -> Iterator[Case]:
             "dtaidistance": optional("dtaidistance.dtw", dtaidistance),
             "tslearn": optional("tslearn.metrics", tslearn),
         }
-        if band is None:  # its window is a share of the length, sloped
+        if band is None:  # aeon's window is a sloped share of the length
             providers["aeon"] = optional("aeon.distances", aeon)
-        count = cells(torch.full((n,), steps), torch.full((m,), steps), band)
+        num_cells = cells(torch.full((n,), steps), torch.full((m,), steps), band)
         yield Case(
             op="dtw",
             shape=f"{n} x {m}, L {steps}, band {band}, against others",
             providers=providers,
-            limit=limit(count),
-            work=("cells", count),
+            limit=limit(num_cells),
+            work=("cells", num_cells),
         )
 
 
 def tokens(quick: bool) -> Iterator[Case]:
-    """Edit distance of token sequences, which rapidfuzz computes 64 cells at a time, next to DTW of the same table."""
+    """Compare rapidfuzz's edit distance of token sequences, 64 cells at a time, with DTW of the same table size."""
     n, m, steps = 16, 64 if quick else 512, 128
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(0, 50, (count, steps), generator=generator) for count in (n, m))
@@ -125,7 +128,7 @@ def tokens(quick: bool) -> Iterator[Case]:
             "rapidfuzz": optional("rapidfuzz.process", rapidfuzz),
         },
         reference="rlkernels",
-        compare=lambda out, want: "itself" if out is want or torch.equal(out, want) else "another measure",
+        compare=lambda out, expected: "itself" if out is expected or torch.equal(out, expected) else "another measure",
         limit=limit(n * m * steps**2),
         work=("cells", n * m * steps**2),
     )
@@ -133,7 +136,9 @@ def tokens(quick: bool) -> Iterator[Case]:
 
 def top(quick: bool) -> Iterator[Case]:
     n, m, steps, band = (8, 4000, 64, 6) if quick else (64, 100_000, 64, 6)
-    x, y, k = curves(n, steps, 0), curves(m, steps, 1), m // 100
+    x = curves(n, steps, 0)
+    y = curves(m, steps, 1)
+    k = m // 100
     yield Case(
         op="dtw_topk",
         shape=f"{n} x {m}, L {steps}, band {band}, top {k}",
@@ -149,16 +154,16 @@ def top(quick: bool) -> Iterator[Case]:
 
 
 def memory() -> Iterator[Case]:
-    """512 x 512 pairs of length 2048: a cost tensor would hold 1.1e12 cells, 4.4 TB."""
+    """Make the case of 512 x 512 pairs of length 2048, whose cost tensor would take 4.4 TB."""
     x, y = curves(512, 2048, 0), curves(512, 2048, 1)
-    count = cells(torch.full((512,), 2048), torch.full((512,), 2048), 20)
+    num_cells = cells(torch.full((512,), 2048), torch.full((512,), 2048), 20)
     yield Case(
         op="dtw",
         shape="512 x 512, L 2048, band 20",
         providers={"rlkernels": partial(rlkernels.dtw, x, y, band=20)},
         reference=None,
-        limit=limit(count),
-        work=("cells", count),
+        limit=limit(num_cells),
+        work=("cells", num_cells),
     )
 
 
@@ -198,7 +203,7 @@ def rhyme(quick: bool) -> Iterator[Case]:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for part in (large, against_others, tokens, top, soft, rhyme):
-        yield from part(quick)
+    for group in (large, against_others, tokens, top, soft, rhyme):
+        yield from group(quick)
     if not quick:
         yield from memory()

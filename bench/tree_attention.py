@@ -1,6 +1,6 @@
-"""Attention on the trie of a training batch, forward and backward, against ways of other trainers to do the same.
+"""Attention on the trie of a training batch, forward and backward, against the layouts of other trainers.
 
-Inputs of every arm lie as its model would hold them: padded rows repeat what sequences share, the trie holds it once.
+Each arm has inputs in its own layout: padded rows repeat the prefixes that sequences share, the trie has them once.
 """
 
 import itertools
@@ -23,10 +23,10 @@ Sample = tuple[list[int], list[int]]  # prompt, answer
 
 @dataclass
 class Arm:
-    """One way to hold the batch.
+    """One layout of the batch.
 
     Attributes:
-        places: int64 [n] or [B, L], the place in the trie of each token that the arm holds; -1: padding.
+        places: int64 [n] or [B, L], the place in the trie of each token of the layout; -1: padding.
         attend: query, key, value, [n, H, d] or [B, L, H, d] -> output.
     """
 
@@ -35,31 +35,34 @@ class Arm:
 
     def timed(self, tensors: Sequence[torch.Tensor], grad: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Return a function that computes output and gradients of query, key and value."""
-        held = self.places.clamp(min=0)
-        leaves = [t[held].contiguous().requires_grad_() for t in tensors]
-        outer = grad[held] * self.firsts()[..., None, None]
+        places = self.places.clamp(min=0)
+        leaves = [t[places].contiguous().requires_grad_() for t in tensors]
+        grad_output = grad[places] * self.first_copies()[..., None, None]
 
         def run() -> list[torch.Tensor]:
             out = self.attend(*leaves)
-            return [out.detach(), *torch.autograd.grad(out, leaves, outer)]
+            return [out.detach(), *torch.autograd.grad(out, leaves, grad_output)]
 
         return run
 
-    def firsts(self) -> torch.Tensor:
-        """Tell of each token whether it is the first of its copies: those count once."""
+    def first_copies(self) -> torch.Tensor:
+        """Return for each token whether it is the first of its copies, so that copies count once."""
         flat = self.places.flatten()
         order = flat.argsort(stable=True)
         sorted_places = flat[order]
-        first = torch.empty_like(flat, dtype=torch.bool)
-        first[order] = torch.cat([sorted_places.new_ones(1), sorted_places.diff()]).bool() & (sorted_places >= 0)
-        return first.view(self.places.shape)
+        is_first = torch.empty_like(flat, dtype=torch.bool)
+        is_first[order] = torch.cat([sorted_places.new_ones(1), sorted_places.diff()]).bool() & (sorted_places >= 0)
+        return is_first.view(self.places.shape)
 
-    def in_the_trie(self, found: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """Return output and gradients by place in the trie, the gradients of copies added up."""
-        first, held = self.firsts().flatten(), (self.places >= 0).flatten()
-        flat, (out, *grads) = self.places.flatten(), [t.flatten(0, -3) for t in found]
-        whole = out.new_empty(tokens, *out.shape[1:]).index_copy(0, flat[first], out[first])
-        return [whole, *(g.new_zeros(tokens, *g.shape[1:]).index_add(0, flat[held], g[held]) for g in grads)]
+    def to_trie(self, results: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+        """Return output and gradients by place in the trie, with the sum of the gradients of copies."""
+        is_first = self.first_copies().flatten()
+        is_token = (self.places >= 0).flatten()
+        places = self.places.flatten()
+        out, *grads = (t.flatten(0, -3) for t in results)
+        trie_out = out.new_empty(num_tokens, *out.shape[1:]).index_copy(0, places[is_first], out[is_first])
+        trie_grads = [g.new_zeros(num_tokens, *g.shape[1:]).index_add(0, places[is_token], g[is_token]) for g in grads]
+        return [trie_out, *trie_grads]
 
 
 def padded(layout: TreeLayout, scale: float) -> Arm:
@@ -75,12 +78,15 @@ def padded(layout: TreeLayout, scale: float) -> Arm:
 
 
 def two_levels(samples: Sequence[Sample], layout: TreeLayout, scale: float) -> Arm:
-    """Prompts that are equal, once; samples are in order of prompts."""
-    prefixes, suffixes, starts, places = [], [], [0], []
+    """Make the layout that stores equal prompts once; samples are in order of prompts."""
+    prefixes = []
+    suffixes = []
+    starts = [0]
+    places = []
     for _, group in itertools.groupby(zip(samples, layout.places), lambda pair: pair[0][0]):
         members = list(group)
         prompt = len(members[0][0][0])
-        places += [members[0][1][:prompt], *(own[prompt:] for _, own in members)]
+        places += [members[0][1][:prompt], *(sample_places[prompt:] for _, sample_places in members)]
         prefixes.append(prompt)
         suffixes += [len(answer) for (_, answer), _ in members]
         starts.append(len(suffixes))
@@ -89,28 +95,30 @@ def two_levels(samples: Sequence[Sample], layout: TreeLayout, scale: float) -> A
 
 
 def copied(layout: TreeLayout, scale: float) -> Arm:
-    """The keys and values of the whole path copied for every node, as TRL's asynchronous trainer does."""
-    place, parts = torch.arange(layout.num_tokens), []
+    """Copy the keys and values of the full path for every node, as TRL's asynchronous trainer does."""
+    place = torch.arange(layout.num_tokens)
+    nodes = []
     for (start, stop, _), path in zip(layout.nodes.tolist(), layout.paths()):
         index = torch.cat([place[rows] for rows in (*path, slice(start, stop))])
-        parts.append((slice(start, stop), index, index <= place[start:stop, None]))
+        nodes.append((slice(start, stop), index, index <= place[start:stop, None]))
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out = []
-        for rows, index, mask in parts:
+        for rows, index, mask in nodes:
             q, k, v = (t.transpose(0, 1)[None] for t in (query[rows], key[index], value[index]))
-            found = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-            out.append(found[0].transpose(0, 1))
+            node_out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+            out.append(node_out[0].transpose(0, 1))
         return torch.cat(out)
 
     return Arm(place, attend)
 
 
 def flex(layout: TreeLayout, scale: float) -> Arm | Missing:
-    """FlexAttention with the mask of the trie, compiled."""
+    """Make compiled FlexAttention with the mask of the trie."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    end, tokens = layout.end, layout.num_tokens
+    end = layout.end
+    tokens = layout.num_tokens
     mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i < end[j]), None, None, tokens, tokens, device="cpu")
     torch._dynamo.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False)
@@ -127,8 +135,9 @@ def flex(layout: TreeLayout, scale: float) -> Arm | Missing:
     return Arm(torch.arange(tokens), attend)
 
 
-def trained(label: str, samples: Sequence[Sample], with_flex: bool = False) -> Case:
-    layout, scale = TreeLayout.from_sequences([prompt + answer for prompt, answer in samples]), HEADS[2] ** -0.5
+def make_case(label: str, samples: Sequence[Sample], with_flex: bool = False) -> Case:
+    layout = TreeLayout.from_sequences([prompt + answer for prompt, answer in samples])
+    scale = HEADS[2] ** -0.5
     tensors = [torch.randn(layout.num_tokens, heads, HEADS[2]) for heads in (HEADS[0], HEADS[1], HEADS[1])]
     grad = torch.randn_like(tensors[0])
     ours: Any = partial(rlkernels.tree_attention, layout=layout, scale=scale)
@@ -147,50 +156,56 @@ def trained(label: str, samples: Sequence[Sample], with_flex: bool = False) -> C
         run = arm.timed(tensors, grad)
         return lambda: (name, run())
 
-    def compare(found: tuple[str, list[torch.Tensor]], wanted: tuple[str, list[torch.Tensor]]) -> str:
+    def compare(result: tuple[str, list[torch.Tensor]], expected: tuple[str, list[torch.Tensor]]) -> str:
         by_place = []
-        for name, results in (found, wanted):
+        for name, results in (result, expected):
             arm = arms[name]
             assert isinstance(arm, Arm)
-            by_place.append(arm.in_the_trie(results, layout.num_tokens))
+            by_place.append(arm.to_trie(results, layout.num_tokens))
         return match(*by_place)
 
-    given = sum(len(prompt) + len(answer) for prompt, answer in samples)
+    num_tokens = sum(len(prompt) + len(answer) for prompt, answer in samples)
     return Case(
         op="tree_attention",
-        shape=f"{label}: {given} tokens, {layout.num_tokens} in the trie, {HEADS[0]} on {HEADS[1]} heads of {HEADS[2]}",
+        shape=f"{label}: {num_tokens} tokens, {layout.num_tokens} in the trie, "
+        f"{HEADS[0]} on {HEADS[1]} heads of {HEADS[2]}",
         providers={name: provider(name, arm) for name, arm in arms.items()},
         reference="torch SDPA, padded",
         compare=compare,
     )
 
 
-def prompts(numbers: Iterator[int], system: int, count: int, prompt: int, answers: int, answer: int) -> list[Sample]:
-    """A system prompt, prompts after it, and answers to each."""
-    first = list(itertools.islice(numbers, system))
-    given = [[*first, *itertools.islice(numbers, prompt)] for _ in range(count)]
-    return [(one, list(itertools.islice(numbers, answer))) for one in given for _ in range(answers)]
+def make_samples(
+    numbers: Iterator[int], system: int, count: int, prompt: int, answers: int, answer: int
+) -> list[Sample]:
+    """Make samples of a system prompt, prompts after it, and answers to each."""
+    system_ids = list(itertools.islice(numbers, system))
+    prompt_ids = [[*system_ids, *itertools.islice(numbers, prompt)] for _ in range(count)]
+    return [(ids, list(itertools.islice(numbers, answer))) for ids in prompt_ids for _ in range(answers)]
 
 
-def turns(numbers: Iterator[int], rollouts: int, count: int, thought: int, said: int, asked: int) -> list[Sample]:
-    """Each turn of a rollout as a sample; its thought is dropped from the history of the next."""
-    samples, first = [], list(itertools.islice(numbers, 200))
+def make_turns(
+    numbers: Iterator[int], rollouts: int, count: int, thought: int, answer: int, question: int
+) -> list[Sample]:
+    """Make a sample of each turn of a rollout; its thought is not in the history of the next."""
+    samples = []
+    system_ids = list(itertools.islice(numbers, 200))
     for _ in range(rollouts):
-        history = first
+        history = system_ids
         for _ in range(count):
-            answer = list(itertools.islice(numbers, thought + said))
-            samples.append((history, answer))
-            history = [*history, *answer[thought:], *itertools.islice(numbers, asked)]
+            turn_ids = list(itertools.islice(numbers, thought + answer))
+            samples.append((history, turn_ids))
+            history = [*history, *turn_ids[thought:], *itertools.islice(numbers, question)]
     return samples
 
 
 def cases(quick: bool) -> Iterator[Case]:
     torch.manual_seed(0)
     numbers = itertools.count()
-    yield trained("1 prompt of 1024, 8 answers of 96", prompts(numbers, 0, 1, 1024, 8, 96), with_flex=True)
-    yield trained("1 prompt of 1024, 128 answers of 4", prompts(numbers, 0, 1, 1024, 128, 4))
-    yield trained("4 rollouts of 8 turns, thinking dropped", turns(numbers, 4, 8, 40, 20, 60))
+    yield make_case("1 prompt of 1024, 8 answers of 96", make_samples(numbers, 0, 1, 1024, 8, 96), with_flex=True)
+    yield make_case("1 prompt of 1024, 128 answers of 4", make_samples(numbers, 0, 1, 1024, 128, 4))
+    yield make_case("4 rollouts of 8 turns, thinking dropped", make_turns(numbers, 4, 8, 40, 20, 60))
     sizes = ((4, 4, 100),) if quick else ((16, 4, 100), (16, 4, 500), (4, 4, 2000))
     for count, answers, answer in sizes:
         label = f"system prompt of 1000, {count} prompts of 100 x {answers} answers of {answer}"
-        yield trained(label, prompts(numbers, 1000, count, 100, answers, answer))
+        yield make_case(label, make_samples(numbers, 1000, count, 100, answers, answer))

@@ -1,12 +1,12 @@
-"""Updates and whole steps of TRL's GRPOTrainer: what samples begin with is computed for each of them, or once.
+"""Updates and full steps of TRL's GRPOTrainer: common prefixes are computed once for each sample, or once in all.
 
 An update is the forward and backward pass of a batch in micro-batches, without the optimizer, on a random Llama with
 the vocabulary of SmolLM2; ``match`` is the error of the gradients. On a CPU TRL applies the output layer to prompts
 too; the arm "head on answers" does not, as TRL on a GPU: it is the fair rival. "No padding" packs answers, each with
-its own copy of the prompt. "Two levels" shares equal prompts alone. "Paths copied" attends as TRL's AsyncGRPOTrainer,
-"FlexAttention" by its mask, both on our trie; "TRL's head" has TRL's log-probabilities without logits behind it. A
-whole step also generates, with Transformers, and takes the optimizer's step. ``--only`` picks cases by their shapes:
-"system prompt", "turns", "group of", "micro-batches of".
+its own copy of the prompt. "Two levels" shares only equal prompts. "Paths copied" attends as TRL's AsyncGRPOTrainer,
+"FlexAttention" by its mask, both on our trie; "TRL's head" uses TRL's log-probabilities without logits. A full step
+also generates, with Transformers, and runs the optimizer. ``--only`` picks cases by their shapes: "system prompt",
+"turns", "group of", "micro-batches of".
 """
 
 import functools
@@ -67,7 +67,7 @@ def make_trainer(cls: Any, model: Any, prompt: int, longest: int, answers: int, 
 
 
 def make_batch(prompt: int, longest: int, answers: int, vocab: int = VOCAB) -> dict[str, Any]:
-    """One group whose answers have from half to all of the longest length."""
+    """Make one group whose answers have from half to all of the longest length."""
     return batch_of(*with_system_prompt(0, 1, answers, prompt, longest, vocab))
 
 
@@ -76,36 +76,38 @@ Samples = tuple[list[torch.Tensor], list[torch.Tensor]]  # prompts and answers
 
 def with_system_prompt(system: int, prompts: int, answers: int, prompt: int, longest: int, vocab: int = VOCAB
                        ) -> Samples:  # fmt: skip
-    """Groups behind one system prompt; answers have from half to all of the longest length."""
+    """Make groups after one system prompt; answers have from half to all of the longest length."""
     generator = torch.Generator().manual_seed(prompt)
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(vocab, (count,), generator=generator)
 
-    first = tokens(system)
-    beginnings = [torch.cat([first, tokens(prompt)]) for _ in range(prompts)]
+    system_ids = tokens(system)
+    prompt_ids = [torch.cat([system_ids, tokens(prompt)]) for _ in range(prompts)]
     lengths = torch.linspace(longest / 2, longest, answers).long()
     ends = [tokens(int(n)) for _ in range(prompts) for n in lengths[torch.randperm(answers, generator=generator)]]
-    return [beginnings[i // answers] for i in range(prompts * answers)], ends
+    return [prompt_ids[i // answers] for i in range(prompts * answers)], ends
 
 
 def turns(rollouts: int, count: int, system: int, message: int, answer: int, thinking: int) -> Samples:
-    """Every turn of a conversation a sample, whose prompt holds messages and answers before it without the thinking."""
+    """Make each turn of a conversation a sample, whose prompt has the messages and answers before without thinking."""
     generator = torch.Generator().manual_seed(count)
-    prompts, answers, first = [], [], torch.randint(VOCAB, (system,), generator=generator)
+    prompts = []
+    answers = []
+    system_ids = torch.randint(VOCAB, (system,), generator=generator)
     for _ in range(rollouts):
-        history = first
+        history = system_ids
         for _ in range(count):
             history = torch.cat([history, torch.randint(VOCAB, (message,), generator=generator)])
-            thought, said = torch.randint(VOCAB, (thinking + answer,), generator=generator).split([thinking, answer])
+            thought, reply = torch.randint(VOCAB, (thinking + answer,), generator=generator).split([thinking, answer])
             prompts.append(history)
-            answers.append(torch.cat([thought, said]))
-            history = torch.cat([history, said])
+            answers.append(torch.cat([thought, reply]))
+            history = torch.cat([history, reply])
     return prompts, answers
 
 
 def batch_of(prompts: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """TRL's batch, with prompts padded on the left and answers on the right."""
+    """Make TRL's batch, with prompts padded on the left and answers on the right."""
     generator = torch.Generator().manual_seed(len(answers))
     batch: dict[str, Any] = {}
     for name, rows, side in (("prompt", prompts, "left"), ("completion", answers, "right")):
@@ -149,20 +151,22 @@ def patched(run: Callable[[], float], patches: Patches | None) -> Callable[[], f
 
 def update(trainer: Any, batch: dict[str, Any], size: int, patches: Patches | None = None) -> Callable[[], float]:
     """Return an update in micro-batches of ``size`` answers that gives the norm of the gradient."""
-    parts = {name: value.split(size) for name, value in batch.items() if value.ndim}
-    numbers = {name: value for name, value in batch.items() if not value.ndim}
+    chunks = {name: value.split(size) for name, value in batch.items() if value.ndim}
+    scalars = {name: value for name, value in batch.items() if not value.ndim}
 
     def run() -> float:
         trainer.model.zero_grad(set_to_none=True)
         for i in range(len(batch["prompt_ids"]) // size):
-            trainer._compute_loss(trainer.model, {name: part[i] for name, part in parts.items()} | numbers).backward()
+            trainer._compute_loss(
+                trainer.model, {name: chunk[i] for name, chunk in chunks.items()} | scalars
+            ).backward()
         return torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
 
     return patched(run, patches)
 
 
 def step(trainer: Any, patches: Patches | None = None) -> Callable[[], float]:
-    """Return a whole step: generation, reward, update and the optimizer."""
+    """Return a full step: generation, reward, update and the optimizer."""
     return patched(lambda: float(trainer.train().global_step), patches)
 
 
@@ -182,14 +186,14 @@ UNSHARED = (*PADDED, "rlkernels, no padding")
 
 @functools.cache
 def flex_obstacle() -> Missing | None:
-    """Return why FlexAttention cannot be trained here; compiles it."""
+    """Compile FlexAttention, and return why it cannot be trained here, if so."""
     arm = flex(TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4]]), 1.0)
     return arm if isinstance(arm, Missing) else None
 
 
 def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, int], layers: int,
                 arms: Sequence[str] = tuple(ARMS)) -> Case:  # fmt: skip
-    """Return the case of a batch; trainers are made when they run, so that cases not chosen cost nothing.
+    """Make the case of a batch; trainers are made when they run, so that skipped cases cost nothing.
 
     Args:
         sizes: samples of a micro-batch of arms that share nothing, and of the others.
@@ -211,13 +215,13 @@ def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, in
 
     missing = flex_obstacle() if "FlexAttention" in arms else None
     providers = {arm: missing if arm == "FlexAttention" and missing else provider(arm) for arm in arms}
-    of_micro_batch = " and ".join(str(size) for size in dict.fromkeys(sizes))
-    shape = f"{label}, {of_micro_batch} a micro-batch" + (f", {layers} layers" if layers not in (2, 12) else "")
+    size_text = " and ".join(str(size) for size in dict.fromkeys(sizes))
+    shape = f"{label}, {size_text} a micro-batch" + (f", {layers} layers" if layers not in (2, 12) else "")
     return Case("trl_update", shape, providers, reference=next(arm for arm in arms if arm in PADDED))
 
 
 def trainer_of(padded: bool, layers: int, batch: Mapping[str, torch.Tensor]) -> Any:
-    """Return TRL's trainer, or ours, on a random Llama of so many layers; two layers: a tiny one."""
+    """Make TRL's trainer, or ours, on a random Llama with this many layers; with two layers a narrow one."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import GRPOTrainer
 
@@ -249,11 +253,11 @@ def cases(quick: bool) -> Iterator[Case]:
         samples = functools.partial(with_system_prompt, system, prompts, group, prompt, longest)
         yield update_case(label, samples, (sizes[0], sizes[1]), layers, tuple(ARMS)[1:])
     for *numbers, unshared, shared, layers in [(1, 2, 2, 4, 3, 2, 1, 2, 2)] if quick else TURNS:
-        rollouts, count, system, message, said, thinking = numbers
-        label = f"{rollouts} rollouts of {count} turns: messages {message}, thinking {thinking}, answers {said}"
+        rollouts, count, system, message, answer, thinking = numbers
+        label = f"{rollouts} rollouts of {count} turns: messages {message}, thinking {thinking}, answers {answer}"
         yield update_case(label, functools.partial(turns, *numbers), (unshared, shared), layers, tuple(ARMS)[1:])
-    (system, prompts, group, prompt, longest), steps = ((8, 2, 2, 4, 6), (1, 4)) if quick else MICRO_BATCHES
-    for size in steps:
+    (system, prompts, group, prompt, longest), micro_batches = ((8, 2, 2, 4, 6), (1, 4)) if quick else MICRO_BATCHES
+    for size in micro_batches:
         label = f"micro-batches of {size}: system prompt {system}, {prompts} prompts of {prompt}, {group} answers each"
         samples = functools.partial(with_system_prompt, system, prompts, group, prompt, longest)
         arms = ("TRL, head on answers", "rlkernels, no padding", "rlkernels, two levels", "rlkernels")
@@ -261,8 +265,12 @@ def cases(quick: bool) -> Iterator[Case]:
     prompt, longest, answers = (32, 16, 4) if quick else STEP
 
     def step_of(padded: bool, patches: Patches) -> Callable[[], float]:
-        made = functools.cache(lambda: step(trainer_of(padded, layers, make_batch(prompt, longest, answers)), patches))
-        return lambda: made()()
+        @functools.cache
+        def make_step() -> Callable[[], float]:
+            trainer = trainer_of(padded, layers, make_batch(prompt, longest, answers))
+            return step(trainer, patches)
+
+        return lambda: make_step()()
 
     layers = 2 if quick else 12
     yield Case(

@@ -1,9 +1,8 @@
 """Drafts inside vLLM: our history, its suffix decoding and its n-grams, over four epochs in which the weights change.
 
-A run of the trainer on `sums` leaves its weights after each epoch. Every arm answers the same prompts with each of them
-in turn, four answers a prompt, with the memory of its drafts kept: seconds and tokens per step of a sequence by epoch,
-and the peak memory of its process. Needs vLLM in this environment, or in that of the Python that RLKERNELS_VLLM_PYTHON
-names.
+A run of the trainer on `sums` saves its weights after each epoch. Every arm answers the same prompts with each of them
+in turn, four answers a prompt, and keeps the history of its drafts: seconds and tokens per step of a sequence by epoch,
+and the peak memory of its process. Needs vLLM in this environment, or in that of RLKERNELS_VLLM_PYTHON.
 """
 
 import json
@@ -28,13 +27,13 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "vLLM, n-gram": {"method": "ngram", "num_speculative_tokens": 16, "prompt_lookup_max": 5, "prompt_lookup_min": 3},
     "vLLM, suffix": {"method": "suffix"},
 }  # fmt: skip
-NEEDS = {"vLLM, suffix": "arctic_inference"}  # package of an arm
+PACKAGES = {"vLLM, suffix": "arctic_inference"}  # that an arm needs
 EPOCHS = 4
-SAMPLES = 4
+NUM_GENERATIONS = 4
 
 
 def train(folder: Path, steps: int) -> list[str]:
-    """Leave the weights before training and after every ``steps`` steps in folders; return all prompts."""
+    """Save the weights before training and after every ``steps`` steps in folders; return all prompts."""
     from rich.console import Console
 
     from python_trainer import Callback, Trainer, load_config
@@ -65,41 +64,45 @@ def generate(folder: Path, arm: str) -> list[dict[str, float]]:
     if ARMS[arm] is not None:
         from rlkernels.integrations.vllm import mend_sampler
 
-        mend_sampler()  # on a CPU vLLM 0.32 accepts hardly any draft: all that draft get what our proposer gets
+        mend_sampler()  # vLLM 0.32 on a CPU accepts hardly any draft: the fix of our proposer serves all arms
 
-    def accepted() -> int:
+    def count_accepted() -> int:
         name = "vllm:spec_decode_num_accepted_tokens"
         return sum(getattr(metric, "value", 0) for metric in llm.get_metrics() if metric.name == name)
 
-    prompts, rows = json.loads((folder / "prompts.json").read_text()), []
+    prompts = json.loads((folder / "prompts.json").read_text())
+    rows = []
     for epoch in range(EPOCHS):
         llm.collective_rpc("load_policy", args=(str(folder / str(epoch)),))
         llm.reset_prefix_cache()
-        before, start = accepted(), time.perf_counter()
-        sampling = vllm.SamplingParams(n=SAMPLES, max_tokens=384, seed=epoch)
+        earlier_accepted = count_accepted()
+        start = time.perf_counter()
+        sampling = vllm.SamplingParams(n=NUM_GENERATIONS, max_tokens=384, seed=epoch)
         answers = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds, tokens = time.perf_counter() - start, sum(len(o.token_ids) for a in answers for o in a.outputs)
-        rows.append({"s": seconds, "tokens": tokens, "tokens_per_step": tokens / (tokens - accepted() + before)})
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+        steps = tokens - (count_accepted() - earlier_accepted)
+        rows.append({"s": seconds, "tokens": tokens, "tokens_per_step": tokens / steps})
     rows[-1]["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return rows
 
 
 def run_arm(python: str, folder: Path, arm: str) -> list[dict[str, float]] | str:
-    """Return what :func:`generate` does in a process of its own, or why it failed."""
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env = os.environ | own | {"PYTHONPATH": os.getcwd(), "VLLM_LOGGING_LEVEL": "ERROR"}
+    """Return the result of :func:`generate` in a separate process, or the reason why it failed."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | variables | {"PYTHONPATH": os.getcwd(), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [python, "-m", "bench.vllm_drafts", str(folder), arm]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return (done.stderr.strip() or "no message").splitlines()[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if process.returncode:
+        return (process.stderr.strip() or "no message").splitlines()[-1]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:
     python = sys.executable if find_spec("vllm") is not None else os.environ.get("RLKERNELS_VLLM_PYTHON")
     if python is None:
-        why = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
-        yield [Row("vllm drafts", arm, "", missing=why) for arm in ARMS]
+        reason = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
+        yield [Row("vllm drafts", arm, "", missing=reason) for arm in ARMS]
         return
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,16 +110,16 @@ def cases(quick: bool) -> Iterator[list[Row]]:
         (folder / "prompts.json").write_text(json.dumps(prompts))
         table = []
         for arm in ARMS:
-            found = run_arm(python, folder, arm)
-            shape = f"{len(prompts)} prompts x {SAMPLES}, 4 epochs"
-            if isinstance(found, str):
-                need = f"pip install {NEEDS[arm].replace('_', '-')}: " if arm in NEEDS else ""
-                table.append(Row("vllm drafts", arm, shape, missing=need + found))
+            epochs = run_arm(python, folder, arm)
+            shape = f"{len(prompts)} prompts x {NUM_GENERATIONS}, 4 epochs"
+            if isinstance(epochs, str):
+                install = f"pip install {PACKAGES[arm].replace('_', '-')}: " if arm in PACKAGES else ""
+                table.append(Row("vllm drafts", arm, shape, missing=install + epochs))
                 continue
-            extra = "; ".join(f"{row['tokens_per_step']:.2f} tokens a step, {row['s']:.1f} s" for row in found)
+            extra = "; ".join(f"{row['tokens_per_step']:.2f} tokens a step, {row['s']:.1f} s" for row in epochs)
             table.append(Row(
-                "vllm drafts", arm, shape, "float32", median_s=sum(row["s"] for row in found), extra=extra,
-                peak_bytes=int(found[-1]["peak_bytes"]),
+                "vllm drafts", arm, shape, "float32", median_s=sum(row["s"] for row in epochs), extra=extra,
+                peak_bytes=int(epochs[-1]["peak_bytes"]),
             ))  # fmt: skip
         yield table
 

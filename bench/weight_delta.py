@@ -1,8 +1,8 @@
 """Lossless deltas of weights, between the steps of real runs of SmolLM2-135M.
 
 Mean bytes and median seconds of the steps of a run, at three learning rates, for exports of the same steps in bfloat16
-and float32. Reads runs/smollm2 (``python tools/smollm2.py runs/smollm2``), or the folder that RLKERNELS_SMOLLM2 names.
-The limits are a read of both versions, and a read and a write of the weights.
+and float32. Reads runs/smollm2 (``python tools/smollm2.py runs/smollm2``), or the folder in RLKERNELS_SMOLLM2. The
+limits are a read of both versions, and a read and a write of the weights.
 """
 
 import os
@@ -36,7 +36,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass
 class Figures:
-    """Of one way to send the weights, for each step."""
+    """Figures of one way to send the weights, for each step."""
 
     sizes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -44,30 +44,33 @@ class Figures:
     exact: bool = True
 
     def measure(self, call: Callable[[], Any]) -> Any:
-        """Call, and note seconds and the memory held meanwhile."""
-        held, start = reset_resident_peak(), time.perf_counter()
+        """Call a function, and record its seconds and peak memory."""
+        resident_bytes = reset_resident_peak()
+        start = time.perf_counter()
         result = call()
         self.seconds.append(time.perf_counter() - start)
-        if held is not None:
-            self.peaks.append(resident_peak() - held)
+        if resident_bytes is not None:
+            self.peaks.append(resident_peak() - resident_bytes)
         return result
 
 
 def index_and_value(new: Weights, old: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return place and new value of every weight that has changed."""
-    found = {}
+    """Return index and new value of every changed weight."""
+    changes = {}
     for name, weight in new.items():
-        places = (weight.view(-1) != old[name].view(-1)).nonzero()[:, 0].int()
-        found[name] = places, weight.view(-1)[places]
-    return found
+        indices = (weight.view(-1) != old[name].view(-1)).nonzero()[:, 0].int()
+        changes[name] = indices, weight.view(-1)[indices]
+    return changes
 
 
 class Sender:
-    """Sends the weights of every step in all ways, in one dtype; notes what each takes."""
+    """Sends the weights of every step in all ways, in one dtype, and records the figures of each."""
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype, self.old, self.nbytes = dtype, Weights(), 0
-        self.ways = {name: Figures() for name in ("encode", "apply_", "index and value", "whole weights, copied")}
+        self.dtype = dtype
+        self.old = Weights()
+        self.nbytes = 0
+        self.figures = {name: Figures() for name in ("encode", "apply_", "index and value", "whole weights, copied")}
 
     def __call__(self, exported: Weights) -> None:
         new = {name: weight.to(self.dtype, copy=True) for name, weight in exported.items()}
@@ -75,46 +78,51 @@ class Sender:
         self.nbytes = sum(weight.nbytes for weight in new.values())
         if not old:
             return
-        encode, apply_, pairs, whole = self.ways.values()
+        encode, apply_, pairs, copies = self.figures.values()
         delta = encode.measure(lambda: weights.encode(new, old))
-        listed = pairs.measure(lambda: index_and_value(new, old))
-        whole.measure(lambda: {name: weight.clone() for name, weight in new.items()})
+        changes = pairs.measure(lambda: index_and_value(new, old))
+        copies.measure(lambda: {name: weight.clone() for name, weight in new.items()})
         apply_.measure(lambda: weights.apply_(old, delta))
         apply_.exact &= all(torch.equal(old[n].view(torch.uint8), new[n].view(torch.uint8)) for n in new)
-        for way in (encode, apply_):
-            way.sizes.append(len(delta))
-        pairs.sizes.append(sum(part.nbytes for both in listed.values() for part in both))
-        whole.sizes.append(self.nbytes)
+        encode.sizes.append(len(delta))
+        apply_.sizes.append(len(delta))
+        pairs.sizes.append(sum(indices.nbytes + values.nbytes for indices, values in changes.values()))
+        copies.sizes.append(self.nbytes)
 
     def rows(self, shape: str) -> list[Row]:
         """Return a row for each way."""
-        reads, copies = 2 * self.nbytes / read_bandwidth(), 2 * self.nbytes / copy_bandwidth()
         rows = []
-        for name, way in self.ways.items():
-            size, limit = fmean(way.sizes), reads if name in ("encode", "index and value") else copies
+        for name, figures in self.figures.items():
+            only_reads = name in ("encode", "index and value")
+            limit_s = 2 * self.nbytes / (read_bandwidth() if only_reads else copy_bandwidth())
             row = Row("weight delta", name, shape, str(self.dtype).removeprefix("torch."))
-            row.median_s, row.q20_s, row.q80_s = median(way.seconds), *(quantile(way.seconds, q) for q in (0.2, 0.8))
-            row.peak_bytes, row.match = max(way.peaks, default=None), "exact" if way.exact else "differs"
-            row.limit, row.of_limit = "memory bandwidth", limit / row.median_s
+            row.median_s = median(figures.seconds)
+            row.q20_s = quantile(figures.seconds, 0.2)
+            row.q80_s = quantile(figures.seconds, 0.8)
+            row.peak_bytes = max(figures.peaks, default=None)
+            row.match = "exact" if figures.exact else "differs"
+            row.limit = "memory bandwidth"
+            row.of_limit = limit_s / row.median_s
+            size = fmean(figures.sizes)
             row.extra = f"{size / 1e6:.2f} MB a step, {self.nbytes / size:.1f}x"
             rows.append(row)
         return rows
 
 
-def train(source: str, options: list[str], each: Callable[[Weights], None]) -> None:
-    """Train by these settings, and pass the weights before the first step and after every step."""
+def train(source: str, options: list[str], receive: Callable[[Weights], None]) -> None:
+    """Train with these settings, and pass the weights before the first step and after every step to ``receive``."""
     from rich.console import Console
 
     from python_trainer import Callback, Trainer, load_config
 
     class Show(Callback):
         def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
-            each(dict(checkpoint_weights(trainer.policy.inference_model)))
+            receive(dict(checkpoint_weights(trainer.policy.inference_model)))
 
-    sys.path.append(str(ROOT / "examples"))  # where the task is
+    sys.path.append(str(ROOT / "examples"))  # has the task
     with TemporaryDirectory() as folder:
         trainer = Trainer(load_config(source, options), folder, console=Console(quiet=True), callbacks=[Show()])
-        each(dict(checkpoint_weights(trainer.policy.inference_model)))
+        receive(dict(checkpoint_weights(trainer.policy.inference_model)))
         trainer.run()
 
 
@@ -125,7 +133,8 @@ def cases(quick: bool) -> Iterator[list[Row]]:
         yield [Row("weight delta", "encode", "SmolLM2-135M", missing=reason)]
         return
     source = "smoke" if quick else str(ROOT / "examples" / "sentences.yaml")
-    options, steps = [*SETTINGS] if quick else [*SETTINGS, f"model.path={model}"], 2 if quick else STEPS
+    options = [*SETTINGS] if quick else [*SETTINGS, f"model.path={model}"]
+    steps = 2 if quick else STEPS
     for rate in RATES[-1:] if quick else RATES:
         senders = [Sender(dtype) for dtype in (torch.bfloat16, torch.float32)]
 

@@ -1,13 +1,13 @@
-"""Kill real, small training runs, and feed hostile input; every case is a row of bench/results/faults.jsonl.
+"""Kill small real training runs, and feed hostile input; every case is a row of bench/results/faults.jsonl.
 
     python -m bench.faults                       # one run of every variant for each signal; known rows are skipped
     python -m bench.faults kills --times 20      # 20 of each, at other moments
-    python -m bench.faults fuzz --cases 10000    # so many inputs of every kind, in this process
+    python -m bench.faults fuzz --cases 10000    # this many inputs of every kind, in this process
     python -m bench.faults --report              # the table of docs/trust.md, of all rows
 
-After a kill nothing that was saved is lost. After resume, weights equal those of an undisturbed run, bit for bit. The
-process ends with one clear line and no traceback. A run has one thread and takes a few seconds. The command prints
-every problem and keeps the folder of its case.
+A kill loses nothing that was saved. After resume, weights equal those of an undisturbed run bit for bit. The process
+ends with one clear line and no traceback. A run has one thread and takes a few seconds. The command prints every
+problem and keeps the folder of its case.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def main() -> int:
     )
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar=" | ".join(FAMILIES))
     parser.add_argument("--times", type=int, default=1, help="runs of every variant for each signal")
-    parser.add_argument("--seed", type=int, default=0, help="of the first of them")
-    parser.add_argument("--cases", type=int, default=1000, help="of fuzz")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--cases", type=int, default=1000, help="inputs of every kind for fuzz")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults and variants whose name has it")
     parser.add_argument("--records", type=Path, default=records.RECORDS, metavar="FILE")
     parser.add_argument(
@@ -44,7 +44,7 @@ def main() -> int:
         print(records.table(records.read(args.records)), end="")
         return 0
     torch.set_num_threads(1)
-    # every run is a fork of this process: import here what each of them would have to
+    # every run is a fork of this process: import once what each of them needs
     for name in ("torch.utils.tensorboard", "tensorboard.compat.proto.event_pb2", "python_trainer.trainer",
                  "sqlalchemy", "python_trainer.accelerators.rhyme.database",
                  "python_trainer.command_line.report"):  # fmt: skip
@@ -53,27 +53,28 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    done = {tuple(row[name] for name in records.KEY) for row in records.read(args.records)}
-    wrong = 0
+    known = {tuple(row[name] for name in records.KEY) for row in records.read(args.records)}
+    num_failed = 0
     for family in args.families or ["kills"]:
         module = importlib.import_module(f"bench.faults.{family}")
         for case in module.cases(args.cases if family == "fuzz" else args.times, args.seed):
             name = f"{case.fault}, {case.variant}, {case.seed}"
-            if (case.fault, case.variant, case.seed) in done or args.only not in name:
+            if (case.fault, case.variant, case.seed) in known or args.only not in name:
                 continue
-            began, place = time.monotonic(), Place(args.work_dir.resolve(), case)
+            start = time.monotonic()
+            place = Place(args.work_dir.resolve(), case)
             outcome = case.run(place, case)
             row = {"fault": case.fault, "variant": case.variant, "seed": case.seed, "times": outcome.times}
             row |= {
                 "problems": outcome.problems,
                 "ended": [text.replace(f"{args.work_dir.resolve()}/", "")[:300] for text in outcome.ended],
             }
-            records.add(args.records, row | {"seconds": round(time.monotonic() - began, 1)})
+            records.add(args.records, row | {"seconds": round(time.monotonic() - start, 1)})
             print(f"{name}: {'; '.join(outcome.problems) or 'survived'}", flush=True)
-            wrong += bool(outcome.problems)
+            num_failed += bool(outcome.problems)
             if not outcome.problems:
                 place.clear()
-    return int(wrong > 0)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

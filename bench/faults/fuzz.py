@@ -1,6 +1,6 @@
 """Hostile input: configurations, JSONL files, database URLs and files, checkpoints and safetensors files, tensors.
 
-Whatever comes is accepted, or refused by one clear line; no other exception, no hang, nothing written. The tests run a
+Every input is accepted, or refused with one clear line; no other exception, no hang, no written file. The tests run a
 fixed share of this; ``python -m bench.faults fuzz --cases N`` runs N cases of every target, others for another seed.
 """
 
@@ -40,7 +40,7 @@ from python_trainer.run.checkpoint import CHECKSUMS, checksums, load_checkpoint,
 from python_trainer.run_directory import read_evaluations, read_metrics, read_samples
 from python_trainer.tasks.files import JSONLSettings
 
-SECONDS = 20  # that a case may take
+CASE_TIMEOUT = 20  # seconds
 
 TEXT = st.text(max_size=12) | st.sampled_from(
     ["", ".", "a:b", "math", "none", "null", "../x", "/dev/null", "\0", "\ud800", "é", "1e999", "arithmetic", "jsonl"]
@@ -50,37 +50,37 @@ SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
 )
-# as the settings have them, so that some cases come to what is checked last
+# values of real settings, so that some cases reach the last checks
 PLAUSIBLE: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, 1, 2, 8, 0.5, 1.0, "fifo", "group", "gae", "dapo", [], ["rpo"], ["a"], {}]
 )
 
 
 class Written(AssertionError):
-    """A file was changed, made or removed by what only reads."""
+    """A read-only call changed, made or removed a file."""
 
 
 def attempt(call: Callable[[], Any], folder: Path | None = None) -> str:
-    """ "accepted" or "refused".
+    """Return "accepted" or "refused".
 
     Args:
-        folder: holds all that the call may read; it must stay as it is.
+        folder: files that the call may read; it must not change.
 
     Raises:
-        AssertionError: it was refused by no clear line, took too long, or something was written.
-        Exception: whatever else comes out of the call.
+        AssertionError: the call refused without a clear line, took too long, or wrote a file.
+        Exception: any other exception of the call.
     """
-    before = snapshot(folder)
+    files = snapshot(folder)
     try:
-        with at_most(SECONDS):
+        with at_most(CASE_TIMEOUT):
             call()
         verdict = "accepted"
     except UserError as error:
         verdict = "refused"
         if len(str(error).strip()) < 6:
             raise AssertionError(f"refused by {str(error)!r}") from error
-    if snapshot(folder) != before:
-        raise Written(f"{folder}: {sorted(map(str, before))} became {sorted(map(str, snapshot(folder)))}")
+    if snapshot(folder) != files:
+        raise Written(f"{folder}: {sorted(map(str, files))} became {sorted(map(str, snapshot(folder)))}")
     return verdict
 
 
@@ -92,31 +92,31 @@ def snapshot(folder: Path | None) -> dict[Path, bytes]:
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    def late(*_: object) -> None:
+    def time_out(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, time_out)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 @st.composite
 def damaged(draw: Any, data: bytes) -> bytes:
-    """The bytes of a file after a few edits; those at the beginning are the likelier."""
+    """Draw the bytes of a file after a few edits, which are likelier at its start."""
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(len(data) - 1, 0)) | st.integers(0, min(400, max(len(data) - 1, 0))))
+        position = draw(st.integers(0, max(len(data) - 1, 0)) | st.integers(0, min(400, max(len(data) - 1, 0))))
         kind = draw(st.sampled_from(["set", "cut", "insert", "delete", "swap"]))
-        some = draw(st.binary(max_size=9))
+        inserted = draw(st.binary(max_size=9))
         data = {
-            "set": data[:at] + some + data[at + len(some) :],
-            "cut": data[:at],
-            "insert": data[:at] + some + data[at:],
-            "delete": data[:at] + data[at + len(some) :],
-            "swap": data[at:] + data[:at],
+            "set": data[:position] + inserted + data[position + len(inserted) :],
+            "cut": data[:position],
+            "insert": data[:position] + inserted + data[position:],
+            "delete": data[:position] + data[position + len(inserted) :],
+            "swap": data[position:] + data[:position],
         }[kind]
     return data
 
@@ -128,7 +128,7 @@ def names_of_settings() -> list[str]:
 
 @st.composite
 def configurations(draw: Any) -> dict[str, Any]:
-    """Settings, some of which exist, with values that may not be what they should."""
+    """Draw settings, some of which exist, with values that may be wrong."""
     values: dict[str, Any] = {}
     for name in draw(st.lists(st.sampled_from(names_of_settings()), max_size=5)):
         *sections, last = draw(st.just(name) | st.just(name) | st.just(f"{name}.{draw(TEXT)}")).split(".")
@@ -142,7 +142,7 @@ def configurations(draw: Any) -> dict[str, Any]:
 
 
 def configuration(data: Any, folder: Path) -> str:
-    """Checks settings given as an object; what is accepted is the same after it was written and read."""
+    """Check settings given as an object; accepted ones stay the same after they are written and read."""
     values = data.draw(configurations())
 
     def check() -> None:
@@ -154,7 +154,7 @@ def configuration(data: Any, folder: Path) -> str:
 
 
 def configuration_file(data: Any, folder: Path) -> str:
-    """Checks settings as YAML, damaged, and with settings of the command line."""
+    """Check damaged YAML settings together with settings of the command line."""
     text = yaml.safe_dump({"seed": 3, "task": {"name": "arithmetic"}, "rollout": {"stop": ["a"]}}).encode()
     (folder / "settings.yaml").write_bytes(data.draw(damaged(text) | st.binary(max_size=60)))
     overrides = data.draw(st.lists(st.tuples(st.sampled_from(names_of_settings()) | TEXT, TEXT), max_size=2))
@@ -162,14 +162,16 @@ def configuration_file(data: Any, folder: Path) -> str:
 
 
 def command_line(data: Any, folder: Path) -> str:
-    """The command that trains, with one setting that is always refused, so that it never trains."""
+    """Check the training command with one setting that is always refused, so that it never trains."""
     (folder / "settings.yaml").write_text(yaml.safe_dump(data.draw(configurations())), encoding="utf-8")
     command = ["train", "--config", str(folder / "settings.yaml"), "--output-dir", str(folder / "run")]
 
     def call() -> None:
-        with redirect_stderr(io.StringIO()) as said:
+        with redirect_stderr(io.StringIO()) as errors:
             code = main([*command, "--set", "max_steps=0"])
-        assert code == 2 and said.getvalue().startswith("error: ") and said.getvalue().count("\n") == 1, said.getvalue()
+        assert code == 2 and errors.getvalue().startswith("error: ") and errors.getvalue().count("\n") == 1, (
+            errors.getvalue()
+        )
 
     attempt(call, folder)
     return "refused"
@@ -221,7 +223,7 @@ def database_url(data: Any, folder: Path) -> str:
 
 @cache
 def database_bytes() -> bytes:
-    """Returns the bytes of a database with a run of one step."""
+    """Return the bytes of a database with a run of one step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "history.db"
         database = RetrospectiveDatabase(str(path))
@@ -233,10 +235,10 @@ def database_bytes() -> bytes:
 
 
 def database_file(data: Any, folder: Path) -> str:
-    """Read as by `history`; a file that is refused stays as it is."""
+    """Check a database file read as by `history`; a refused file does not change."""
     path = folder / "history.db"
     path.write_bytes(data.draw(damaged(database_bytes()) | st.binary(max_size=60)))
-    before = path.read_bytes()
+    content = path.read_bytes()
 
     def read() -> None:
         database = RetrospectiveDatabase(str(path), create=False)
@@ -244,8 +246,8 @@ def database_file(data: Any, folder: Path) -> str:
             database.trajectory(run.id)
         database.samples()
 
-    verdict = attempt(read)  # SQLite makes files beside it
-    if path.read_bytes() != before:
+    verdict = attempt(read)  # without a folder, because SQLite makes further files
+    if path.read_bytes() != content:
         raise Written(f"{path} was changed")
     return verdict
 
@@ -257,7 +259,7 @@ def safetensors_bytes() -> bytes:
 
 @st.composite
 def safetensors_files(draw: Any) -> bytes:
-    """A file whose header may promise what is not there, and lengths beyond it."""
+    """Draw a file whose header may name missing tensors and lengths beyond its end."""
     entries = st.fixed_dictionaries(
         {},
         optional={
@@ -269,8 +271,8 @@ def safetensors_files(draw: Any) -> bytes:
     header = draw(st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]) | TEXT, entries | VALUES, max_size=3))
     text = json.dumps(header).encode()
     length = draw(st.just(len(text)) | st.integers(0, 2**64 - 1))
-    made = struct.pack("<Q", length) + text + draw(st.binary(max_size=24))
-    return draw(st.just(made) | damaged(safetensors_bytes()))
+    file_bytes = struct.pack("<Q", length) + text + draw(st.binary(max_size=24))
+    return draw(st.just(file_bytes) | damaged(safetensors_bytes()))
 
 
 def tensors_of_database(data: Any, folder: Path) -> str:
@@ -278,7 +280,7 @@ def tensors_of_database(data: Any, folder: Path) -> str:
 
 
 def rows_of_run(data: Any, folder: Path) -> str:
-    """What a report reads of a run."""
+    """Check the files of a run that a report reads."""
     text = b'{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "reward": null}\n'
     (folder / "metrics.jsonl").write_bytes(data.draw(damaged(text)))
     (folder / "samples.jsonl").write_bytes(data.draw(damaged(b'{"step": 1, "samples": [{"prompt": "a"}]}\n')))
@@ -288,14 +290,13 @@ def rows_of_run(data: Any, folder: Path) -> str:
 
 
 def checkpoint(data: Any, folder: Path) -> str:
-    """Damaged, and with checksums that fit, as only somebody who means it can make it."""
+    """Check a damaged checkpoint, also with matching checksums, as only an attacker would make it."""
     path = save_checkpoint(folder, 3, {"state": {"step": 3}, "w": torch.ones(4), "l": [1, None]}, keep=1)
     name = data.draw(st.sampled_from(["state.json", "tensors.safetensors", CHECKSUMS]))
-    found = (path / name).read_bytes()
-    made = (
-        safetensors_files() if name == "tensors.safetensors" else VALUES.map(lambda value: json.dumps(value).encode())
-    )
-    (path / name).write_bytes(data.draw(damaged(found) | made))
+    content = (path / name).read_bytes()
+    json_files = VALUES.map(lambda value: json.dumps(value).encode())
+    replacement = safetensors_files() if name == "tensors.safetensors" else json_files
+    (path / name).write_bytes(data.draw(damaged(content) | replacement))
     if name != CHECKSUMS and data.draw(st.booleans()):
         (path / CHECKSUMS).write_text(json.dumps(checksums(path)))
     return attempt(lambda: load_checkpoint(path), folder)
@@ -317,35 +318,36 @@ TARGETS: dict[str, Target] = {
 
 
 def run_target(target: Target, count: int, seed: int | None = None) -> dict[str, int]:
-    """So many cases of a target -> how many were accepted and refused; the same ones every time without a seed.
+    """Run ``count`` cases of a target; return the numbers of accepted and refused. Without a seed cases are fixed.
 
     Raises:
-        AssertionError, Exception: as of :func:`attempt`, of the smallest case that was found.
+        AssertionError, Exception: as of :func:`attempt`, for the smallest failing case.
     """
     verdicts = {"accepted": 0, "refused": 0}
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=seed is None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(data=st.data())
-    def one(data: Any) -> None:
+    def run_case(data: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             verdicts[target(data, Path(folder))] += 1
 
-    (one if seed is None else seeded(seed)(one))()
+    (run_case if seed is None else seeded(seed)(run_case))()
     return verdicts
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """``count`` cases of every target."""
+    """Yield ``count`` cases of every target."""
     for name, target in TARGETS.items():
-        yield Case(f"hostile input: {name}", f"{count:,} cases", seed, partial(fuzzed, target, count))
+        yield Case(f"hostile input: {name}", f"{count:,} cases", seed, partial(fuzz_target, target, count))
 
 
-def fuzzed(target: Target, count: int, place: Place, case: Case) -> Outcome:
+def fuzz_target(target: Target, count: int, place: Place, case: Case) -> Outcome:
     outcome = Outcome(times=count)
     try:
-        found = run_target(target, count, case.seed)
-        outcome.times, outcome.ended = sum(found.values()), [json.dumps(found)]
+        verdicts = run_target(target, count, case.seed)
+        outcome.times = sum(verdicts.values())
+        outcome.ended = [json.dumps(verdicts)]
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         outcome.problems.append(f"{type(error).__name__}: {error} {notes}"[:600])

@@ -1,7 +1,7 @@
 """Hostile tensors for the ops: other shapes, strides, types, NaN, gradients.
 
-Whatever comes, the compiled op and the reference agree: both refuse it, by a TypeError or ValueError that names an
-argument and before anything is written, or both take it and give the same.
+For every input the compiled op and the reference agree: both refuse it with a TypeError or ValueError that names an
+argument, before they write anything, or both accept it and return the same.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 VALUES = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 60.0, 1e-40]
 WHOLE = [-1.0, 0.0, 1.0, 7.0, 100.0]
-GREATEST = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative error
+MAX_ERROR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative error
 
 
 class Op(NamedTuple):
-    """An op, and tensors that it takes.
+    """An op, and tensors for it.
 
     Attributes:
-        call: with the tensors by name and ``backend``; returns all that can be compared, what was written too.
-        make: tensors that fit together, of sizes from a list of three in 1 .. 4.
-        exact: both give the same numbers.
-        off: relative error allowed whatever the types, of ops that stop when they are near enough.
+        call: takes the tensors by name and ``backend``; returns all results to compare, written tensors too.
+        make: makes tensors that fit together, of sizes from a list of three in 1 .. 4.
+        exact: both backends return the same numbers.
+        tolerance: relative error allowed for every dtype, for ops that stop early by design.
         also: other arguments that an error may name.
     """
 
     call: Callable[..., Any]
     make: Callable[[torch.Generator, list[int]], Tensors]
     exact: bool = False
-    off: float = 0.0
+    tolerance: float = 0.0
     also: tuple[str, ...] = ()
 
 
@@ -118,13 +118,13 @@ def pair(random: torch.Generator, sizes: list[int]) -> Tensors:
 
 
 def direction(weight: Any, base: Any, backend: str) -> Any:
-    found = rlkernels.top1_delta(weight, base, backend=backend)
-    return torch.tensor([found.sigma, found.frobenius])
+    update = rlkernels.top1_delta(weight, base, backend=backend)
+    return torch.tensor([update.sigma, update.frobenius])
 
 
 def directions(weight: Any, base: Any, backend: str) -> Any:
-    found = rlkernels.top1_deltas({"weight": (weight, base)}, backend=backend)["weight"]
-    return torch.tensor([found.sigma, found.frobenius])
+    update = rlkernels.top1_deltas({"weight": (weight, base)}, backend=backend)["weight"]
+    return torch.tensor([update.sigma, update.frobenius])
 
 
 def update(random: torch.Generator, sizes: list[int]) -> Tensors:
@@ -160,7 +160,7 @@ def paged(random: torch.Generator, sizes: list[int]) -> Tensors:
 
 
 def shared(random: torch.Generator, sizes: list[int]) -> Tensors:
-    """One group of all sequences, with a prefix of three tokens in two blocks of its own."""
+    """Make one group of all sequences, with a prefix of three tokens in two further blocks."""
     sequences, heads, dim = sizes
     tensors = paged(random, [sequences + 1, heads, dim])
     tables = tensors["block_tables"]
@@ -200,7 +200,7 @@ def packed(random: torch.Generator, sizes: list[int]) -> Tensors:
 
 
 def topk(x: Any, y: Any, backend: str, **lengths: Any) -> Any:
-    return rlkernels.dtw_topk(x, y, 1, backend=backend, **lengths)[0]  # of equals any may come
+    return rlkernels.dtw_topk(x, y, 1, backend=backend, **lengths)[0]  # values alone: ties may come in any order
 
 
 OPS = {
@@ -216,8 +216,8 @@ OPS = {
     "verify_drafts": Op(lambda **tensors: rlkernels.verify_drafts(top_k=3, **tensors), drafted),
     "keyed_uniform": Op(lambda **tensors: rlkernels.keyed_uniform(3, **tensors), keys, exact=True),
     "delta_matvec": Op(rlkernels.delta_matvec, matrices),
-    "top1_delta": Op(direction, pair, off=0.02),
-    "top1_deltas": Op(directions, pair, off=0.02),
+    "top1_delta": Op(direction, pair, tolerance=0.02),
+    "top1_deltas": Op(directions, pair, tolerance=0.02),
     "add_rank1_": Op(add, update),
     "write_kv": Op(write, new_tokens, exact=True),
     "paged_attention": Op(attend, paged),
@@ -229,11 +229,11 @@ OPS = {
 
 
 class Change(NamedTuple):
-    """What is done to one tensor."""
+    """A change of one tensor."""
 
     name: str
     kind: str
-    number: int  # chooses among what the kind has
+    number: int  # selects a variant of the kind
 
 
 CHANGES = ("other float", "other type", "strides", "offset", "expanded", "value", "fewer", "longer", "none", "flat",
@@ -241,14 +241,15 @@ CHANGES = ("other float", "other type", "strides", "offset", "expanded", "value"
 
 
 def changed(tensor: torch.Tensor, change: Change) -> Any:
-    kind, number = change.kind, change.number
+    kind = change.kind
+    number = change.number
     if kind == "other float":
         return tensor.to(FLOATS[number % len(FLOATS)]) if tensor.is_floating_point() else tensor
     if kind == "other type":
         return tensor.to(OTHERS[number % len(OTHERS)])
     if kind == "strides":
-        turned = tensor.transpose(0, -1).contiguous().transpose(0, -1)
-        return turned if number % 2 else tensor.repeat_interleave(2, -1)[..., ::2]
+        transposed_layout = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        return transposed_layout if number % 2 else tensor.repeat_interleave(2, -1)[..., ::2]
     if kind == "offset":
         return torch.cat([tensor[:1], tensor])[1:]
     if kind == "expanded":
@@ -270,7 +271,7 @@ def changed(tensor: torch.Tensor, change: Change) -> Any:
 
 
 def tensors_of(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> Tensors:
-    """Always the same ones."""
+    """Make the tensors of a case, always the same ones."""
     tensors = op.make(torch.Generator().manual_seed(seed), sizes)
     for change in changes:
         if isinstance(tensors[change.name], torch.Tensor) and tensors[change.name].dim():
@@ -279,45 +280,45 @@ def tensors_of(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> Te
 
 
 def judge(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> str:
-    """ "accepted" or "refused", by both.
+    """Return "accepted" or "refused", the verdict of both backends.
 
     Raises:
-        AssertionError: they disagree, an error names no argument, or what was refused was written to.
+        AssertionError: they disagree, an error names no argument, or a refused tensor was written to.
         Exception: any other error of the op.
     """
-    ours, theirs = (attempt(op, tensors_of(op, seed, sizes, changes), backend) for backend in ("auto", "torch"))
-    if isinstance(ours, Exception) or isinstance(theirs, Exception):
-        assert isinstance(ours, Exception), f"refused by the reference alone: {theirs}"
-        assert isinstance(theirs, Exception), f"refused by the compiled op alone: {ours}"
+    result, expected = (attempt(op, tensors_of(op, seed, sizes, changes), backend) for backend in ("auto", "torch"))
+    if isinstance(result, Exception) or isinstance(expected, Exception):
+        assert isinstance(result, Exception), f"refused by the reference alone: {expected}"
+        assert isinstance(expected, Exception), f"refused by the compiled op alone: {result}"
         return "refused"
     tensors = tensors_of(op, seed, sizes, changes).values()
-    types = [t.dtype for t in (*theirs, *tensors) if isinstance(t, torch.Tensor)]
-    greatest = 0 if op.exact else max(op.off, *(GREATEST.get(dtype, 0) for dtype in types))
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        same(a, b, greatest, f"result {number}")
+    types = [t.dtype for t in (*expected, *tensors) if isinstance(t, torch.Tensor)]
+    max_error = 0 if op.exact else max(op.tolerance, *(MAX_ERROR.get(dtype, 0) for dtype in types))
+    for number, (a, b) in enumerate(zip(result, expected, strict=True)):
+        same(a, b, max_error, f"result {number}")
     return "accepted"
 
 
 def attempt(op: Op, tensors: Tensors, backend: str) -> list[torch.Tensor] | Exception:
-    """Results, or how they were refused."""
-    before = {name: t.detach().clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    """Return the results, or the error that refused the tensors."""
+    copies = {name: t.detach().clone() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     try:
         return leaves(op.call(**tensors, backend=backend))
     except (TypeError, ValueError) as error:
-        refused = error
-    assert any(name in str(refused) for name in (*tensors, *op.also)), f"{refused!r} names no argument"
-    for name, tensor in before.items():
+        refusal = error
+    assert any(name in str(refusal) for name in (*tensors, *op.also)), f"{refusal!r} names no argument"
+    for name, tensor in copies.items():
         same(tensors[name].detach(), tensor, 0, f"{name}, which was refused")
-    return refused
+    return refusal
 
 
-def leaves(found: Any) -> list[torch.Tensor]:
-    return [x.detach() for x in (found if isinstance(found, tuple) else (found,))]
+def leaves(result: Any) -> list[torch.Tensor]:
+    return [x.detach() for x in (result if isinstance(result, tuple) else (result,))]
 
 
-def same(a: torch.Tensor, b: torch.Tensor, greatest: float, what: str) -> None:
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}"
-    torch.testing.assert_close(a, b, rtol=greatest, atol=greatest, equal_nan=True, msg=lambda m: f"{what}: {m}")
+def same(a: torch.Tensor, b: torch.Tensor, max_error: float, label: str) -> None:
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{label}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}"
+    torch.testing.assert_close(a, b, rtol=max_error, atol=max_error, equal_nan=True, msg=lambda m: f"{label}: {m}")
 
 
 def target(op: Op) -> Callable[[Any, Path], str]:

@@ -1,6 +1,6 @@
-"""A real training, small enough to be repeated hundreds of times, in a process of its own that can be killed.
+"""A real training run, small enough to repeat hundreds of times, in a separate process that can be killed.
 
-The process is forked from this one, so that it need not import everything again.
+The process is a fork of this one, so that it need not repeat the imports.
 """
 
 import json
@@ -27,16 +27,16 @@ from python_trainer.hub import policy_folder
 from python_trainer.run.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
 from python_trainer.run_directory import read_metrics
 
-LIMIT = 120.0  # seconds that a run may take, many times what it needs
-PATIENCE = 30.0  # seconds for the other ranks, after one of them has failed
+RUN_TIMEOUT = 120.0  # seconds, many times what a run takes
+RANK_TIMEOUT = 30.0  # seconds for the other ranks to end after one of them failed
 STEPS = 8
-# depends on the clock: seconds, and drafts, whose length follows the measured cost of a pass
+# keys that depend on the clock: seconds, and drafts, whose length follows the measured cost of a pass
 CLOCK = re.compile("time/|per_second|_s$|^drafts/")
 CLOCK_STATE = {"seconds", "pass_overhead", "created"}
 
 
 def digits(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
-    """Reward that a random policy can learn: the share of digits in an answer."""
+    """Return a reward that a random policy can learn: the share of digits in an answer."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
@@ -44,7 +44,7 @@ def make_inputs(folder: Path) -> None:
     """Write a random policy of 20 thousand weights, and a file of prompts."""
     if (folder / "prompts.jsonl").exists():
         return
-    # in a process of its own: threads that work here would be missing in the forks that are the runs
+    # in a separate process: threads started here would be missing in the forks that run
     process = multiprocessing.get_context("fork").Process(target=_write_inputs, args=(folder,))
     process.start()
     process.join()
@@ -64,7 +64,7 @@ def _write_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Settings of the run, with changes by section."""
+    """Return the settings of the run, with changes by section."""
     path = str(folder / "prompts.jsonl")
     values: dict[str, Any] = {
         "max_steps": STEPS,
@@ -82,7 +82,7 @@ def settings(folder: Path, changes: Mapping[str, Any] | None = None) -> dict[str
 
 
 def write_settings(inputs: Path, path: Path, changes: Mapping[str, Any] | None = None) -> Path:
-    """Write them to a file."""
+    """Write the settings of the run to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(settings(inputs, changes)), encoding="utf-8")
     return path
@@ -93,17 +93,17 @@ class Ended:
     """The end of a run.
 
     Attributes:
-        code: exit code of the first process; None: it was still there when the time was up.
-        said: standard output and standard error.
+        code: exit code of the first process; None: it did not end in time.
+        output: standard output and standard error.
     """
 
     code: int | None
-    said: str
+    output: str
 
     @property
     def line(self) -> str:
-        """The line that names the error, or else the last one."""
-        lines = [line for line in self.said.splitlines() if line.strip()]
+        """The line that names the error, else the last line."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
         return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 
 
@@ -116,7 +116,8 @@ class Training:
     """
 
     def __init__(self, config: Path, folder: Path, *, resume: bool = False, ranks: int = 1):
-        self.folder, self.log = folder, folder.with_name(f"{folder.name}.log")
+        self.folder = folder
+        self.log = folder.with_name(f"{folder.name}.log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         argv = ["train", "--config", str(config), "--output-dir", str(folder), *(["--resume"] if resume else [])]
@@ -124,8 +125,8 @@ class Training:
         context = multiprocessing.get_context("fork")
         self.processes = []
         for rank in range(ranks):
-            group = _rank_variables(rank, ranks, port) if ranks > 1 else {}
-            process = context.Process(target=_command, args=(argv, self.log, group))
+            variables = _rank_variables(rank, ranks, port) if ranks > 1 else {}
+            process = context.Process(target=_command, args=(argv, self.log, variables))
             process.start()
             self.processes.append(process)
 
@@ -139,7 +140,7 @@ class Training:
 
     def wait_for_step(self, step: int) -> None:
         """Wait for the row of this step, or for the end."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + RUN_TIMEOUT
         while self.alive() and self.steps() <= step and time.monotonic() < deadline:
             time.sleep(0.005)
 
@@ -149,13 +150,13 @@ class Training:
             os.kill(pid, number)
 
     def end(self) -> Ended:
-        """Wait for the end, and end what does not end in time."""
-        deadline = time.monotonic() + LIMIT
+        """Wait for the end, and kill the processes that do not end in time."""
+        deadline = time.monotonic() + RUN_TIMEOUT
         while self.alive() and time.monotonic() < deadline:
             codes = [process.exitcode for process in self.processes]
             if any(codes) and None in codes:  # torchrun ends the other ranks when one has failed
                 for process in self.processes:
-                    process.join(PATIENCE)
+                    process.join(RANK_TIMEOUT)
                     if process.exitcode is None:
                         process.terminate()
             time.sleep(0.01)
@@ -166,15 +167,16 @@ class Training:
         return Ended(code, self.log.read_text(encoding="utf-8", errors="replace"))
 
 
-def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
+def _command(argv: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
     """Run the command inside the forked process."""
     os.setsid()  # Ctrl-C in the terminal of the campaign must not reach it
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ |= group
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ |= variables
     from python_trainer import __main__ as program
     from python_trainer.command_line import report
 
@@ -189,19 +191,19 @@ def _command(argv: Sequence[str], log: Path, group: Mapping[str, str]) -> None:
 
 
 def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment variables that torchrun sets."""
+    """Return the environment variables that torchrun sets."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **address}
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that exist."""
+    """Return the steps of the checkpoints that exist."""
     return [step_of(path) for path in list_checkpoints(folder / "checkpoints")]
 
 
@@ -212,32 +214,33 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def differences(folder: Path, other: Path) -> list[str]:
-    """List what differs, bit for bit, between two runs: newest checkpoint, metrics but for times, published model."""
+    """List bitwise differences of two runs: newest checkpoint, metrics without times, published model."""
     try:
         first, second = (load_whole(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, other))
     except (UserError, IndexError) as error:
         return [f"no checkpoint that can be read: {error}"]
     for saved in (first, second):
         for state in saved["accelerators"].values():
-            for own in (state, state.get("recorder", {})):
-                for key in own.keys() & CLOCK_STATE:
-                    del own[key]
-    found = []
-    for part in ("model", "optimizer", "critic", "accelerators", "lengths"):
+            for part in (state, state.get("recorder", {})):
+                for key in part.keys() & CLOCK_STATE:
+                    del part[key]
+    problems = []
+    for section in ("model", "optimizer", "critic", "accelerators", "lengths"):
         tensors: dict[str, torch.Tensor] = {}
-        others: dict[str, torch.Tensor] = {}
-        same = encode(first.get(part), tensors) == encode(second.get(part), others) and tensors.keys() == others.keys()
-        if not same or not all(_same(tensors[name], others[name]) for name in tensors):
-            found.append(f"{part} differs")
+        other_tensors: dict[str, torch.Tensor] = {}
+        same_structure = encode(first.get(section), tensors) == encode(second.get(section), other_tensors)
+        same_names = tensors.keys() == other_tensors.keys()
+        if not (same_structure and same_names and all(_same(tensors[name], other_tensors[name]) for name in tensors)):
+            problems.append(f"{section} differs")
     for key in ("step", "prompts", "counts", "evaluations", "policy_version"):
         if first["state"][key] != second["state"][key]:
-            found.append(f"{key} differs: {first['state'][key]!r:.40} and {second['state'][key]!r:.40}")
+            problems.append(f"{key} differs: {first['state'][key]!r:.40} and {second['state'][key]!r:.40}")
     if _rows(folder) != _rows(other):
-        found.append("rows of metrics differ")
-    models = [path / "model" / "model.safetensors" for path in (folder, other)]
-    if models[1].exists() and not (models[0].exists() and models[0].read_bytes() == models[1].read_bytes()):
-        found.append("the trained model differs")
-    return found
+        problems.append("rows of metrics differ")
+    model, other_model = (path / "model" / "model.safetensors" for path in (folder, other))
+    if other_model.exists() and not (model.exists() and model.read_bytes() == other_model.read_bytes()):
+        problems.append("the trained model differs")
+    return problems
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Find what goes wrong rarely, or grows slowly; every run is a row of bench/results/soak.jsonl.
+"""Find rare errors and slow growth; every run is a row of bench/results/soak.jsonl.
 
 python -m bench.soak pool --operations 10000000     # the block pool against its model in plain Python
 python -m bench.soak history --operations 10000000  # the rollout history against its model
@@ -29,12 +29,12 @@ from python_trainer.callbacks import Callback
 
 RECORDS = Path(__file__).parents[1] / "results" / "soak.jsonl"
 WARM_UP = 0.2  # share of the steps in which caches fill
-BLOCKS = 40  # of neighbouring steps; their means are nearly independent
-FLAT = 1024  # bytes a step that would be no leak to speak of: 1 GB in a million steps
+BLOCKS = 40  # of neighbouring steps, whose means are nearly independent
+MAX_GROWTH = 1024  # bytes a step, 1 GB in a million steps
 
 
 class ResidentMemory(Callback):
-    """Resident memory of this process in bytes, after every step."""
+    """Records the resident memory of this process in bytes, after every step."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -44,28 +44,30 @@ class ResidentMemory(Callback):
 
 
 def run_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Train for so many steps, and fit a line through resident memory."""
+    """Train for ``args.steps`` steps, and fit a line through resident memory."""
     overrides = [f"max_steps={args.steps}", f"evaluation.eval_steps={max(args.steps // 10, 1)}", "save.save_steps=100"]
-    seen = ResidentMemory()
+    memory = ResidentMemory()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config("configs/smoke.yaml", overrides)
-        Trainer(config, Path(folder) / "run", console=Console(quiet=True), callbacks=[seen]).run()
-    sizes = seen.sizes[int(WARM_UP * args.steps) :]
+        Trainer(config, Path(folder) / "run", console=Console(quiet=True), callbacks=[memory]).run()
+    sizes = memory.sizes[int(WARM_UP * args.steps) :]
     slope, low, high = growth(sizes)
-    first, last = (np.mean(part) / 2**20 for part in (sizes[:20], sizes[-20:]))
-    found = f"{slope:+,.0f} bytes a step (95 %: {low:+,.0f} to {high:+,.0f}); {first:.1f} MB, at the end {last:.1f} MB"
-    problems = [f"it grows by {slope:,.0f} bytes a step"] if low > FLAT else []
-    return {"what": f"memory of {args.steps:,} steps", "found": found, "problems": problems}
+    first, last = (np.mean(values) / 2**20 for values in (sizes[:20], sizes[-20:]))
+    figures = (
+        f"{slope:+,.0f} bytes a step (95 %: {low:+,.0f} to {high:+,.0f}); {first:.1f} MB, at the end {last:.1f} MB"
+    )
+    problems = [f"it grows by {slope:,.0f} bytes a step"] if low > MAX_GROWTH else []
+    return {"what": f"memory of {args.steps:,} steps", "found": figures, "problems": problems}
 
 
 def growth(sizes: Sequence[int]) -> tuple[float, float, float]:
-    """Fit bytes a step by least squares over the means of BLOCKS neighbours; returns slope and its 95 % interval."""
+    """Fit bytes a step by least squares to the means of BLOCKS blocks; return the slope and its 95 % interval."""
     steps, means = (
-        np.array([np.mean(part) for part in np.array_split(column, BLOCKS)]) for column in (range(len(sizes)), sizes)
+        np.array([np.mean(block) for block in np.array_split(column, BLOCKS)]) for column in (range(len(sizes)), sizes)
     )
     fit = stats.linregress(steps, means)
-    reach = stats.t.ppf(0.975, BLOCKS - 2) * fit.stderr
-    return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
+    half_width = stats.t.ppf(0.975, BLOCKS - 2) * fit.stderr
+    return float(fit.slope), float(fit.slope - half_width), float(fit.slope + half_width)
 
 
 PARTS = {"pool": operations.run_pool, "history": operations.run_history, "memory": run_memory}
@@ -76,8 +78,8 @@ def main() -> int:
         prog="python -m bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=PARTS)
-    parser.add_argument("--operations", type=int, default=10_000_000, help="of pool and history")
-    parser.add_argument("--steps", type=int, default=5000, help="of memory")
+    parser.add_argument("--operations", type=int, default=10_000_000, help="operations of pool and history")
+    parser.add_argument("--steps", type=int, default=5000, help="steps of memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE")
     parser.add_argument("--report", action="store_true", help="run nothing, print the table")
@@ -89,8 +91,8 @@ def main() -> int:
         parser.error(f"name a part: {', '.join(PARTS)}")
     torch.set_num_threads(1)
     started = time.monotonic()
-    found = PARTS[args.part](args)
-    row = {"part": args.part, **found, "seed": args.seed, "seconds": round(time.monotonic() - started)}
+    figures = PARTS[args.part](args)
+    row = {"part": args.part, **figures, "seed": args.seed, "seconds": round(time.monotonic() - started)}
     place = {"torch": torch.__version__, "machine": cpu_model(), "python": platform.python_version()}
     append_row(args.records, row, place)
     print(f"{row['what']}: {row['found']}; {'; '.join(row['problems']) or 'nothing went wrong'}")
@@ -98,7 +100,7 @@ def main() -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line for every row."""
+    """Return the Markdown table with a line for every row."""
     lines = ["| what | for | found | went wrong | date |", "|---|---|---|---|---|"]
     for row in rows:
         cells = row["what"], f"{row['seconds'] / 60:.1f} min", row["found"], "; ".join(row["problems"]) or "nothing"

@@ -1,4 +1,4 @@
-"""Random operations on the block pool and the rollout history, compared with their models in plain Python."""
+"""Random operations on the block pool and the rollout history, compared with their models in Python."""
 
 import argparse
 import random
@@ -12,9 +12,10 @@ from rlkernels.history.reference import History
 from rlkernels.prefix_cache.block_pool import BlockPool, OutOfBlocks, compiled_pool
 
 Draw = Callable[[int], int]  # a number below its argument
-PER_ROUND = 100_000  # operations on one pair, of sizes of its own
-MOST_OPEN = 60  # sequences at a time; empty ones cost no block, so their number would grow for ever
-FIRST, EVERY = 200, 10  # compare after each of the first 200 operations, then after every tenth
+OPERATIONS_PER_PAIR = 100_000
+MAX_OPEN_SEQUENCES = 60  # empty ones take no block, so nothing else bounds their number
+COMPARE_EACH = 200  # first operations, with a comparison after each of them
+COMPARE_EVERY = 10  # later operations
 
 
 class PoolPair:
@@ -25,7 +26,7 @@ class PoolPair:
         self.open: list[tuple[int, int]] = []
         self.refused = 0
 
-    def both(self, *calls: Callable[[Any], Any]) -> list[Any] | None:
+    def run_on_both(self, *calls: Callable[[Any], Any]) -> list[Any] | None:
         results = []
         for pool, call in zip(self.pools, calls, strict=True):
             try:
@@ -43,51 +44,55 @@ class PoolPair:
         """Run one random operation."""
         size = self.pools[0].block_size
 
-        def tokens(most: int) -> list[int]:  # of few kinds, so that sequences share prefixes
-            return [1 if draw(6) else draw(3) for _ in range(draw(most + 1))]
+        def tokens(max_tokens: int) -> list[int]:  # of few values, so that sequences share prefixes
+            return [1 if draw(6) else draw(3) for _ in range(draw(max_tokens + 1))]
 
-        kind = draw(16) if len(self.open) < MOST_OPEN else 12
+        kind = draw(16) if len(self.open) < MAX_OPEN_SEQUENCES else 12
         if kind < 4 or not self.open:
             prompts = [tokens(7 * size) for _ in range(1 + draw(3))]
-            found = self.both(*2 * [lambda pool: pool.open_many(prompts)])
-            self.open += zip(*found, strict=True) if found else []
+            opened = self.run_on_both(*2 * [lambda pool: pool.open_many(prompts)])
+            self.open += zip(*opened, strict=True) if opened else []
             return
         pick = draw(len(self.open))
         handles = self.open[pick]
         if kind < 8:
-            several = list(dict.fromkeys([handles, self.open[draw(len(self.open))]]))
-            more = [tokens(2 * size) for _ in several]
-            copies = self.both(*(lambda pool, i=i: pool.append([h[i] for h in several], more) for i in (0, 1)))
+            picked = list(dict.fromkeys([handles, self.open[draw(len(self.open))]]))
+            extensions = [tokens(2 * size) for _ in picked]
+            copies = self.run_on_both(
+                *(lambda pool, i=i: pool.append([h[i] for h in picked], extensions) for i in (0, 1))
+            )
             assert copies is None or copies[0] == copies[1]
         elif kind < 9:
             length = draw(self.pools[0].length(handles[0]) + 1)
-            self.both(*(lambda pool, i=i: pool.truncate(handles[i], length) for i in (0, 1)))
+            self.run_on_both(*(lambda pool, i=i: pool.truncate(handles[i], length) for i in (0, 1)))
         elif kind < 10:
             n = draw(3)
-            forked = self.both(*(lambda pool, i=i: pool.fork(handles[i], n) for i in (0, 1)))
+            forked = self.run_on_both(*(lambda pool, i=i: pool.fork(handles[i], n) for i in (0, 1)))
             self.open += zip(*forked, strict=True) if forked else []
         elif kind < 12:
-            self.both(*(lambda pool, i=i: pool.commit(handles[i]) for i in (0, 1)))
+            self.run_on_both(*(lambda pool, i=i: pool.commit(handles[i]) for i in (0, 1)))
         elif kind < 15:
-            self.both(*(lambda pool, i=i: pool.close(handles[i]) for i in (0, 1)))
+            self.run_on_both(*(lambda pool, i=i: pool.close(handles[i]) for i in (0, 1)))
             del self.open[pick]
         elif draw(3) == 0:
-            self.both(*2 * [lambda pool: pool.advance_version()])
+            self.run_on_both(*2 * [lambda pool: pool.advance_version()])
 
     def compare(self) -> None:
-        model, ours = self.pools
-        ours.check()
+        model, compiled = self.pools
+        compiled.check()
         for name in ("version", "hits", "misses", "evictions"):
-            assert getattr(model, name) == getattr(ours, name), name
-        assert model.counts() == ours.counts()
-        mine, theirs = ([h[i] for h in self.open] for i in (0, 1))
-        for a, b in zip(model.tables(mine), ours.tables(theirs), strict=True):
+            assert getattr(model, name) == getattr(compiled, name), name
+        assert model.counts() == compiled.counts()
+        model_handles, compiled_handles = ([h[i] for h in self.open] for i in (0, 1))
+        for a, b in zip(model.tables(model_handles), compiled.tables(compiled_handles), strict=True):
             assert a.tolist() == b.tolist()
         for a, b in self.open:
-            assert model.token_ids(a) == ours.token_ids(b)
-            assert (model.num_cached(a), model.computed(a)) == (ours.num_cached(b), ours.computed(b))
-        starts = [model.computed(h) for h in mine]
-        assert torch.equal(model.slots(mine, starts), torch.as_tensor(ours.slots(theirs, starts)))
+            assert model.token_ids(a) == compiled.token_ids(b)
+            assert (model.num_cached(a), model.computed(a)) == (compiled.num_cached(b), compiled.computed(b))
+        starts = [model.computed(h) for h in model_handles]
+        assert torch.equal(
+            model.slots(model_handles, starts), torch.as_tensor(compiled.slots(compiled_handles, starts))
+        )
 
     def counts(self) -> dict[str, int]:
         model = self.pools[0]
@@ -102,55 +107,56 @@ class HistoryPair:
 
         arguments = max_tokens, 0.02, 24
         self.histories: tuple[Any, Any] = History(*arguments), _C.RolloutHistory(*arguments)
-        self.handles: list[int] = []  # both count them alike
+        self.handles: list[int] = []  # both number them alike
         self.epoch = self.drafted = self.evicted = 0
 
-    def both(self, name: str, *arguments: Any) -> Any:
-        mine, theirs = (getattr(history, name)(*arguments) for history in self.histories)
-        if isinstance(mine, tuple):
-            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True)), (name, mine, theirs)
+    def run_on_both(self, name: str, *arguments: Any) -> Any:
+        expected, result = (getattr(history, name)(*arguments) for history in self.histories)
+        if isinstance(expected, tuple):
+            assert all(np.array_equal(a, b) for a, b in zip(expected, result, strict=True)), (name, expected, result)
         else:
-            assert mine == theirs, (name, mine, theirs)
-        return mine
+            assert expected == result, (name, expected, result)
+        return expected
 
     def step(self, draw: Draw) -> None:
         """Run one random operation."""
 
-        def ids(most: int, different: int = 4) -> np.ndarray:
-            return np.array([draw(different) for _ in range(draw(most + 1))], np.int32)
+        def ids(max_ids: int, num_values: int = 4) -> np.ndarray:
+            return np.array([draw(num_values) for _ in range(draw(max_ids + 1))], np.int32)
 
-        prompt, kind = np.arange(draw(4) + 1, dtype=np.int32), draw(16)
+        prompt = np.arange(draw(4) + 1, dtype=np.int32)
+        kind = draw(16)
         if kind < 3:
             self.epoch += draw(8) == 0
-            self.both("add", prompt, ids(40), draw(3) / 2, self.epoch - draw(2))
+            self.run_on_both("add", prompt, ids(40), draw(3) / 2, self.epoch - draw(2))
         elif kind < 6:
-            self.drafted += len(self.both("draft", prompt, ids(30), draw(17)))
+            self.drafted += len(self.run_on_both("draft", prompt, ids(30), draw(17)))
         elif kind < 7 or not self.handles:
-            self.handles.append(self.both("track", prompt))
+            self.handles.append(self.run_on_both("track", prompt))
         elif kind < 9:
-            self.both("extend", self.handles[draw(len(self.handles))], ids(12))
+            self.run_on_both("extend", self.handles[draw(len(self.handles))], ids(12))
         elif kind < 10:
-            some = self.some(draw)
-            parts = [ids(5) for _ in some]
-            lengths = np.array([len(part) for part in parts], np.int64)
-            self.both("extend_tracked", some, np.concatenate(parts), lengths)
+            handles = self.pick_handles(draw)
+            chunks = [ids(5) for _ in handles]
+            lengths = np.array([len(part) for part in chunks], np.int64)
+            self.run_on_both("extend_tracked", handles, np.concatenate(chunks), lengths)
         elif kind < 13:
-            some = self.some(draw)
-            _, offered = self.both("draft_tracked", some, draw(17), draw(3) / 10 if draw(2) else None)
+            handles = self.pick_handles(draw)
+            _, offered = self.run_on_both("draft_tracked", handles, draw(17), draw(3) / 10 if draw(2) else None)
             accepted = np.array([draw(int(n) + 1) for n in offered], np.int64)
-            self.both("observe", some, offered, accepted)
+            self.run_on_both("observe", handles, offered, accepted)
         elif kind < 14:
-            self.both("longest_prompt", ids(6))
+            self.run_on_both("longest_prompt", ids(6))
         elif len(self.handles) > 3:
-            self.both("release", self.handles.pop(draw(len(self.handles))))
+            self.run_on_both("release", self.handles.pop(draw(len(self.handles))))
 
-    def some(self, draw: Draw) -> np.ndarray:
-        """Pick one or two handles."""
+    def pick_handles(self, draw: Draw) -> np.ndarray:
+        """Pick one or two random handles."""
         return np.array(list({self.handles[draw(len(self.handles))] for _ in range(1 + draw(2))}), np.int64)
 
     def compare(self) -> None:
-        model, ours = (history.stats() for history in self.histories)
-        assert {**model, "bytes": 0} == {**ours, "bytes": 0}, (model, ours)
+        model, compiled = (history.stats() for history in self.histories)
+        assert {**model, "bytes": 0} == {**compiled, "bytes": 0}, (model, compiled)
         self.evicted = model["evicted"]
 
     def counts(self) -> dict[str, int]:
@@ -165,26 +171,28 @@ def run_history(args: argparse.Namespace) -> dict[str, Any]:
     return soak("rollout history", lambda rng: HistoryPair(rng.choice([100, 200, 400, 1500])), args)
 
 
-def soak(what: str, make: Callable[[random.Random], Any], args: argparse.Namespace) -> dict[str, Any]:
+def soak(label: str, make: Callable[[random.Random], Any], args: argparse.Namespace) -> dict[str, Any]:
     """Run operations on pairs of several sizes; a problem names the seed of its pair."""
-    totals, problems, done = dict[str, int](), list[str](), 0
-    while done < args.operations and not problems:
-        seed = f"{what}/{args.seed}/{done}"
+    totals = dict[str, int]()
+    problems = list[str]()
+    num_operations = 0
+    while num_operations < args.operations and not problems:
+        seed = f"{label}/{args.seed}/{num_operations}"
         try:
-            done += one_pair(make, seed, min(PER_ROUND, args.operations - done), totals)
+            num_operations += run_pair(make, seed, min(OPERATIONS_PER_PAIR, args.operations - num_operations), totals)
         except Exception as error:
             problems.append(f"{seed}: {type(error).__name__}: {error!s:.300}")
-    found = ", ".join([f"{done:,} operations", *(f"{count:,} {name}" for name, count in totals.items())])
-    return {"what": f"{what} against its model", "found": found, "problems": problems, "operations": done}
+    figures = ", ".join([f"{num_operations:,} operations", *(f"{count:,} {name}" for name, count in totals.items())])
+    return {"what": f"{label} against its model", "found": figures, "problems": problems, "operations": num_operations}
 
 
-def one_pair(make: Callable[[random.Random], Any], seed: str, operations: int, totals: dict[str, int]) -> int:
+def run_pair(make: Callable[[random.Random], Any], seed: str, operations: int, totals: dict[str, int]) -> int:
     """Run operations on one pair, add its counts to the totals, and return their number."""
     rng = random.Random(seed)
     pair = make(rng)
     for number in range(operations):
         pair.step(lambda n: int(rng.random() * n))
-        if number < FIRST or number % EVERY == 0:
+        if number < COMPARE_EACH or number % COMPARE_EVERY == 0:
             pair.compare()
     for name, count in pair.counts().items():
         totals[name] = totals.get(name, 0) + count

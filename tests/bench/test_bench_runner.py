@@ -57,8 +57,8 @@ def test_peak_memory_counts_everything_but_what_was_there_before():
 def test_plans_of_adapters_without_peft_are_named_as_missing(monkeypatch):
     monkeypatch.setattr(memory, "find_spec", lambda name: None)
     monkeypatch.setattr(memory, "make_folder", lambda *_: None)
-    monkeypatch.setattr(memory, "planned", lambda run: 90)
-    monkeypatch.setattr(memory, "measured", lambda runs: [100] * len(runs))
+    monkeypatch.setattr(memory, "plan_bytes", lambda run: 90)
+    monkeypatch.setattr(memory, "measure_bytes", lambda runs: [100] * len(runs))
     rows = {row.shape: row for row in memory.rows(memory.TINY)}
     assert [*rows] == [f"tiny, {kind}" for kind in memory.KINDS]
     assert [row.missing for row in rows.values() if "LoRA" in row.shape] == [

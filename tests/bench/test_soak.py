@@ -12,7 +12,7 @@ from rlkernels.history.reference import History
 
 def test_the_history_equals_its_model(compiled):
     totals: dict[str, int] = {}
-    operations.one_pair(lambda rng: operations.HistoryPair(rng.choice([100, 400])), "0", 3000, totals)
+    operations.run_pair(lambda rng: operations.HistoryPair(rng.choice([100, 400])), "0", 3000, totals)
     assert totals["draft tokens"] > 100 and totals["evictions"] > 10
 
 

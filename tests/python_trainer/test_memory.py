@@ -43,7 +43,7 @@ def test_what_is_told_is_what_a_process_takes(tmp_path):
     """One process for both kinds, which loads its libraries once. Larger models: bench/memory.py."""
     bench.make_folder(bench.TINY, tmp_path)
     runs = [bench.settings(bench.TINY, tmp_path, kind) for kind in ("bfloat16, masters", "LoRA, recomputed")]
-    assert [bench.planned(run) for run in runs] == pytest.approx(bench.measured(runs), rel=0.2)
+    assert [bench.plan_bytes(run) for run in runs] == pytest.approx(bench.measure_bytes(runs), rel=0.2)
 
 
 # gigabytes, worked out by hand

@@ -231,9 +231,9 @@ def test_equals_its_model_in_python(seed, max_tokens, token_cost, depth):
     for _ in range(100):
         pair.step(rng.randrange)
         if rng.random() < 0.1:
-            pair.both("resize", rng.choice([None, 1, 9, 40, 300]))
-            pair.both("add", nothing, np.arange(rng.randrange(9), dtype=np.int32), 0.5, pair.epoch)
-            pair.both("draft", nothing, np.arange(rng.randrange(9), dtype=np.int32), 6)
+            pair.run_on_both("resize", rng.choice([None, 1, 9, 40, 300]))
+            pair.run_on_both("add", nothing, np.arange(rng.randrange(9), dtype=np.int32), 0.5, pair.epoch)
+            pair.run_on_both("draft", nothing, np.arange(rng.randrange(9), dtype=np.int32), 6)
         pair.compare()
 
 
@@ -245,8 +245,8 @@ def test_equals_its_model_on_long_histories():
         prompt = rng.integers(8, size=1, dtype=np.int32)
         changed = np.where(rng.random(120) < 0.1, rng.integers(0, 50, 120, np.int32), base[prompt[0]])
         response = changed[: rng.integers(1, 120)]
-        pair.both("add", prompt, response, i % 3, i // 50)
-        pair.both("draft", prompt, response[: rng.integers(len(response))], 16)
+        pair.run_on_both("add", prompt, response, i % 3, i // 50)
+        pair.run_on_both("draft", prompt, response[: rng.integers(len(response))], 16)
     pair.compare()
     native, model = (history.to_bytes() for history in pair.histories)
     assert np.array_equal(native, model)
