@@ -18,7 +18,6 @@ from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords
 from python_trainer.launch import DDP_TIMEOUT
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
-from python_trainer.removed import find_removed
 from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
 from python_trainer.settings import (
     LOCAL,
@@ -192,8 +191,6 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     values = read_yaml(source) if isinstance(source, str | Path) else copy_nested(source or {})
     for override in overrides:
         apply_override(values, override)
-    if removed := list(find_removed(values)):
-        raise UserError("; ".join(removed))
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -16,7 +16,6 @@ from python_trainer.config import Config, changed_settings, describe_settings, d
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.hub import policy_folder
 from python_trainer.launch import read_launch
-from python_trainer.removed import REMOVED
 from python_trainer.run_directory import check_run_directory, write_text
 from rlkernels._text import escape_controls
 
@@ -86,8 +85,6 @@ def make_parser() -> Parser:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line, that of the program itself without one."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and (instead := REMOVED.get(f"command {argv[0]}")):
-        raise UserError(f"the command {argv[0]} was removed: {instead}")
     args = make_parser().parse_args(argv)
     if args.command in ("compare", "sft", "probe") and read_launch().size > 1:
         raise UserError(f"{args.command} runs in one process: start it without torchrun")

@@ -19,7 +19,6 @@ from support import ROOT
 from python_trainer.__main__ import main
 from python_trainer.command_line.report import find_runs, report, summary_rows
 from python_trainer.errors import UserError
-from python_trainer.removed import REMOVED
 from python_trainer.run_directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -264,12 +263,6 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, c
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "python_trainer.command_line.commands" in said
     assert "pip install --no-build-isolation -e '.[train]'" in said
-
-
-@pytest.mark.parametrize("name", ["export", "extrapolate", "plan"])
-def test_a_removed_command_names_its_replacement(capsys, name):
-    assert main([name, "runs/first"]) == 2
-    assert capsys.readouterr().err == f"error: the command {name} was removed: {REMOVED[f'command {name}']}\n"
 
 
 def test_messages_need_a_chat_template(run, tmp_path):

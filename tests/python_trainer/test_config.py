@@ -8,7 +8,6 @@ from support import ROOT
 
 from python_trainer.config import Config, changed_settings, describe_settings, dump_config, flatten, load_config
 from python_trainer.errors import UserError
-from python_trainer.removed import REMOVED
 
 
 def test_every_setting_is_described_as_it_is_written():
@@ -41,6 +40,8 @@ def test_overrides_reach_into_sections_that_the_file_leaves_out(tmp_path):
         ("learning_rate=3", r"learning_rate: unknown setting; did you mean optimizer.learning_rate or .*\?"),
         ("task={name: lattice_paths, variant: short}", "task.variant: unknown setting; known here: name, train_size"),
         ("rollout.n=3", "rollout.n: unknown setting; known here: engine"),
+        ("save.save_best=true", r"save.save_best: unknown setting; did you mean save_steps\?$"),
+        ("accelerators.curriculum.window=4", "accelerators.curriculum: unknown setting; known here: enabled, rpo"),
         ("accelerators.rpo.cut=3", "accelerators.rpo.cut: unknown setting; known here: cut_share"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: .*greater than 0, got -1"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate: .*, got nan"),
@@ -123,14 +124,9 @@ def test_settings_that_go_together_or_do_not(overrides, message):
 
 
 def test_all_problems_are_reported_at_once(tmp_path):
-    """Removed settings come before all others."""
-    (tmp_path / "a.yaml").write_text("{max_steps: 0, save: {save_best: true}}")
-    overrides = ["rollout.top_p=2", "optimizer.lr=1", "algorithm.metrics_of_all=true"]
-    with pytest.raises(UserError, match=r"^save.save_best was removed: .*; algorithm.metrics_of_all was [^;]*; [^;]*$"):
-        load_config(tmp_path / "a.yaml", overrides)
     (tmp_path / "a.yaml").write_text("{max_steps: 0}")
     with pytest.raises(UserError, match="^max_steps: .*got 0; rollout.top_p: .*; optimizer.lr: unknown"):
-        load_config(tmp_path / "a.yaml", overrides[:2])
+        load_config(tmp_path / "a.yaml", ["rollout.top_p=2", "optimizer.lr=1"])
 
 
 @pytest.mark.parametrize(
@@ -170,16 +166,6 @@ def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
         load_config("configs/smoke")
     (tmp_path / "smoke").write_text("max_steps: 77")
     assert load_config("smoke").max_steps == 77
-
-
-@pytest.mark.parametrize("key", [key for key in REMOVED if not key.startswith("command ")])
-def test_a_removed_setting_names_its_replacement(key):
-    name, _, value = key.replace("*", "any.task").partition("=")
-    known = {row[0] for row in describe_settings()}
-    assert value or not any(f"{row}.".startswith(f"{name}.") for row in known), "it is a setting"
-    with pytest.raises(UserError) as error:
-        load_config(None, [f"{name}={value or 1}"])
-    assert str(error.value) == f"{key} was removed: {REMOVED[key]}"
 
 
 def test_settings_of_free_form_and_sections_that_are_off_count_as_changed(tmp_path):
