@@ -6,32 +6,31 @@ Option names are TRL's wherever TRL has the option. ``python -m python_trainer t
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.callbacks import CALLBACKS
-from python_trainer.errors import UserError, hide_passwords
+from python_trainer.errors import UserError, hide_passwords, problem_line
 from python_trainer.launch import DDP_TIMEOUT
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
 from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
-from python_trainer.settings import (
-    LOCAL,
-    Row,
-    Section,
-    copy_nested,
-    describe_section,
-    did_you_mean,
-    problem_line,
-    section_in,
-)
+from python_trainer.settings import LOCAL, Bytes, Row, Section, copy_nested, describe_section, did_you_mean, section_in
 from python_trainer.tasks.settings import TaskSettings
 
-MOST_NODES = 100_000  # of a YAML file with its aliases written out; the longest shipped one has 200
+MOST_NODES = 100_000  # in a YAML file, aliases expanded; the longest shipped file has 200
+OTHER_NAMES = {  # of settings in other trainers -> here
+    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "clip_eps"), "algorithm.epsilon"),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), "algorithm.beta"),
+    **dict.fromkeys(("group_size", "rollout_n", "num_samples"), "rollout.num_generations"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "response_length"), "rollout.max_completion_length"),
+    **dict.fromkeys(("lr", "actor_lr"), "optimizer.learning_rate"),
+}
 CONFIGS = Path(__file__).parent / "configs"  # in the repository a link to the folder at its root
 
 
@@ -43,9 +42,17 @@ class SaveConfig(Section):
     save_total_limit: int = Field(2, ge=1)
     """Keep this many of the newest checkpoints and the one with the best evaluation. OUTPUT_DIR/best holds that one as
     a model if it is not the last."""
-    weight_history: int | None = Field(None, ge=1)
-    """Keep the weights after every step in OUTPUT_DIR/weights, beside the first model, as deltas of at most this many
-    bytes in all; null: off. `python -m rlkernels weights` restores any step."""
+    weight_history: Bytes | None = Field(None, ge=1)
+    """Record the weights after every step in OUTPUT_DIR/weights, as deltas to the first model there. Recording ends
+    with a note once the deltas exceed this many bytes, such as 10GB; the first model is not counted. null: off.
+    `python -m rlkernels weights` restores any step."""
+
+    @field_validator("weight_history")
+    @classmethod
+    def _has_zstandard(cls, limit: int | None) -> int | None:
+        if limit is not None and find_spec("zstandard") is None:
+            raise ValueError("needs zstandard: pip install 'rlkernels[weights]', or leave it null")
+        return limit
 
 
 class EvaluationConfig(Section):
@@ -116,13 +123,23 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Config":
-        for conflict in self.conflicts():
-            raise ValueError(conflict)
+        if conflicts := list(self.conflicts()):
+            raise ValueError("; ".join(conflicts))
         return self
 
     def with_changes(self, section: str, **values: Any) -> "Config":
         """Return these settings with others in a section; they are not checked."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield a sentence for each setting that changes nothing beside the others."""
+        if self.rollout.memory_bytes is not None and self.rollout.vllm_server:
+            yield "rollout.memory_bytes has no effect with rollout.vllm_server: the server sets its KV cache"
+        active = [*self.accelerators.chosen(), *self.accelerators.recording()]
+        for name in type(self.accelerators).model_fields:
+            settings = getattr(self.accelerators, name)
+            if isinstance(settings, Section) and settings not in active and settings != type(settings)():
+                yield f"settings of accelerators.{name} have no effect: accelerators.enabled lacks {name}"
 
     def conflicts(self) -> Iterator[str]:
         """Yield a sentence for each pair of settings that exclude each other."""
@@ -202,21 +219,38 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     shipped = CONFIGS / f"{path}.yaml"
     file = shipped if Path(path).name == str(path) and not Path(path).exists() and shipped.exists() else Path(path)
     try:
-        values = UniqueKeys(file.read_text(encoding="utf-8")).get_single_data()
+        values = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise UserError(
             f"cannot read the config file {path}: {error.strerror}; those that are shipped go by name: {names}"
         ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a date such as 2026-02-30
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # not UTF-8 either
+        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict | None):
         raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
     return values or {}
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """Refuses a section that stands in a file twice: PyYAML takes the last one and forgets the first.
+def parse_yaml(text: str) -> Any:
+    """Parse settings.
+
+    Raises:
+        ValueError: the reason on one line, also for a date such as 2026-02-30 and brackets nested too deeply.
+    """
+    try:
+        return StrictLoader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        context = f"{error.context}, " if error.context else ""
+        raise ValueError(f"{context}{error.problem}{place}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a duplicate key, of which PyYAML keeps the last.
 
     It also refuses aliases that make a short file a huge one, or a section that holds itself.
     """
@@ -231,14 +265,14 @@ class UniqueKeys(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)  # as written: anchors are merged later
         for number, (key, _) in enumerate(node.value):
             if key.value in [earlier.value for earlier, _ in node.value[:number]]:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
         return node
 
 
 def expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
     """Return the number of nodes below this one with every alias written out; infinite where one holds itself."""
     if id(node) not in sizes:
-        sizes[id(node)] = math.inf  # while it is counted
+        sizes[id(node)] = math.inf  # in progress: an alias to it is a cycle
         items = node.value if isinstance(node, yaml.CollectionNode) else []
         children = [child for item in items for child in (item if isinstance(item, tuple) else (item,))]
         sizes[id(node)] = 1 + sum(expanded_size(child, sizes) for child in children)
@@ -251,11 +285,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise UserError(f"--set takes key=value, for example optimizer.learning_rate=1e-5, got {override!r}")
     try:
-        value = UniqueKeys(text).get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30
+        value = parse_yaml(text)
+    except ValueError as error:
         form = {"[": "[A, B]", "{": "{A: B}"}.get(text.lstrip()[:1])
-        quoted = f"; a shell cuts it at spaces, so write it in quotes: '{key}={form}'" if form else ""
-        raise UserError(f"--set {key}: {text!r} is not valid YAML{quoted}") from error
+        if form and not text.rstrip().endswith(form[-1]):
+            reason = f"a shell cuts it at spaces, so write it in quotes: '{key}={form}'"
+        else:
+            reason = str(error)
+        raise UserError(f"--set {key}: {text!r} is not valid YAML; {reason}") from error
     *parents, last = key.strip().split(".")
     for parent in parents:
         if values.get(parent) is None:
@@ -281,8 +318,13 @@ def describe_problem(problem: Any, values: Mapping[str, Any]) -> str:
 
 
 def suggest(key: str, section: type[Section]) -> str:
-    """Return settings that an unknown key may mean: near ones, one of this name elsewhere, or all of the section."""
+    """Return settings that an unknown key may mean.
+
+    Other trainers' names come first, then near names, the same name in another section, and all of this section.
+    """
     last = key.rpartition(".")[2]
+    if last in OTHER_NAMES:
+        return f"; did you mean {OTHER_NAMES[last]}?"
     if near := did_you_mean(last, section.model_fields):
         return near
     elsewhere = [row[0] for row in describe_settings() if row[0].rpartition(".")[2] == last and row[0] != key]
@@ -300,7 +342,7 @@ def section_of(path: Sequence[Any], values: Any) -> type[Section] | None:
         inner = None if field is None else section_in(field.annotation)
         if inner is None or not isinstance(values, Mapping):
             return None
-        section = inner.fitting(values)
+        section = inner.class_for(values)
     return section
 
 
@@ -310,7 +352,7 @@ def describe_settings() -> list[Row]:
 
 
 def dump_config(config: Config) -> str:
-    """Write the resolved settings as YAML that :func:`load_config` reads back, without passwords in URLs."""
+    """Write settings and defaults as YAML that :func:`load_config` reads back, without passwords in URLs."""
     values = config.model_dump(mode="json")
     return hide_passwords(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1 << 16))
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from typing import Any
 
 from rlkernels._text import escape_controls
 
@@ -107,3 +108,10 @@ def tell_error(error: BaseException, message: str) -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     process = "" if size == "1" else f"process {rank} of {size}: "
     print(f"error: {process}{escape_controls(message)}", file=sys.stderr)
+
+
+def problem_line(problem: Any) -> str:
+    """Write one of the errors of a pydantic ValidationError as: key, what is wrong, value."""
+    key = ".".join(map(str, problem["loc"]))
+    message = problem["msg"]
+    return f"{f'{key}: ' if key else ''}{message[0].lower() + message[1:]}, got {problem['input']!r:.80}"

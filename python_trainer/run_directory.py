@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, problem_line
 from rlkernels._files import replace_file
 
 EVALUATIONS = "evaluations.jsonl"  # on the test split
@@ -164,9 +164,7 @@ def read_rows(path: Path, schema: type[Row] = Row) -> list[dict[str, Any]]:
 def first_problem(error: Exception) -> str:
     """Return what a schema, or JSON, has against a file, in one line."""
     if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"])) or "row"
-        return f"{place}: {problem['msg']}, got {problem['input']!r:.80}"
+        return problem_line(error.errors()[0])
     return str(error) or type(error).__name__
 
 

@@ -9,7 +9,17 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ModelWrapValidatorHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from python_trainer.errors import UserError
@@ -40,6 +50,21 @@ class Local:
 
 
 LOCAL = Local()
+
+
+def read_bytes(value: Any) -> Any:
+    """Read a number of bytes that may have a unit, such as ``4GiB``."""
+    if isinstance(value, str):
+        try:
+            return int(TypeAdapter(ByteSize).validate_python(value))
+        except ValidationError:
+            pass
+    if isinstance(value, bool | str):
+        raise ValueError(f"must be a number of bytes, such as 4294967296 or 4GiB, got {value!r}")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(read_bytes)]
 
 
 class Registry(Generic[T]):
@@ -89,15 +114,15 @@ class Registry(Generic[T]):
         """Name an object ``module:name``, and let that name mean the object; return anything else unchanged."""
         if isinstance(plugin, str) or not self._fits(plugin):
             return plugin
-        of = plugin if hasattr(plugin, "__name__") else type(plugin)
-        place = name = f"{of.__module__}:{of.__name__}"
+        function_or_class = plugin if hasattr(plugin, "__name__") else type(plugin)
+        place = name = f"{function_or_class.__module__}:{function_or_class.__name__}"
         number = 1
         while self._plugins.get(name, plugin) is not plugin:  # closures of one function, a cell that was run again
             number += 1
             name = f"{place}#{number}"
-        return self.give(name, plugin)
+        return self.register(name, plugin)
 
-    def give(self, name: str, plugin: T) -> str:
+    def register(self, name: str, plugin: T) -> str:
         """Let a name mean this object in this process; return the name."""
         self._plugins[name] = plugin
         return name
@@ -129,8 +154,8 @@ class Registry(Generic[T]):
     def _load(self, name: str) -> Any:
         module_name, _, attribute = name.partition(":")
         if module_name.endswith(".py") or not attribute.isidentifier():
-            file = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self.names)
-            raise PluginError(f"must be one of {', '.join(self.choices)}, got {name!r}{file}")
+            hint = "; name a module without .py" if module_name.endswith(".py") else did_you_mean(name, self.names)
+            raise PluginError(f"must be one of {', '.join(self.choices)}, got {name!r}{hint}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
@@ -168,24 +193,27 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
-    def fitting(cls, values: Mapping[str, Any]) -> "type[Section]":
-        """Return the class for these settings, where some of them decide what others there are."""
+    def class_for(cls, values: Mapping[str, Any]) -> "type[Section]":
+        """Return the subclass that validates these values, where some of them decide which others exist."""
         return cls
 
     @classmethod
     def kinds(cls) -> "list[type[Section]]":
-        """Return the registered classes among which :meth:`fitting` chooses."""
+        """Return the registered classes among which :meth:`class_for` chooses."""
         return []
 
     @model_validator(mode="wrap")
     @classmethod
-    def _by_the_fitting_class(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
-        kind = cls.fitting(values) if isinstance(values, Mapping) else cls
-        return handler(values) if kind is cls else kind.model_validate(values)
+    def _validate_by_subclass(cls, values: Any, handler: ModelWrapValidatorHandler) -> Any:
+        subclass = cls.class_for(values) if isinstance(values, Mapping) else cls
+        return handler(values) if subclass is cls else subclass.model_validate(values)
 
 
 def shared_values(section: Section) -> dict[str, Any]:
-    """Return the settings that all ranks must share; of those that are local only whether they are set, or names."""
+    """Return the settings that all ranks must share.
+
+    A local path or URL becomes True or False, a dictionary of them its names.
+    """
     values = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -197,13 +225,6 @@ def shared_values(section: Section) -> dict[str, Any]:
             elif mark is LOCAL:
                 values[name] = sorted(value) if isinstance(value, dict) else value is not None
     return values
-
-
-def problem_line(problem: Any) -> str:
-    """Write one of the errors of a pydantic ValidationError as: key, what is wrong, value."""
-    key = ".".join(map(str, problem["loc"]))
-    message = problem["msg"]
-    return f"{key or 'settings'}: {message[0].lower() + message[1:]}, got {problem['input']!r}"
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -218,27 +239,42 @@ def as_yaml(value: Any) -> str:
 
 
 def describe_section(section: type[Section], prefix: str = "") -> Iterator[Row]:
-    """Describe every setting of a section and of those within it, in order; then those of one kind, with its name."""
-    for kind in [section, *section.kinds()]:
-        about = "" if kind is section else f"{kind.model_fields['name'].default}: "
-        for name, field in kind.model_fields.items():
+    """Describe every setting of a section and of the sections in it, in order.
+
+    Settings that only one subclass has follow, prefixed by its name.
+    """
+    for subclass in [section, *section.kinds()]:
+        about = "" if subclass is section else f"{subclass.model_fields['name'].default}: "
+        for name, field in subclass.model_fields.items():
             if about and name in section.model_fields:
                 continue
             key = f"{prefix}{name}"
             text = f"{about}{field.description or ''}"
             inner = section_in(field.annotation)
             if inner is None:
-                default = kind.fitting({}).model_fields[name].get_default(call_default_factory=True)
-                yield key, type_name(field.annotation, field.metadata), as_yaml(default), text
+                default = subclass.class_for({}).model_fields[name].get_default(call_default_factory=True)
+                allowed = ", ".join([type_name(field.annotation, field.metadata), *bounds(field.metadata)])
+                yield key, allowed, as_yaml(default), text
                 continue
             if type(None) in get_args(field.annotation):
                 yield key, "null | section", "null", text
-            yield from describe_section(inner if inner.kinds() else inner.fitting({}), f"{key}.")
+            yield from describe_section(inner if inner.kinds() else inner.class_for({}), f"{key}.")
+
+
+def bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    """Yield the bounds of a number: ``>= 1``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    for item in metadata:
+        for name, sign in signs.items():
+            if (bound := getattr(item, name, None)) is not None:
+                yield f"{sign} {bound:g}"
 
 
 def type_name(kind: Any, metadata: Sequence[Any] = ()) -> str:
     """Write a type as ``int | null``, ``list of str``, ``group | rloo | module:function`` and the like."""
     registry = next((item for item in metadata if isinstance(item, Registry)), None)
+    if any(isinstance(item, BeforeValidator) and item.func is read_bytes for item in metadata):
+        return "bytes"
     origin = get_origin(kind)
     arguments = get_args(kind)
     if registry is not None:

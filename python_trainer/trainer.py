@@ -24,7 +24,7 @@ from python_trainer.keyed import keyed_seed
 from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.loop.origin import compare_settings
-from python_trainer.loop.parts import Builder
+from python_trainer.loop.parts import build_parts
 from python_trainer.model.loading import dtype_name
 from python_trainer.model.turns import missing_stop_token
 from python_trainer.rollout.engine import SamplingParams
@@ -97,8 +97,10 @@ class Trainer:
         )  # fmt: skip
         with ranks.fail_together():
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
-        builder = Builder(config, output_dir, ranks, self.state, self.logger, self.checkpointer, self.notify)
-        parts = builder.build()
+        parts = build_parts(
+            config, output_dir, ranks=ranks, state=self.state, logger=self.logger, checkpointer=self.checkpointer,
+            notify=self.notify,
+        )  # fmt: skip
         self.kernels = parts.kernels
         self.policy = parts.policy
         self.engine = parts.engine

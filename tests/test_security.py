@@ -182,14 +182,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 @pytest.mark.parametrize(("name", "text", "words"), [
     ("metrics.jsonl", '{"step": 1, "eval/accuracy": 1' + 400 * "0" + "}\n", "damaged (line 1: eval/accuracy"),
-    ("metrics.jsonl", '{"step": -5}\n', "metrics.jsonl is damaged (line 1: step: Input should be greater"),
-    ("metrics.jsonl", '{"step": 1.5}\n', "line 1: step: Input should be a valid integer"),
-    ("metrics.jsonl", '{"step": 1, "time/training_s": "long"}\n', "time/training_s: Input should be a valid number"),
+    ("metrics.jsonl", '{"step": -5}\n', "metrics.jsonl is damaged (line 1: step: input should be greater"),
+    ("metrics.jsonl", '{"step": 1.5}\n', "line 1: step: input should be a valid integer"),
+    ("metrics.jsonl", '{"step": 1, "time/training_s": "long"}\n', "time/training_s: input should be a valid number"),
     ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl is damaged (line 1"),
     ("summary.json", '{"steps": 1, "training_s": {}}', "summary.json is damaged (training_s"),
     ("summary.json", '{"steps": 1, "versions": [1]}', "summary.json is damaged (versions"),
-    ("summary.json", "[]", "summary.json is damaged (row: Input should be a valid dictionary"),
-    ("samples.jsonl", '{"step": 1, "samples": [3]}\n', "samples.0: Input should be a valid dictionary"),
+    ("summary.json", "[]", "summary.json is damaged (input should be a valid dictionary"),
+    ("samples.jsonl", '{"step": 1, "samples": [3]}\n', "samples.0: input should be a valid dictionary"),
     ("config.yaml", BOMB, "config.yaml is not valid YAML: its aliases make more than 100000 entries"),
     ("config.yaml", "a: &a [*a]\n", "its aliases make more than"),
     ("config.yaml", "[" * 100_000, "config.yaml is not valid YAML"),
@@ -204,7 +204,7 @@ def test_a_damaged_run_is_named_in_one_line(tmp_path, capsys, name, text, words)
 def test_damaged_evaluations_are_named(tmp_path):
     row = '{"step": 1, "name": "final", "correct": ["x"]}\n'
     folder = finished_run(tmp_path / "run", **{"evaluations.jsonl": row})
-    with pytest.raises(UserError, match="damaged .line 1: correct.0: Input should be a valid number, got 'x'"):
+    with pytest.raises(UserError, match="damaged .line 1: correct.0: input should be a valid number, got 'x'"):
         read_evaluations(folder)
 
 

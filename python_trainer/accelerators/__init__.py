@@ -44,7 +44,7 @@ class AcceleratorsConfig(Section):
         return ordered + [name for name in dict.fromkeys(enabled) if name not in names]
 
     @classmethod
-    def fitting(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
+    def class_for(cls, values: Mapping[str, Any]) -> type["AcceleratorsConfig"]:
         """Make a class with a section for each registered plug-in, and for others that are enabled."""
         enabled = values.get("enabled")
         kinds = dict.fromkeys(ACCELERATORS.registered())
@@ -55,7 +55,7 @@ class AcceleratorsConfig(Section):
 
     def with_enabled(self, enabled: Sequence[str]) -> dict[str, Any]:
         """Return these settings as values with others enabled; only enabled and registered plug-ins have sections."""
-        fields = set(AcceleratorsConfig.fitting({"enabled": list(enabled)}).model_fields)
+        fields = set(AcceleratorsConfig.class_for({"enabled": list(enabled)}).model_fields)
         return self.model_dump(mode="json", include=fields) | {"enabled": list(enabled)}
 
     def chosen(self) -> list[AcceleratorSettings]:

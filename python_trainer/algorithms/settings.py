@@ -77,9 +77,9 @@ class AlgorithmConfig(Section):
     loss_type: Annotated[str, LOSS_TYPES] = "dapo"
     """Average of token losses: grpo is seq-mean-token-mean, dapo is token-mean, dr_grpo is sum / (B x max length)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
-    """Clip range of the probability ratio below 1, and above it unless epsilon_high is set."""
+    """The probability ratio is clipped below 1 - epsilon, and above 1 + epsilon unless epsilon_high is set."""
     epsilon_high: float | None = Field(None, gt=0)
-    """Clip range above 1 (DAPO: 0.28). cispo: the bound is 1 + epsilon_high, so TRL's 5 is 4 here."""
+    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28), with cispo too, so TRL's 5 is 4 here."""
     delta: float | None = Field(None, gt=1)
     """clip: upper bound of the ratio for negative advantages (dual clip); above 1 + epsilon_high."""
     beta: float = Field(0.0, ge=0)
@@ -147,5 +147,8 @@ class AlgorithmConfig(Section):
     def delta_beyond_clip(self) -> "AlgorithmConfig":
         high = self.clip_range[1]
         if self.delta is not None and self.delta <= high:
-            raise ValueError(f"delta must be above 1 + epsilon_high = {high:g}, got {self.delta:g}")
+            raise ValueError(
+                f"delta must be above {high:g}, which is 1 + epsilon_high, or 1 + epsilon while that is null, got "
+                f"{self.delta:g}"
+            )
         return self

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from python_trainer.accelerators import ACCELERATORS
-from python_trainer.config import Config, changed_settings, describe_settings, dump_config, load_config
+from python_trainer.config import Config, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
 from python_trainer.hub import policy_folder
 from python_trainer.launch import read_launch
@@ -54,27 +54,34 @@ def make_parser() -> Parser:
     settings, output, resume = (Parser(add_help=False) for _ in range(3))
     text = "settings; the others are default. Also the bare name of a shipped file, such as smoke"
     settings.add_argument("--config", required=True, metavar="FILE.yaml", help=text)
-    lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "KEY=VALUE"}
     text = "change settings, for example optimizer.learning_rate=1e-5"
-    settings.add_argument("--set", dest="overrides", **lists, help=text)
-    settings.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and leave")
+    settings.add_argument(
+        "--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text
+    )
+    settings.add_argument("--help-settings", nargs=0, action=SettingsHelp, help="list all settings, and exit")
     output.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the results go")
     resume.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in OUTPUT_DIR")
 
     train = add("train", run_train, settings, resume)
     train.add_argument("--output-dir", type=Path, metavar="DIR", help="where the results go; needed but for --dry-run")
-    text = "print all settings and the memory that they take, and leave with code 2 where it does not fit"
+    text = "print all settings and the memory that they take; exit with code 2 if it does not fit"
     train.add_argument("--dry-run", action="store_true", help=text)
-    train.add_argument("--gpus", metavar="NxGB", help="for --dry-run: such as 80, or 8x80 (what this machine has)")
+    text = "for --dry-run: GPUs to plan for, as GB or COUNTxGB; default: those of this machine"
+    train.add_argument("--gpus", metavar="NxGB", help=text)
     compare = add("compare", run_compare, settings, output)
     names = ", ".join(ACCELERATORS.names)
-    variants = f"comma-separated: baseline (no accelerator), {names}, all, or several joined by +; @N: so many steps"
-    compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=f"{variants} (baseline,all)")
-    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="that many, from the config's seed on (1)")
+    text = (
+        f"comma-separated: baseline (no accelerator), {names}, all, or several joined by +; @N: N steps; "
+        "default: baseline,all"
+    )
+    compare.add_argument("--variants", default="baseline,all", metavar="A,B,...", help=text)
+    text = "seeds of each variant, from the config's seed on; default: 1"
+    compare.add_argument("--seeds", type=int, default=1, metavar="N", help=text)
     add("sft", run_sft, settings, output, resume)
     probe = add("probe", run_probe, settings)
-    probe.add_argument("--seconds", type=float, default=60.0, help="about how long, loading not counted (60)")
-    probe.add_argument("--json", type=Path, metavar="FILE", help="write all findings there, p of every prompt too")
+    probe.add_argument("--seconds", type=float, default=60.0, help="about how long, without loading; default: 60")
+    text = "write all findings there, with the accuracy of each prompt"
+    probe.add_argument("--json", type=Path, metavar="FILE", help=text)
     report = add("report", run_report)
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, or a folder with runs in it")
     history = add("history", run_history)
@@ -92,20 +99,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Train one run. OUTPUT_DIR gets config.yaml (all settings as used), metrics.jsonl (one row a step),
+    """Train one run. OUTPUT_DIR gets config.yaml (all settings), metrics.jsonl (one row a step),
     samples.jsonl (a few answers of each step), summary.json, report.html, checkpoints/, tensorboard/, model/ (the
     trained policy, Hugging Face format), best/ (the checkpoint with the best evaluation, if it is not the last)
     and, with model.lora, adapter/ (PEFT)."""
-    if args.dry_run:
-        return print_plan(load_checked(args), args.gpus)
-    if args.output_dir is None:
+    if args.output_dir is None and not args.dry_run:
         raise UserError("train needs --output-dir DIR, or --dry-run")
-    config = load_checked(args, resume=args.resume)
+    config = load_checked(args, resume=None if args.dry_run else args.resume)
+    for sentence in config.without_effect():
+        tell(sentence)
+    if args.dry_run:
+        return print_plan(config, args.gpus)
     from python_trainer.command_line.report import report
     from python_trainer.distributed import start
     from python_trainer.trainer import Trainer
 
-    note_resuming(args, config)
+    if args.resume:
+        note_beginning(args.output_dir)
     with start(config.parallel, config.model.device, timeout=config.ddp_timeout) as ranks:
         Trainer(config, args.output_dir, resume=args.resume, ranks=ranks).run()
     if ranks.rank == 0:
@@ -113,7 +123,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def print_plan(config: Config, gpus: str | None) -> None:
-    """Print the settings as resolved and the memory of each device."""
+    """Print all settings, the engine chosen, and the memory of each device."""
     from python_trainer.loop import memory
     from python_trainer.loop.parts import resolve_engine
 
@@ -126,10 +136,7 @@ def print_plan(config: Config, gpus: str | None) -> None:
     plan = memory.plan_memory(config, device)
     print("\n".join([dump_config(config), *notes, *memory.memory_lines(plan)]))
     if plan.trouble:
-        raise UserError(
-            f"{plan.trouble}: smaller optimizer.micro_batch_tokens or rollout.memory_bytes, "
-            "model.gradient_checkpointing=true, model.lora or parallel=fsdp2 on more GPUs take less"
-        )
+        raise UserError(plan.trouble)
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -147,7 +154,8 @@ def run_sft(args: argparse.Namespace) -> None:
     config = load_checked(args, resume=args.resume)
     from python_trainer.sft import Sft
 
-    note_resuming(args, config)
+    if args.resume:
+        note_beginning(args.output_dir)
     summary = Sft(config, args.output_dir, resume=args.resume).run()
     evaluations = summary["evaluation"]
     held_out = [f"{evaluations[name].get('held_out_loss', math.nan):.3f}" for name in ("start", "final")]
@@ -209,13 +217,9 @@ def load_checked(args: argparse.Namespace, *, resume: bool | None = None) -> Con
     return config
 
 
-def note_resuming(args: argparse.Namespace, config: Config) -> None:
-    """Note what a mistyped folder or a forgotten setting would hide."""
-    if not args.resume:
-        return
+def note_beginning(output_dir: Path) -> None:
+    """Tell that a run to resume has no checkpoint, which a mistyped folder would hide."""
     from python_trainer.run.checkpoint import list_checkpoints
 
-    if not list_checkpoints(args.output_dir / "checkpoints"):
-        tell(f"{args.output_dir} has no checkpoint to resume: training begins with the first step")
-    elif changed := changed_settings(args.output_dir, config):
-        tell(f"resumed with other settings than before: {', '.join(changed)}")
+    if not list_checkpoints(output_dir / "checkpoints"):
+        tell(f"{output_dir} has no checkpoint to resume: training begins with the first step")

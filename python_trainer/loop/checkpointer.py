@@ -13,9 +13,9 @@ import torch
 from pydantic import BaseModel, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
-from python_trainer.config import Config, dump_config
+from python_trainer.config import Config, changed_settings, dump_config
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, tell
+from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, problem_line, tell
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import Origin, check_origin
 from python_trainer.model.loading import base_name, dtype_name
@@ -32,16 +32,17 @@ from python_trainer.run.checkpoint import (
 from python_trainer.run.last_step import LastStep, copy_to_host
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, best_evaluated
-from python_trainer.run.weight_history import WeightHistory, check_weight_history
+from python_trainer.run.weight_history import WeightHistory
 from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
-from python_trainer.settings import copy_nested, problem_line
+from python_trainer.settings import copy_nested
 from python_trainer.signals import StopSignal
 from python_trainer.terminal import log_into
 from rlkernels._files import draft_of, remove_folder, replace_folder
 from rlkernels.weights.checkpoints import BASE
 
 MODELS = ("model", "adapter", "best")  # folders of a run
-INITIAL_WEIGHTS = f"weights/{BASE}"  # folder of the first model in the history of weights
+WEIGHTS = "weights"  # folder of the weight history
+INITIAL_WEIGHTS = f"{WEIGHTS}/{BASE}"
 
 
 class Unlogged(BaseModel):
@@ -125,7 +126,6 @@ class Checkpointer:
         self.notify = notify
         self.checkpoints = output_dir / "checkpoints"
         self.saved_step = 0
-        check_weight_history(config.save.weight_history)
         self.history: WeightHistory | None = None
         self.present: list[Path] = []  # all checkpoints at the start; known to rank 0
         several = ranks.size > 1
@@ -135,11 +135,15 @@ class Checkpointer:
         self.stop = StopSignal(self._save_early, self._signal_elsewhere if several else None)
         self._early: Path | None = None  # the checkpoint that the thread of a signal wrote
         loaded: tuple[Path, Any] | None = None
+        self.changes: list[str] = []  # of settings since the run was interrupted; known to rank 0
         with ranks.fail_together():
             if ranks.rank == 0:
                 check_run_directory(output_dir, resume=resume)
                 self.present = list_checkpoints(self.checkpoints)
                 loaded = load_newest(self.checkpoints, logger.note) if resume else None
+                if loaded and (changes := changed_settings(output_dir, config)):
+                    self.changes = changes
+                    tell(f"resumed with other settings than before: {', '.join(changes)}")
         self.newest = ranks.broadcast(loaded and loaded[0])
         with ranks.fail_together():
             self.saved: Any = loaded[1] if loaded else self.newest and load_checkpoint(self.newest)
@@ -166,8 +170,7 @@ class Checkpointer:
         self.late_progress = late_progress
         limit = self.config.save.weight_history
         if limit is not None:
-            folder = (self.folder / INITIAL_WEIGHTS).parent
-            self.history = WeightHistory(self.policy, folder, limit, self.ranks, self.logger.note)
+            self.history = WeightHistory(self.policy, self.folder / WEIGHTS, limit, self.ranks, self.logger.note)
         saved, self.saved = self.saved, None  # to free its memory
         self.origin = origin
         run = self.saved_run
@@ -229,7 +232,7 @@ class Checkpointer:
                     log_into(self.checkpoints.parent)
                     if self.ranks.rank == 0:
                         self._clear_folder()
-                    write_text(self.folder / "config.yaml", dump_config(self.config))
+                    self._write_config()
                 except OSError as error:
                     raise unusable_output_dir(self.folder, error.strerror) from error
             if self.history is not None:
@@ -237,6 +240,13 @@ class Checkpointer:
                     self._write_policy(INITIAL_WEIGHTS)
                 self.history.begin(self.state.step)
             yield
+
+    def _write_config(self) -> None:
+        """Write config.yaml; keep the one of the steps before if a resumed run has other settings."""
+        path = self.folder / "config.yaml"
+        if self.changes:
+            path.replace(path.with_name(f"config-until-step-{self.state.step}.yaml"))
+        write_text(path, dump_config(self.config))
 
     def _clear_folder(self) -> None:
         if list_checkpoints(self.checkpoints) != self.present:

@@ -38,7 +38,7 @@ class Learner:
     def __init__(self, policy: Policy, config: Config, ranks: RankGroup | None = None):
         self.policy = policy
         self.ranks = ranks or RankGroup()
-        self.algorithm = config.algorithm.with_sampler(config.rollout.engine)
+        self.algorithm = config.algorithm
         self.settings = config.optimizer
         self.max_steps = config.max_steps
         self.temperature = config.rollout.temperature

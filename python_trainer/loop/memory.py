@@ -91,7 +91,7 @@ def read_shape(config: ModelConfig, kind: str) -> Shape:
     return Shape(model, kind)
 
 
-def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, prompt: int) -> int:
+def training_bytes(shape: Shape, config: Config, kind: str, gpu_memory: int | None, prompt: int) -> int:
     """Estimate the peak of a forward and backward pass over a micro-batch, beside weights and the like."""
     rollout = config.rollout
     recompute = config.model.gradient_checkpointing is True
@@ -102,19 +102,19 @@ def training_bytes(s: Shape, config: Config, kind: str, gpu_memory: int | None, 
     partial = max(partial_group - prompt, 0) // answer  # answers of a group that is cut
     pairs = (groups * num_generations + partial) * answer  # log-probabilities
     tokens = (groups + (partial > 0)) * prompt + pairs
-    attention = 2 * (s.query + s.key)  # query, key, value and output
-    if s.fused and not recompute:
-        layer = s.item * (4 * s.hidden + attention + 3 * s.inner)
+    attention = 2 * (shape.query + shape.key)  # query, key, value and output
+    if shape.fused and not recompute:
+        layer = shape.item * (4 * shape.hidden + attention + 3 * shape.inner)
     else:  # norms keep their inputs in float32
-        layer = s.item * (4 * s.hidden + attention + 4 * s.inner) + 8 * s.hidden
-    logits = pairs * s.vocab
-    if logits * s.item > LARGEST_LOGITS and not s.capped:
+        layer = shape.item * (4 * shape.hidden + attention + 4 * shape.inner) + 8 * shape.hidden
+    logits = pairs * shape.vocab
+    if logits * shape.item > LARGEST_LOGITS and not shape.capped:
         logits = min(logits, pairs * block_columns(pairs, gpu_memory))
-    at_head = logits * LOGIT_BYTES[kind] + s.head * s.item
+    at_head = logits * LOGIT_BYTES[kind] + shape.head * shape.item
     if not recompute:
-        return s.layers * layer * tokens + at_head
-    layer_inputs = s.layers * s.hidden * s.item * tokens
-    return layer_inputs + max(at_head, (layer + 3 * s.inner * s.item) * tokens + s.layer * s.item)
+        return shape.layers * layer * tokens + at_head
+    layer_inputs = shape.layers * shape.hidden * shape.item * tokens
+    return layer_inputs + max(at_head, (layer + 3 * shape.inner * shape.item) * tokens + shape.layer * shape.item)
 
 
 @dataclass
@@ -138,37 +138,56 @@ class Memory:
 
     @property
     def trouble(self) -> str | None:
-        """Return why the run cannot work, in half a sentence; None if it can."""
+        """Say why the run cannot work, and what helps; None if it can work."""
+        return self.overflow or self.small_cache
+
+    @property
+    def overflow(self) -> str | None:
+        """Say which phase takes more memory than there is, and what helps; None if none does."""
         phase = max(self.phases, key=lambda name: self.phases[name])
-        if self.phases[phase] > self.device.memory:
-            return f"{phase} takes {self.phases[phase] / 1e9:.1f} GB of {self.device.memory / 1e9:.1f}"
-        if self.cache_tokens is not None and self.cache_tokens < self.longest:
-            return f"the KV cache has room for {self.cache_tokens} tokens, prompt and answer have {self.longest}"
-        return None
+        if self.phases[phase] <= self.device.memory:
+            return None
+        return (
+            f"{phase} takes {self.phases[phase] / 1e9:.1f} GB of {self.device.memory / 1e9:.1f}: smaller "
+            "optimizer.micro_batch_tokens or rollout.memory_bytes, model.gradient_checkpointing=true, model.lora or "
+            "parallel=fsdp2 on more GPUs take less"
+        )
+
+    @property
+    def small_cache(self) -> str | None:
+        """Say that the KV cache does not hold one answer, and what helps; None if it does."""
+        if self.cache_tokens is None or self.cache_tokens >= self.longest:
+            return None
+        return (
+            f"the KV cache has room for {self.cache_tokens} tokens, prompt and answer have {self.longest}: raise "
+            "rollout.memory_bytes, leave more memory to it, or lower rollout.max_completion_length"
+        )
 
 
 LOADED = ("weights", "copy for generation", "weights of vLLM")  # before the KV cache is made
 
 
-def held_bytes(config: Config, s: Shape, shards: int) -> dict[str, int]:
+def held_bytes(config: Config, shape: Shape, shards: int) -> dict[str, int]:
     """Compute what a device holds between passes, and the gradients; ranks of fsdp2 hold shards in float32."""
     sharded = shards > 1 or config.parallel == "fsdp2"
-    low_precision = s.item < 4
-    model_bytes = s.total * s.item
+    low_precision = shape.item < 4
+    model_bytes = shape.total * shape.item
     moments = 12 if low_precision and not sharded else 8  # bytes a weight, with the float32 masters of low precision
     vllm = config.rollout.engine == "vllm" and not config.rollout.vllm_server
-    parts = {"weights": (4 if sharded else s.item) * (s.total + (s.trained if s.adapted else 0)) // shards}
+    parts = {
+        "weights": (4 if sharded else shape.item) * (shape.total + (shape.trained if shape.adapted else 0)) // shards
+    }
     if vllm:
         parts["weights of vLLM"] = model_bytes
-    if (sharded and not vllm) or (s.adapted and not sharded):
-        parts["copy for generation"] = model_bytes if sharded else s.adapted * s.item
-    parts["moments and masters"] = moments * s.trained // shards
-    parts["gradients"] = 4 * s.trained // shards
-    if config.algorithm.beta and not s.adapted:
+    if (sharded and not vllm) or (shape.adapted and not sharded):
+        parts["copy for generation"] = model_bytes if sharded else shape.adapted * shape.item
+    parts["moments and masters"] = moments * shape.trained // shards
+    parts["gradients"] = 4 * shape.trained // shards
+    if config.algorithm.beta and not shape.adapted:
         parts["reference"] = model_bytes // shards
     if config.algorithm.advantage_fn.critic and config.critic.separate:
-        parts["critic"] = ((4 if sharded else s.item) + moments) * s.body // shards
-        parts["gradients"] += 4 * s.body // shards
+        parts["critic"] = ((4 if sharded else shape.item) + moments) * shape.body // shards
+        parts["gradients"] += 4 * shape.body // shards
     return parts
 
 
@@ -182,21 +201,22 @@ def plan_memory(
         model: the model itself; None: one like that of the settings is described.
         generates: False for supervised training, which needs no KV cache.
     """
-    s = read_shape(config.model, device.kind) if model is None else Shape(model, device.kind)
+    shape = read_shape(config.model, device.kind) if model is None else Shape(model, device.kind)
     rollout = config.rollout
     kind = device.kind
     shards = device.count if config.parallel == "fsdp2" else 1
-    parts = held_bytes(config, s, shards)
-    sends_deltas = rollout.vllm_server is not None and not s.adapted and has_zstandard()
-    if kind == "cpu" and (copies := (config.save.weight_history is not None) + sends_deltas):
-        parts["weights before, for deltas"] = copies * s.total * s.item
-    activations = training_bytes(s, config, kind, None if kind == "cpu" else device.memory, prompt)
+    parts = held_bytes(config, shape, shards)
+    keeps_weights = config.save.weight_history is not None
+    sends_deltas = rollout.vllm_server is not None and not shape.adapted and has_zstandard()
+    if kind == "cpu" and (keeps_weights or sends_deltas):  # a GPU's host holds the copies
+        parts["weights before, for deltas"] = (keeps_weights + sends_deltas) * shape.total * shape.item
+    activations = training_bytes(shape, config, kind, None if kind == "cpu" else device.memory, prompt)
     if "critic" in parts:
         activations *= 2  # it runs over the same tokens
     if config.optimizer.offload and kind != "cpu":  # the host holds what trains, with its gradients and moments
         parts |= {name: 0 for name in parts if name in ("weights", "moments and masters", "gradients", "critic")}
     if shards > 1:  # embeddings, output and two layers are gathered; the gradients of a layer add up in float32
-        activations += s.item * (2 * s.vocab * s.hidden + 2 * s.layer) + 4 * s.layer
+        activations += shape.item * (2 * shape.vocab * shape.hidden + 2 * shape.layer) + 4 * shape.layer
     parts["activations"] = activations
     asleep = rollout.engine == "vllm" and kind != "cpu"  # vLLM gives its memory up in an update
     passing = ("gradients", "activations")
@@ -208,29 +228,34 @@ def plan_memory(
     held = sum(size for name, size in parts.items() if name not in passing)
     update = held + parts["gradients"] + (-parts.get("weights of vLLM", 0) if asleep else cache)
     longest = prompt + rollout.max_completion_length
-    token_bytes = 2 * s.layers * s.key * s.item  # of the KV cache
+    token_bytes = 2 * shape.layers * shape.key * shape.item  # of the KV cache
     phases = {
-        "generation": held + cache + (generating_bytes(s, config, kind, prompt) if generates_here else 0),
+        "generation": held + cache + (generating_bytes(shape, config, kind, prompt) if generates_here else 0),
         "the update": update + activations,
         # a float32 master is rounded to its weight
-        "the optimizer step": update + (9 * s.largest if s.item < 4 and shards == 1 else 0),
+        "the optimizer step": update + (9 * shape.largest if shape.item < 4 and shards == 1 else 0),
     }
     return Memory(
         device, parts | {"KV cache": cache}, phases, reserved, cache // token_bytes if cache else None, longest
     )
 
 
-def generating_bytes(s: Shape, config: Config, kind: str, prompt: int) -> int:
+def generating_bytes(shape: Shape, config: Config, kind: str, prompt: int) -> int:
     """Estimate the most that a pass of generation takes, beside the cache: a prefill, or drawing tokens."""
     prompts = config.rollout.prompts_per_step
     sequences = min(SEQUENCES, prompts * config.rollout.num_generations)
     tokens = min(PREFILL_TOKENS, prompts * prompt)
-    prefill = s.item * tokens * (4 * s.hidden + 2 * (s.query + s.key) + 3 * s.inner)
-    return max(prefill, sequences * s.vocab * DRAW_BYTES[kind])
+    prefill = shape.item * tokens * (4 * shape.hidden + 2 * (shape.query + shape.key) + 3 * shape.inner)
+    return max(prefill, sequences * shape.vocab * DRAW_BYTES[kind])
 
 
 def device_here(name: str, ranks: int | None = None) -> Device:
-    """Describe the device of this machine that ``model.device`` means, for each of so many ranks; None: all GPUs."""
+    """Describe the devices that a run uses here.
+
+    Args:
+        name: ``model.device``.
+        ranks: processes of the run; None: one for each GPU.
+    """
     if choose_device(name).type == "cpu":
         return Device("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
@@ -249,7 +274,9 @@ def needs_recomputing(config: Config, device: Device, *, generates: bool = True)
     """Decide whether ``model.gradient_checkpointing: auto`` recomputes: on a GPU where the run would not fit."""
     if config.model.gradient_checkpointing != "auto" or device.kind == "cpu":
         return False
-    return plan_memory(config, device, generates=generates).trouble is not None
+    plan = plan_memory(config, device, generates=generates)
+    cache_grows = config.rollout.memory_bytes is None  # by what activations leave
+    return plan.overflow is not None or (cache_grows and plan.small_cache is not None)
 
 
 def memory_lines(memory: Memory) -> list[str]:

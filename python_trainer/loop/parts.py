@@ -55,79 +55,75 @@ class Parts:
     evaluator: Evaluator
 
 
-@dataclass
-class Builder:
-    """Builds the parts of a trainer; all ranks build together.
+def build_parts(
+    config: Config,
+    output_dir: Path,
+    *,
+    ranks: RankGroup,
+    state: RunState,
+    logger: Logger,
+    checkpointer: Checkpointer,
+    notify: Callable[..., None],
+) -> Parts:
+    """Load task and model, and make all parts, on all ranks together.
 
-    Attributes:
+    Args:
+        config: settings as given; every part gets the resolved ones.
         output_dir: the run directory.
         notify: calls a method of all callbacks.
+
+    Raises:
+        UserError: something in the settings, files or model cannot be used. The engine is closed then.
     """
-
-    config: Config
-    output_dir: Path
-    ranks: RankGroup
-    state: RunState
-    logger: Logger
-    checkpointer: Checkpointer
-    notify: Callable[..., None]
-
-    def build(self) -> Parts:
-        """Load task and model, and make all parts; if one cannot be made, the engine is closed again.
-
-        Raises:
-            UserError: something in the settings, files or model cannot be used.
-        """
-        config, ranks, note = self.config, self.ranks, self.logger.note
+    with ranks.fail_together():
+        tasks = load_tasks(config, choose_device(config.model.device))
+    resolved = resolve_settings(config, checkpointer.saved, ranks, logger.note)
+    kernels = settle_kernels(resolved, checkpointer.saved, ranks, logger.note)
+    policy, origin = load_run_policy(resolved, ranks, logger.note)
+    engine = make_engine(resolved, policy, output_dir, ranks)
+    with ExitStack() as unless_built:
+        unless_built.callback(engine.close)
+        engine.on_progress = logger.log_work  # rank 0 reports its own part
         with ranks.fail_together():
-            tasks = load_tasks(config, choose_device(config.model.device))
-        chosen = resolve_settings(config, self.checkpointer.saved, ranks, note)
-        kernels = settle_kernels(chosen, self.checkpointer.saved, ranks, note)
-        policy, origin = load_run_policy(chosen, ranks, note)
-        engine = make_engine(chosen, policy, self.output_dir, ranks)
-        with ExitStack() as unless_built:
-            unless_built.callback(engine.close)
-            engine.on_progress = self.logger.log_work  # rank 0 reports its own part
-            with ranks.fail_together():
-                prompts = Prompts(config, tasks, policy, self.state, note)
-                learner = Learner(policy, chosen, ranks)
-                accelerators = config.accelerators.make()
-            compare_inputs(config, policy, prompts, origin, self.checkpointer.newest, ranks)
-            scorer = Scorer(config, prompts, ranks)
-            evaluator = Evaluator(scorer, engine, self.logger, self.notify)
-            unless_built.pop_all()
-        return Parts(kernels, policy, origin, engine, prompts, learner, accelerators, scorer, evaluator)
+            prompts = Prompts(resolved, tasks, policy, state, logger.note)
+            learner = Learner(policy, resolved, ranks)
+            accelerators = resolved.accelerators.make()
+        compare_inputs(resolved, policy, prompts, origin, checkpointer.newest, ranks)
+        scorer = Scorer(resolved, prompts, ranks)
+        evaluator = Evaluator(scorer, engine, logger, notify)
+        unless_built.pop_all()
+    return Parts(kernels, policy, origin, engine, prompts, learner, accelerators, scorer, evaluator)
 
 
-def load_run_policy(chosen: Config, ranks: RankGroup, note: Callable[[str], None]) -> tuple[Policy, Origin]:
+def load_run_policy(resolved: Config, ranks: RankGroup, note: Callable[[str], None]) -> tuple[Policy, Origin]:
     """Load the policy that trains, set the precision of this process for it, and return it with the run's origin.
 
     Args:
-        chosen: settings as :func:`resolve_settings` returns them.
+        resolved: settings as :func:`resolve_settings` returns them.
     """
-    policy = ranks.load(chosen.model, offload=chosen.optimizer.offload)
+    policy = ranks.load(resolved.model, offload=resolved.optimizer.offload)
     if ignored := ignored_settings(policy.inference_model):
         note(ignored)
-    origin = find_origin(chosen, policy, ranks)
-    set_matmul_precision(chosen.model.matmul_precision)
+    origin = find_origin(resolved, policy, ranks)
+    set_matmul_precision(resolved.model.matmul_precision)
     return policy, origin
 
 
 def resolve_engine(config: Config) -> Config:
-    """Replace ``rollout.engine: auto``: vLLM where servers are named or the model is recurrent, else the own engine.
+    """Replace ``rollout.engine: auto``, and ``algorithm.importance_sampling: auto``, which follows from the engine.
 
-    That one needs no memory for a second copy of the weights.
+    vLLM generates where servers are named or the model is recurrent. The trainer's engine needs no memory for a second
+    copy of the weights.
 
     Raises:
-        UserError: a setting does not go with vLLM; there is no such model.
+        UserError: a setting excludes vLLM; there is no such model.
     """
-    if config.rollout.engine != "auto":
-        return config
-    takes_vllm = config.rollout.vllm_server or recurrent_layers(config.model)
-    chosen = config.with_changes("rollout", engine="vllm" if takes_vllm else "paged")
-    if takes_vllm and (conflict := next(chosen.conflicts(), None)) is not None:  # of a plug-in
-        raise UserError(conflict)
-    return chosen
+    if config.rollout.engine == "auto":
+        needs_vllm = bool(config.rollout.vllm_server or recurrent_layers(config.model))
+        config = config.with_changes("rollout", engine="vllm" if needs_vllm else "paged")
+        if needs_vllm and (conflicts := list(config.conflicts())):  # an accelerator may exclude vLLM
+            raise UserError("; ".join(conflicts))
+    return config.model_copy(update={"algorithm": config.algorithm.with_sampler(config.rollout.engine)})
 
 
 def resolve_settings(
@@ -138,7 +134,7 @@ def resolve_settings(
     *,
     generates: bool = True,
 ) -> Config:
-    """Replace settings that are ``auto`` by what they mean on this machine.
+    """Replace every ``auto`` by what it means on this machine.
 
     Args:
         saved: the checkpoint that the run continues from; None: it begins anew.
@@ -152,20 +148,21 @@ def resolve_settings(
             rlkernels.backend.wanted()
         except ValueError as error:
             raise UserError(str(error)) from error
-        chosen = resolve_engine(config)
+        resolved = resolve_engine(config)
     # rank 0 decides, since another rank's processor may suit another type
-    chosen = chosen.with_changes("model", dtype=ranks.on_rank0(lambda: run_dtype(chosen.model, saved)))
-    device = device_here(chosen.model.device, ranks.size)
-    if ranks.on_rank0(lambda: needs_recomputing(chosen, device, generates=generates)):
+    resolved = resolved.with_changes("model", dtype=ranks.on_rank0(lambda: run_dtype(resolved.model, saved)))
+    device = device_here(resolved.model.device, ranks.size)
+    if ranks.on_rank0(lambda: needs_recomputing(resolved, device, generates=generates)):
         note(RECOMPUTES)
-        return chosen.with_changes("model", gradient_checkpointing=True)
-    return chosen
+        return resolved.with_changes("model", gradient_checkpointing=True)
+    return resolved
 
 
-def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGroup) -> Engine:
+def make_engine(resolved: Config, policy: Policy, output_dir: Path, ranks: RankGroup) -> Engine:
     """Make the engine that follows the policy, with turns of the environment if there is one.
 
-    All ranks make one together. The policy's longest sequence becomes that of the engine, if that is shorter.
+    All ranks make one together. The policy learns from it: its longest sequence becomes that of the engine, if that is
+    shorter; whether it streams its weights; and where merged adapters go.
 
     Args:
         output_dir: a folder in it holds the files that servers read.
@@ -173,12 +170,12 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
     Raises:
         UserError: the engine cannot run this model, or vLLM is not there as it must be.
     """
-    rollout, model, task = chosen.rollout, policy.inference_model, chosen.task
+    rollout, model, task = resolved.rollout, policy.inference_model, resolved.task
     backend: Backend | None = None
     options: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "tokenizer": policy.tokenizer}
     reserved = 0  # bytes of the device that training will take and the KV cache must leave
     if policy.device.type != "cpu":
-        reserved = plan_memory(chosen, device_here("cuda", ranks.size), model=policy.model).reserved
+        reserved = plan_memory(resolved, device_here("cuda", ranks.size), model=policy.model).reserved
     if urls := rollout.vllm_server:
         backend = ranks.on_rank0(lambda: _find_servers(urls, policy, output_dir / ".vllm", rollout))
     elif rollout.engine == "vllm":
@@ -188,16 +185,17 @@ def make_engine(chosen: Config, policy: Policy, output_dir: Path, ranks: RankGro
         backend = InProcess(
             model,
             base_folder(Path(policy.name)),
-            trust_remote_code=chosen.model.trust_remote_code,
+            trust_remote_code=resolved.model.trust_remote_code,
             gathered=policy.stream_checkpoint if policy.streams_weights else None,
-            longest_draft=max((settings.longest_draft() for settings in chosen.accelerators.chosen()), default=0),
+            longest_draft=max((settings.longest_draft() for settings in resolved.accelerators.chosen()), default=0),
             memory_bytes=rollout.memory_bytes or memory_limit(policy.device, reserved),
             logprobs_mode=next(iter(vllm_logprobs_modes(rollout)), "processed_logprobs"),
         )
     with ranks.fail_together():
         if backend is None:
-            options |= {"memory_bytes": rollout.memory_bytes, "reserved_bytes": reserved}
-            engine: Engine = PagedEngine(model, traits=policy.traits, **options)
+            engine: Engine = PagedEngine(
+                model, traits=policy.traits, memory_bytes=rollout.memory_bytes, reserved_bytes=reserved, **options
+            )
         else:
             engine = VLLMEngine(model, backend, **options)
     engine.lengths = LengthHistory() if rollout.schedule == "history" else None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from python_trainer.settings import LOCAL, Section
+from python_trainer.settings import LOCAL, Bytes, Section
 
 LEAST_VLLM_TEMPERATURE = 0.01  # vLLM samples at this one where it is asked for a lower one
 SERVER = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/\S*)?")
@@ -60,8 +60,9 @@ class RolloutConfig(Section):
     schedule: Literal["fifo", "history"] = "fifo"
     """history: predict lengths from earlier answers, generate the longest first, and give servers equal shares. It
     changes no answer."""
-    memory_bytes: int | None = Field(None, ge=1)
-    """Size of the KV cache in bytes; null: chosen by model and device."""
+    memory_bytes: Bytes | None = Field(None, ge=1)
+    """Size of the KV cache, such as 4GiB. null: room for 256 of the longest sequences, but at most 1 GiB on a CPU and
+    40 % of what training leaves free on a GPU."""
 
     @property
     def takes_vllm(self) -> bool:

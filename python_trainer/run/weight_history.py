@@ -8,18 +8,11 @@ from pathlib import Path
 import torch
 
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import checkpoint_weights
 from rlkernels._files import replace_file
-from rlkernels.weights.checkpoints import History, step_file, step_files
-from rlkernels.weights.delta import Delta, encode, has_zstandard
-
-
-def check_weight_history(limit: int | None) -> None:
-    """Raise UserError if the setting needs what is not installed."""
-    if limit is not None and not has_zstandard():
-        raise UserError("save.weight_history needs zstandard: pip install 'rlkernels[weights]', or leave it null")
+from rlkernels.weights.checkpoints import BASE, History, step_file, step_files
+from rlkernels.weights.delta import Delta, encode
 
 
 def follows(delta: bytes, earlier: bytes) -> bool:
@@ -32,8 +25,8 @@ def follows(delta: bytes, earlier: bytes) -> bool:
 class WeightHistory:
     """Records the weights after every step, exact to the bit, as ``rlkernels.weights.History`` reads them.
 
-    It holds a copy of the weights on the host. If the deltas exceed the limit, or cannot be written, it ends with one
-    warning, and the run goes on.
+    It holds a copy of the weights on the host. Recording ends with one note, and the run goes on, if the deltas exceed
+    the limit or cannot be written. It never begins again: a gap would break the chain of deltas.
 
     Args:
         folder: RUN/weights, of rank 0.
@@ -41,7 +34,7 @@ class WeightHistory:
         note: shows a warning.
 
     Attributes:
-        keeps: whether it records the next step; known to all ranks.
+        records: whether it records the next step; known to all ranks.
     """
 
     def __init__(self, policy: Policy, folder: Path, limit: int, ranks: RankGroup, note: Callable[[str], None]):
@@ -50,71 +43,77 @@ class WeightHistory:
         self.limit = limit
         self.ranks = ranks
         self.note = note
-        self._last: dict[str, torch.Tensor] | None = None  # on rank 0: weights after the last step; None: it has ended
+        self._last: dict[str, torch.Tensor] = {}  # on rank 0: weights after the last step
         self._bytes = 0  # of all deltas
-        self.keeps = False
+        self.records = False
 
     def begin(self, step: int) -> None:
-        """Go on after a step of the run; 0: the first model, which is there already. All ranks call together.
+        """Record from a step of the run on; 0: the first model, which is there already. All ranks call together.
 
-        Deltas of later steps go: a resumed run takes these steps again.
+        Remove the deltas of later steps, which a resumed run takes again.
         """
         weights = self._weights()
         if self.ranks.rank == 0:
-            self._begin(step, {name: weight.to("cpu", copy=True) for name, weight in weights})
-        self._agree(weights)
+            self.records = self._begin(step, {name: weight.to("cpu", copy=True) for name, weight in weights})
+        self._conclude(weights)
 
     def add(self, step: int) -> None:
         """Record the weights after a step. All ranks call together."""
-        if not self.keeps:
+        if not self.records:
             return
         self.policy.sync_inference_model()
         weights = self._weights()
         if self.ranks.rank == 0:
-            self._add(step, {name: weight.cpu() for name, weight in weights})
-        self._agree(weights)
+            self.records = self._add(step, {name: weight.cpu() for name, weight in weights})
+        self._conclude(weights)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.policy.streams_weights:
             return self.policy.stream_checkpoint()
         return checkpoint_weights(self.policy.inference_model)
 
-    def _agree(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        deque(weights, 0)  # on the other ranks: all gather them
-        self.keeps = self.ranks.broadcast(self._last is not None)
+    def _conclude(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        deque(weights, 0)  # every rank must iterate: gathering is collective
+        self.records = self.ranks.broadcast(self.records)
+        if not self.records:
+            self._last = {}  # free the copy
 
-    def _begin(self, step: int, weights: dict[str, torch.Tensor]) -> None:
+    def _begin(self, step: int, weights: dict[str, torch.Tensor]) -> bool:
+        """Check that the history reaches the step with these weights; return whether it does."""
         try:
             for number, file in step_files(self.folder).items():
                 if number > step:
                     file.unlink()
             for draft in self.folder.glob(".*.tmp"):  # a kill may have left it
                 shutil.rmtree(draft)
+            if not (self.folder / BASE).exists():
+                raise ValueError("the run began without a weight history")
             history = History(self.folder)
             if history.steps < step:
-                raise ValueError(f"it ends at step {history.steps}")
+                raise ValueError(f"recording ended at step {history.steps}")
             files = step_files(self.folder)
+            # a delta of the weights to themselves carries their checksums
             if files and not follows(encode(weights, weights), files[step].read_bytes()):
                 raise ValueError(f"it has other weights after step {step}")
         except (OSError, ValueError) as error:
             self.note(f"save.weight_history: {self.folder} cannot go on after step {step}: {error}")
-            return
+            return False
         self._last = weights
         self._bytes = sum(file.stat().st_size for file in files.values())
+        return True
 
-    def _add(self, step: int, weights: dict[str, torch.Tensor]) -> None:
-        assert self._last is not None
-        last, self._last = self._last, None
-        delta = encode(weights, last)
+    def _add(self, step: int, weights: dict[str, torch.Tensor]) -> bool:
+        """Write the delta of a step; return whether recording goes on."""
+        delta = encode(weights, self._last)
         self._bytes += len(delta)
         if self._bytes > self.limit:
             self.note(f"save.weight_history: {self.folder} ends at step {step - 1}: {self.limit} bytes are used up")
-            return
+            return False
         try:
             replace_file(step_file(self.folder, step), delta)
         except OSError as error:
             self.note(f"save.weight_history: {self.folder} ends at step {step - 1}: {error}")
-            return
+            return False
         for name, weight in weights.items():
-            last[name].copy_(weight)
-        self._last = last
+            self._last[name].copy_(weight)
+        return True

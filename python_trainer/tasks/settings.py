@@ -80,7 +80,7 @@ class TaskSettings(Section):
         return list(TASKS.registered())
 
     @classmethod
-    def fitting(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
+    def class_for(cls, values: Mapping[str, Any]) -> type["TaskSettings"]:
         """Return the settings of the named task, or of the default one."""
         return TASKS.resolve(values.get("name", DEFAULT)) if cls is TaskSettings else cls
 
@@ -102,5 +102,5 @@ def given_task(task: Task) -> TaskSettings:
         def load(self) -> Task:
             return task
 
-    TASKS.give(f"object:{task.name}", GivenTask)
+    TASKS.register(f"object:{task.name}", GivenTask)
     return GivenTask()

@@ -28,7 +28,7 @@ from python_trainer.trainer import Trainer
     *[([command, "--help"], [f"usage: python -m python_trainer {command}"])
       for command in ("train", "compare", "sft", "probe", "report", "history")],
     (["train", "--help-settings"],
-     ["optimizer.learning_rate: float = 1.0e-05", "Peak learning rate.", "algorithm.loss_type: grpo | dapo"]),
+     ["optimizer.learning_rate: float, > 0 = 1.0e-05", "Peak learning rate.", "algorithm.loss_type: grpo | dapo"]),
 ])  # fmt: skip
 def test_help_is_shown(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -167,6 +167,8 @@ def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_p
     _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
     assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
     assert "-> 0.25" in error
+    earlier = (tmp_path / "run" / "config-until-step-1.yaml").read_text()
+    assert "max_steps: 1\n" in earlier and "max_steps: 2\n" in (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text("max_steps: [")  # mended by hand
     assert run({}, "--resume")[0] == main(["report", str(tmp_path / "run")]) == 2
     (error,) = set(capsys.readouterr().err.splitlines())

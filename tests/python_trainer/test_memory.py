@@ -195,3 +195,7 @@ def test_checkpointing_for_the_cache(make_config):
     assert "the KV cache has room for" in plan_memory(config, tight).trouble
     recomputing = config.with_changes("model", gradient_checkpointing=True)
     assert needs_recomputing(config, tight) and plan_memory(recomputing, tight).trouble is None
+    small = config.with_changes("rollout", memory_bytes=1)
+    trouble = plan_memory(small, Device("cuda", 1 << 40)).trouble
+    assert "the KV cache has room for 0 tokens" in trouble and "raise rollout.memory_bytes" in trouble
+    assert not needs_recomputing(small, Device("cuda", 1 << 40)), "a cache of a given size gains nothing"

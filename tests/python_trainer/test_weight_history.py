@@ -113,7 +113,9 @@ def test_the_limit(make_config, tmp_path):
     assert History(tmp_path / "c/weights").steps == 0
     (warning,) = limited(lambda **changes: make_config(**merged(changes, {"max_steps": 5})), tmp_path / "b", 10**9,
                          resume=True)  # fmt: skip
-    assert "cannot go on after step 4: it ends at step 2" in warning and History(tmp_path / "b/weights").steps == 2
+    assert (
+        "cannot go on after step 4: recording ended at step 2" in warning and History(tmp_path / "b/weights").steps == 2
+    )
 
 
 def test_a_history_that_is_not_the_runs(make_config, tmp_path):
@@ -124,7 +126,7 @@ def test_a_history_that_is_not_the_runs(make_config, tmp_path):
 
     Trainer(make_config(max_steps=4, save={"save_steps": 1}), tmp_path / "a", console=QUIET).run()
     (warning,) = limited(more, tmp_path / "a", 10**9, resume=True)
-    assert "cannot go on after step 4" in warning and "weights" in warning
+    assert "cannot go on after step 4: the run began without a weight history" in warning
     limited(make_config, tmp_path / "b", 10**9)
     limited(lambda **changes: make_config(**merged(changes, {"seed": 5})), tmp_path / "c", 10**9)
     last = "weights/step-000004.delta"
@@ -154,7 +156,7 @@ def test_supervised_steps(lessons, tmp_path):
 
 def test_needs_zstandard(make_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UserError, match=r"save.weight_history needs zstandard: pip install 'rlkernels\[weights\]'"):
+    with pytest.raises(UserError, match=r"save.weight_history: needs zstandard: pip install 'rlkernels\[weights\]'"):
         Trainer(make_config(**KEPT), tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
 

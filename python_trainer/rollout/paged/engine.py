@@ -110,7 +110,9 @@ class PagedEngine(Engine):
             full_length_bytes = max_sequences * (self.max_positions + block_size) * token_bytes
             memory_bytes = min(full_length_bytes, memory_limit(self.device, reserved_bytes))
         if memory_bytes < block_size * token_bytes:
-            raise UserError(f"memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}")
+            raise UserError(
+                f"rollout.memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}"
+            )
         self.cache = PagedKVCache(
             *(traits.layers, traits.kv_heads, traits.head_dim),
             memory_bytes=memory_bytes,
