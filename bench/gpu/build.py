@@ -1,4 +1,4 @@
-"""Processes of limited time: the build of the extension in the background, tests and tools in the foreground."""
+"""Processes with a time limit: the build of the extension in the background, tests and tools in the foreground."""
 
 import os
 import selectors
@@ -14,22 +14,23 @@ import torch
 from bench.gpu.journal import ROOT
 from rlkernels.proof.process import AFTER_KILL_S, DeviceLost, kill
 
-SPARED = 4  # processors that are left to what is measured meanwhile
+SPARED = 4  # processors that the build leaves to measurements
 
 
 class Build:
-    """``setup.py build_ext`` for this device; without its CUDA part if that fails, so that the rest goes on."""
+    """``setup.py build_ext`` for this device; if its CUDA part fails, a second build without it."""
 
     def __init__(self, device: str, *, with_cuda: bool = True):
         self.env = {**os.environ, "MAX_JOBS": str(max((os.cpu_count() or 1) - SPARED, 1))}
         if device == "cuda":
             self.env.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
-        self.without_cuda, self.found = not with_cuda, dict[str, Any]()
+        self.without_cuda = not with_cuda
+        self.found = dict[str, Any]()  # the result
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 closed by stop
         self._start()
 
     def _start(self) -> None:
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.log.truncate(0)
         self.process = subprocess.Popen(
             ["nice", sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, stdout=self.log,
@@ -38,11 +39,11 @@ class Build:
         )  # fmt: skip
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Tell whether it has ended, waiting for so long at most; ``found`` then says what came of it."""
-        end = time.monotonic() + seconds
+        """Wait up to ``seconds``; return whether the build has ended, with its result in ``found``."""
+        deadline = time.monotonic() + seconds
         while True:
             try:
-                code = self.process.wait(timeout=max(end - time.monotonic(), 0.0))
+                code = self.process.wait(timeout=max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 return False
             self._note(code)
@@ -52,7 +53,7 @@ class Build:
             self._start()
 
     def _note(self, code: int) -> None:
-        result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - self.began, 1)}
+        result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - self.start, 1)}
         if code:
             self.log.seek(0)
             result["log"] = self.log.read().decode(errors="replace")[-4000:]
@@ -62,10 +63,10 @@ class Build:
             self.found = result
 
     def stop(self) -> None:
-        """Ends the compilers.
+        """End the compilers.
 
         Raises:
-            DeviceLost: one outlives SIGKILL.
+            DeviceLost: a compiler outlives SIGKILL.
         """
         if kill(self.process) is None:
             raise DeviceLost("the build outlives SIGKILL")
@@ -73,31 +74,33 @@ class Build:
 
 
 def run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
-    """Runs a command and all that it starts for at most so long -> (exit code, None if it was cut; its output).
+    """Run a command with its children for at most ``seconds``; return its exit code, None if cut, and its output.
 
     Raises:
-        DeviceLost: it outlives SIGKILL.
+        DeviceLost: the command outlives SIGKILL.
     """
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         process_group=0,
     )  # fmt: skip
     assert process.stdout
-    said, end, code = bytearray(), time.monotonic() + max(seconds, 0.0), None
+    output = bytearray()
+    deadline = time.monotonic() + max(seconds, 0.0)
+    code = None
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while code is None and (left := end - time.monotonic()) > 0:
-                if selector.select(left):
+            while code is None and (remaining := deadline - time.monotonic()) > 0:
+                if selector.select(remaining):
                     data = os.read(process.stdout.fileno(), 65536)
-                    said += data
+                    output += data
                     if not data:
-                        code = process.wait(timeout=max(end - time.monotonic(), 0.0))
+                        code = process.wait(timeout=max(deadline - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
         pass
     finally:
-        if kill(process) is None:  # with whatever it left behind
+        if kill(process) is None:  # with its children
             raise DeviceLost(f"{' '.join(command)[:200]} is still there {AFTER_KILL_S:.0f} s after SIGKILL")
         process.stdout.close()
-    text = said.decode(errors="replace")
+    text = output.decode(errors="replace")
     return code, text if code is not None else f"{text}\ncut after {seconds:.0f} s".lstrip()

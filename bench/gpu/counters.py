@@ -1,6 +1,6 @@
-"""What the hardware counts in a few ops: ``python -m bench.gpu.counters``, under Nsight Compute.
+"""Hardware counters of a few ops: ``python -m bench.gpu.counters``, under Nsight Compute.
 
-Each op is called twice before, so that compiling and first launches are not counted.
+Each op runs twice before, so that the counts exclude compiling and first launches.
 """
 
 import csv
@@ -15,18 +15,18 @@ OPS = ("paged_attention", "shared_prefix_attention", "sample_tokens", "grouped_a
 METRICS = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum",
            "dram__throughput.avg.pct_of_peak_sustained_elapsed", "sm__throughput.avg.pct_of_peak_sustained_elapsed",
            "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread")  # fmt: skip
-MOST_KERNELS = 32
+MAX_KERNELS = 32
 
 
 def command(log: Path, rehearse: bool) -> list[str]:
-    """Return the command line whose report goes to ``log``; in a rehearsal the ops alone are called."""
-    counter = [
+    """Return the command line that reports to ``log``; a rehearsal only calls the ops."""
+    ncu_command = [
         "ncu", "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off", "--csv",
-        "--print-units", "base", "--launch-count", str(MOST_KERNELS), "--metrics", ",".join(METRICS), "--log-file",
+        "--print-units", "base", "--launch-count", str(MAX_KERNELS), "--metrics", ",".join(METRICS), "--log-file",
         str(log),
     ]  # fmt: skip
-    called = [sys.executable, "-m", "bench.gpu.counters"]
-    return [*called, "delta_matvec"] if rehearse else [*counter, *called]
+    ops_command = [sys.executable, "-m", "bench.gpu.counters"]
+    return [*ops_command, "delta_matvec"] if rehearse else [*ncu_command, *ops_command]
 
 
 def read(text: str) -> list[dict[str, Any]]:
@@ -34,7 +34,8 @@ def read(text: str) -> list[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line.startswith('"')]
     kernels: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(lines):
-        name, value = row.get("Metric Name"), (row.get("Metric Value") or "").replace(",", "")
+        name = row.get("Metric Name")
+        value = (row.get("Metric Value") or "").replace(",", "")
         if name in METRICS and value:
             kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"][:80]})
             try:
@@ -49,7 +50,8 @@ def main(ops: Sequence[str]) -> int:
     from bench.gpu.cases import CASES
 
     on_gpu = torch.cuda.is_available()
-    device, backend = torch.device("cuda" if on_gpu else "cpu"), "triton"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    backend = "triton"
     for op in ops:
         case = next(case for case in CASES if case.op == op and case.timed == on_gpu)
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""The record of what was found on a GPU: one line of JSON a finding, on disk as soon as it is known.
+"""The record of measurements on a GPU: one line of JSON each, written to disk at once.
 
-Lines are only ever added. A call that is killed leaves what it had found, and the next call goes on.
+Lines are only ever appended. A killed call leaves its lines, and the next call continues.
 """
 
 import json
@@ -13,23 +13,24 @@ from bench import _runner
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "bench/gpu/records"
-SAME = ("gpu", "torch", "commit")  # of all calls in one record
+SAME_FACTS = ("gpu", "torch", "commit")  # equal in all calls of one record
 Entry = dict[str, Any]
 
 
 class Journal:
-    """A record and its file. ``entries`` holds what is in it, oldest first."""
+    """A record and its file. ``entries`` are its lines, oldest first."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]):
-        """Goes on with the file if it is of the same device, torch and named commit; else moves it aside."""
-        self.path, self.entries = path, list[Entry]()
+        """Continue the file if it has the same device, torch and named commit; else move it aside."""
+        self.path = path
+        self.entries = list[Entry]()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            found = read(path)
-            named = facts["commit"] != "unknown" and not facts["commit"].endswith("-dirty")
-            if named and found and all(found[0].get(name) == facts[name] for name in SAME):
-                self.entries = found
-                path.write_text("".join(map(line, found)))  # without what a killed call left half-written
+            entries = read(path)
+            has_commit = facts["commit"] != "unknown" and not facts["commit"].endswith("-dirty")
+            if has_commit and entries and all(entries[0].get(name) == facts[name] for name in SAME_FACTS):
+                self.entries = entries
+                path.write_text("".join(map(line, entries)))  # without a line that a killed call wrote in part
             else:
                 path.replace(path.with_name(path.name + ".before"))
         self.goes_on = bool(self.entries)
@@ -40,19 +41,19 @@ class Journal:
         with self.path.open("a") as file:
             file.write(line(entry))
             file.flush()
-            os.fsync(file.fileno())  # the machine may go, too
+            os.fsync(file.fileno())  # the machine may be lost, too
         return entry
 
     def of(self, kind: str) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry["kind"] == kind)
 
     def last(self, kind: str) -> Entry:
-        """The last of its kind; empty if there is none."""
+        """Return the last entry of a kind; {} if there is none."""
         return next((entry for entry in reversed(self.entries) if entry["kind"] == kind), {})
 
     def done(self, name: str) -> bool:
-        """Tell whether a job was finished, well or not."""
-        return any(found["job"] == name for found in self.of("done"))
+        """Return whether a job has finished, with or without success."""
+        return any(entry["job"] == name for entry in self.of("done"))
 
 
 def line(entry: Entry) -> str:
@@ -60,10 +61,10 @@ def line(entry: Entry) -> str:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a record, without a last line that a killed call left half-written.
+    """Return the entries of a record, without a last line that a killed call wrote in part.
 
     Raises:
-        ValueError: it is no record.
+        ValueError: the file is no record.
     """
     entries = []
     lines = path.read_text().splitlines()
@@ -81,10 +82,10 @@ def read(path: Path) -> list[Entry]:
 
 
 def call_facts(commit: str | None) -> dict[str, Any]:
-    """Return what a record says about a call as a whole; ``commit`` for a checkout without git."""
+    """Return the facts of a record about a call as a whole; ``commit`` for a checkout without git."""
     return {**_runner.stamp(), **({"commit": commit} if commit else {})}
 
 
 def record_path(facts: Mapping[str, Any], ending: str = ".jsonl") -> Path:
-    """Return where the record of such a call lies unless an option says otherwise."""
+    """Return the default path of the record of a call."""
     return RECORDS / f"{(facts['gpu'] or 'cpu').replace(' ', '-')}-{facts['commit']}{ending}"

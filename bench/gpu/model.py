@@ -1,7 +1,7 @@
-"""A decode pass and a micro-batch of a bfloat16 model of the shape of Qwen2.5-0.5B, weights at random, made in place.
+"""A decode pass and a micro-batch of a bfloat16 model in the shape of Qwen2.5-0.5B, with random weights.
 
-With plain torch, with our Triton kernels wherever there is one, and with what ``auto`` takes after the proof. Each is
-judged against the same model in float32, measured, and profiled.
+Runs with plain torch, with all of our Triton kernels, and with the choice of ``auto`` after the proof. Each is compared
+with the same model in float32, timed, and profiled.
 """
 
 import copy
@@ -27,21 +27,21 @@ from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
 
 Message = dict[str, Any]
-SAMPLES = 8  # of each prompt
-JUDGED = 2  # prompts whose samples are held against float32
-FLOOR = 1e-3  # of log-probabilities in nats, and of gradients relative to their norm
+NUM_GENERATIONS = 8
+JUDGED_PROMPTS = 2  # whose samples are compared with float32
+FLOOR = 1e-3  # error always allowed: log-probabilities in nats, gradients relative to their norm
 PROFILED_ROWS = 20
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model and what it is given; the dry run has one of its own."""
+    """Sizes of the model and its inputs; the dry run has smaller ones."""
 
     config: dict[str, Any]
     prompts: int  # of decoding
     prompt: int  # tokens
-    few: int  # tokens of an answer: prefill and few passes, taken off the time of more
-    more: int
+    few: int  # tokens of a short answer, whose time is subtracted from that of a long one
+    more: int  # tokens of a long answer
     groups: int  # of a micro-batch
     answer: int  # tokens
     repeats: int
@@ -60,7 +60,7 @@ TINY = Size(
 
 
 def make_model(size: Size, device: torch.device) -> Qwen2ForCausalLM:
-    """In evaluation mode. Attention weighs more than new weights give it: as in a trained model, it has to matter."""
+    """Make a model in evaluation mode. Larger attention weights make attention matter as in a trained model."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 1e6}
     config = Qwen2Config(**size.config, tie_word_embeddings=True, rope_parameters=rope, bos_token_id=None,
@@ -82,41 +82,41 @@ def tokens(size: Size, count: int, length: int, seed: int) -> list[list[int]]:
 
 @contextmanager
 def backend(who: str) -> Iterator[None]:
-    """``who`` is what ``RLKERNELS_BACKEND`` holds."""
+    """Set ``RLKERNELS_BACKEND`` to ``who``."""
     with patch.dict(os.environ, {"RLKERNELS_BACKEND": who}):
         yield
 
 
 def sequence_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of the answer's tokens, float32 [len(answer)]."""
+    """Return log-probabilities of the answer's tokens, float32 [len(answer)]."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def logprob_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    return (torch.cat(list(found)).double() - torch.cat(list(exact)).double()).abs().mean().item()
+def logprob_error(logprobs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    return (torch.cat(list(logprobs)).double() - torch.cat(list(expected)).double()).abs().mean().item()
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
-    """Return the gradients of all parameters, float32, and take them out of the model."""
-    out = [p.grad.float() for p in model.parameters()]
+    """Return the gradients of all parameters, float32, and remove them from the model."""
+    grads = [p.grad.float() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    return out
+    return grads
 
 
-def gradient_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """Norm of the difference over the norm."""
-    difference = sum((a - b).square().sum() for a, b in zip(found, exact))
-    return torch.as_tensor(difference / sum(b.square().sum() for b in exact)).sqrt().item()
+def gradient_error(grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the norm of the difference over the norm of ``expected``."""
+    difference = sum((a - b).square().sum() for a, b in zip(grads, expected))
+    return torch.as_tensor(difference / sum(b.square().sum() for b in expected)).sqrt().item()
 
 
 def verdict(errors: Sequence[float], plain: Sequence[float]) -> Message:
-    """At most twice the error of plain Transformers in bfloat16, each; the one closest to failing is reported."""
+    """Allow twice the error of plain Transformers in bfloat16 for each error; report the one closest to its limit."""
     allowed = [2 * p + FLOOR for p in plain]
     error, limit = max(zip(errors, allowed), key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else float("inf"))
-    fine = all(e <= a for e, a in zip(errors, allowed))  # NaN is not
-    return {"ok": fine, "error": error if error == error else None, "allowed": limit}
+    ok = all(e <= a for e, a in zip(errors, allowed))  # NaN is not
+    return {"ok": ok, "error": error if error == error else None, "allowed": limit}
 
 
 def synchronize(device: torch.device) -> None:
@@ -133,7 +133,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
-    """The most memory that tensors took during the call, all together; None on a CPU."""
+    """Return the peak memory of tensors during the call; None on a CPU."""
     if device.type != "cuda":
         call()
         return None
@@ -144,12 +144,12 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def profiled(call: Callable[[], Any], device: torch.device) -> Message:
-    """Return where the time goes: the slowest rows, and how many kernels were launched."""
+    """Profile a call: return the slowest rows and the number of kernel launches."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=kinds) as found:
+    with profile(activities=kinds) as profiler:
         call()
         synchronize(device)
-    rows = list(found.key_averages())
+    rows = list(profiler.key_averages())
     launches = sum(row.count for row in rows if "LaunchKernel" in row.key)
     rows.sort(key=lambda row: (row.self_device_time_total, row.self_cpu_time_total), reverse=True)
     listed = [
@@ -161,43 +161,45 @@ def profiled(call: Callable[[], Any], device: torch.device) -> Message:
 
 
 def decode(size: Size, device: torch.device) -> Message:
-    """A pass over all sequences, each of which gets a token."""
+    """Measure a decode pass, which adds a token to each sequence."""
     model = make_model(size, device)
     prompts = tokens(size, size.prompts, size.prompt, seed=1)
     shape = size.config
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
     token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim
-    room = 2 * size.prompts * SAMPLES * (size.prompt + size.more + 16) * token_bytes
-    engine = PagedEngine(model, eos_token_ids=(), max_sequences=size.prompts * SAMPLES, memory_bytes=room)
+    cache_bytes = 2 * size.prompts * NUM_GENERATIONS * (size.prompt + size.more + 16) * token_bytes
+    engine = PagedEngine(
+        model, eos_token_ids=(), max_sequences=size.prompts * NUM_GENERATIONS, memory_bytes=cache_bytes
+    )
 
     def generate(length: int) -> list[Any]:
-        engine.policy_updated()  # prompts are computed anew
+        engine.policy_updated()  # so that no prompt is cached
         requests = [
-            Request(ids, num_generations=SAMPLES, max_new_tokens=length, sample_id=SAMPLES * i)
+            Request(ids, num_generations=NUM_GENERATIONS, max_new_tokens=length, sample_id=NUM_GENERATIONS * i)
             for i, ids in enumerate(prompts)
         ]
         with torch.no_grad():
             return engine.generate(requests, SamplingParams(seed=1))
 
-    answers = generate(size.more)[: min(JUDGED, size.prompts) * SAMPLES]
+    answers = generate(size.more)[: min(JUDGED_PROMPTS, size.prompts) * NUM_GENERATIONS]
     with torch.no_grad():
-        pairs = [(prompts[i // SAMPLES], answer.ids) for i, answer in enumerate(answers)]
+        pairs = [(prompts[i // NUM_GENERATIONS], answer.ids) for i, answer in enumerate(answers)]
         plain = [sequence_logprobs(model, *pair) for pair in pairs]
-        wide = copy.deepcopy(model).float()
-        exact = [sequence_logprobs(wide, *pair) for pair in pairs]
-        del wide
-    found = [torch.tensor(answer.logprobs, device=device) for answer in answers]
-    row = verdict([logprob_error(found, exact)], [logprob_error(plain, exact)])
+        float32_model = copy.deepcopy(model).float()
+        exact = [sequence_logprobs(float32_model, *pair) for pair in pairs]
+        del float32_model
+    logprobs = [torch.tensor(answer.logprobs, device=device) for answer in answers]
+    row = verdict([logprob_error(logprobs, exact)], [logprob_error(plain, exact)])
     if not row["ok"]:
         return row
-    few, more = (
+    short_s, long_s = (
         statistics.median(seconds(lambda n=n: generate(n), device) for _ in range(size.repeats))  # type: ignore[misc]
         for n in (size.few, size.more)
     )
-    each = (more - few) / (size.more - size.few)
-    sequences = size.prompts * SAMPLES
+    pass_s = (long_s - short_s) / (size.more - size.few)
+    sequences = size.prompts * NUM_GENERATIONS
     return row | {
-        "median_s": each, "tokens_per_s": sequences / each, "whole_s": more,
+        "median_s": pass_s, "tokens_per_s": sequences / pass_s, "whole_s": long_s,
         "what": f"{sequences} sequences of {size.prompt} to {size.prompt + size.more} tokens",
         "peak_bytes": peak_bytes(lambda: generate(size.few), device), **profiled(lambda: generate(size.few), device),
     }  # fmt: skip
@@ -211,55 +213,55 @@ def make_policy(model: Qwen2ForCausalLM) -> Policy:
 
 
 def train(size: Size, device: torch.device) -> Message:
-    """Forward and backward over a packed micro-batch, from token ids to the gradients of all weights."""
+    """Measure forward and backward of a packed micro-batch, from token ids to the gradients of all weights."""
     model = make_model(size, device)
     policy = make_policy(model)
 
     def answers(groups: int) -> list[Rollout]:
         prompts = tokens(size, groups, size.prompt, seed=2)
-        texts = tokens(size, groups * SAMPLES, size.answer, seed=3)
-        return [Rollout(prompts[i // SAMPLES], text) for i, text in enumerate(texts)]
+        texts = tokens(size, groups * NUM_GENERATIONS, size.answer, seed=3)
+        return [Rollout(prompts[i // NUM_GENERATIONS], text) for i, text in enumerate(texts)]
 
-    def learn(given: Sequence[Rollout]) -> torch.Tensor:
-        """-> log-probabilities [B, L]; the gradients of their mean are in the model."""
-        packed = pack(given, range(len(given)), device=device)
+    def learn(rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """Return log-probabilities [B, L]; leave the gradients of their mean in the model."""
+        packed = pack(rollouts, range(len(rollouts)), device=device)
         with policy.packed_attention():
             logprobs, *_ = policy.score(packed, 1.0)
             logprobs.sum().div(packed.mask.sum()).backward()
         return logprobs.detach()[torch.tensor(packed.samples, device=device).argsort()]
 
-    def one_by_one(model: Any, given: Sequence[Rollout]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        found = []
-        for answer in given:
+    def one_by_one(model: Any, rollouts: Sequence[Rollout]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        sequences = []
+        for answer in rollouts:
             logprobs = sequence_logprobs(model, answer.prompt_ids, answer.response_ids)
-            logprobs.sum().div(len(given) * size.answer).backward()
-            found.append(logprobs.detach())
-        return found, gradients(model)
+            logprobs.sum().div(len(rollouts) * size.answer).backward()
+            sequences.append(logprobs.detach())
+        return sequences, gradients(model)
 
-    few = answers(min(JUDGED, size.groups))
-    ours, own_gradients = list(learn(few)), gradients(model)
-    plain, plain_gradients = one_by_one(model, few)
-    exact, exact_gradients = one_by_one(copy.deepcopy(model).float(), few)
+    judged = answers(min(JUDGED_PROMPTS, size.groups))
+    logprobs, grads = list(learn(judged)), gradients(model)
+    plain, plain_grads = one_by_one(model, judged)
+    exact, exact_grads = one_by_one(copy.deepcopy(model).float(), judged)
     row = verdict(
-        [logprob_error(ours, exact), gradient_error(own_gradients, exact_gradients)],
-        [logprob_error(plain, exact), gradient_error(plain_gradients, exact_gradients)],
+        [logprob_error(logprobs, exact), gradient_error(grads, exact_grads)],
+        [logprob_error(plain, exact), gradient_error(plain_grads, exact_grads)],
     )
-    del own_gradients, plain_gradients, exact_gradients
+    del grads, plain_grads, exact_grads
     if not row["ok"]:
         return row
 
-    many = answers(size.groups)
+    micro_batch = answers(size.groups)
 
     def step() -> None:
-        learn(many)
+        learn(micro_batch)
         model.zero_grad(set_to_none=True)
 
     peak = peak_bytes(step, device)
-    taken = statistics.median(seconds(step, device) for _ in range(size.repeats))
-    count = size.groups * (size.prompt + SAMPLES * (size.answer - 1))
+    step_s = statistics.median(seconds(step, device) for _ in range(size.repeats))
+    num_tokens = size.groups * (size.prompt + NUM_GENERATIONS * (size.answer - 1))
     return row | {
-        "median_s": taken, "tokens_per_s": count / taken, "peak_bytes": peak,
-        "what": f"{size.groups} prompts of {size.prompt}, {SAMPLES} answers of {size.answer} each",
+        "median_s": step_s, "tokens_per_s": num_tokens / step_s, "peak_bytes": peak,
+        "what": f"{size.groups} prompts of {size.prompt}, {NUM_GENERATIONS} answers of {size.answer} each",
         **profiled(step, device),
     }  # fmt: skip
 
@@ -269,7 +271,7 @@ PARTS = {"decode": decode, "train": train}
 
 def run(part: str, who: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
         ) -> Message:  # fmt: skip
-    """A job of the worker: one row."""
+    """Run a job of the worker: one row."""
     if without:
         return {"ok": True}
     say({"begin": who})
@@ -279,6 +281,6 @@ def run(part: str, who: str, device: torch.device, without: Sequence[Sequence[st
             row |= PARTS[part](QWEN if device.type == "cuda" else TINY, device)
     except (RuntimeError, ValueError) as error:
         row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}
-        synchronize(device)  # raises where the device is broken
+        synchronize(device)  # raises if the device is broken
     say({"row": row})
     return {"ok": True}

@@ -1,7 +1,7 @@
-"""Steps of the trainer as its presets for 24 GB have it, under that limit, and by FSDP2 over NCCL in one process.
+"""Steps of the trainer with its presets for 24 GB, under that limit, and with FSDP2 over NCCL in one process.
 
-The models have the shapes that the presets are for, weights at random, and a tokenizer of as many words. Answers are
-half as long as in the presets, all of them, and the plan is made for these.
+The models have the shapes of the presets, random weights, and a tokenizer with the same vocabulary size. All answers
+have half the length limit of the presets, and the plan is for these.
 """
 
 import gc
@@ -22,7 +22,9 @@ import torch
 
 Message = dict[str, Any]
 NAMES = ("gpu_0.5b_24gb", "gpu_1.5b_lora_24gb")
-GPU, PROMPT, STEPS = "24", 256, 3
+GPU = "24"  # GB
+PROMPT = 256  # tokens
+STEPS = 3
 LETTERS = string.ascii_lowercase
 HALF = ("rollout.max_completion_length=256",)
 # in a rehearsal
@@ -34,12 +36,12 @@ SHARDED = ("model.path=small", "model.dtype=float32", "task.name=sums", "task.va
 
 
 def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Of random answers: whether the first token is even."""
+    """Return the reward of random answers: whether the first token is even."""
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
 def write_policy(folder: Path, size: Any, device: torch.device) -> None:
-    """Write a model of this size and a tokenizer: each letter is a token, all other tokens are words without use."""
+    """Write a model of this size and a tokenizer: each letter is a token, all other tokens are unused words."""
     from transformers import Qwen2Tokenizer
 
     from bench.gpu.model import make_model
@@ -58,13 +60,15 @@ def write_prompts(path: Path, count: int, length: int) -> None:
 
 
 class Peaks:
-    """A callback's part: the most memory of generation and of the update, and the steps' metrics.
+    """Peak memory of generation and of the update, and the metrics of the steps.
 
-    ``on_rollouts`` comes between the two.
+    ``on_rollouts`` separates the two.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.phases, self.steps = device, dict[str, int](), list[Mapping[str, float]]()
+        self.device = device
+        self.phases = dict[str, int]()
+        self.steps = list[Mapping[str, float]]()
 
     def note(self, phase: str) -> None:
         if self.device.type == "cuda":
@@ -73,7 +77,7 @@ class Peaks:
 
 
 def steps(config: Any, folder: Path, device: torch.device, ranks: Any = None) -> Peaks:
-    """Take ``STEPS`` steps, without the evaluations around them."""
+    """Take ``STEPS`` steps, without evaluations."""
     from rich.console import Console
 
     from python_trainer import Callback, Trainer
@@ -99,15 +103,15 @@ def steps(config: Any, folder: Path, device: torch.device, ranks: Any = None) ->
 
 @contextmanager
 def card(limit: int, device: torch.device) -> Iterator[None]:
-    """Make the GPU one of so many bytes, for torch's allocator and for all that ask."""
-    real = torch.cuda.get_device_properties(device)
-    known = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
-    small = SimpleNamespace(**known | {"total_memory": limit})
+    """Make the GPU appear to have ``limit`` bytes, for torch's allocator and for queries."""
+    properties = torch.cuda.get_device_properties(device)
+    values = {name: getattr(properties, name) for name in dir(properties) if not name.startswith("_")}
+    limited = SimpleNamespace(**values | {"total_memory": limit})
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(limit / real.total_memory, device)
+    torch.cuda.set_per_process_memory_fraction(limit / properties.total_memory, device)
     with patch.multiple(
-        torch.cuda, get_device_properties=lambda *_: small,
+        torch.cuda, get_device_properties=lambda *_: limited,
         mem_get_info=lambda *_: (limit - torch.cuda.memory_reserved(device), limit),
     ):  # fmt: skip
         yield
@@ -121,68 +125,68 @@ def preset(name: str, device: torch.device) -> Message:
     from python_trainer import load_config
     from python_trainer.loop.memory import parse_gpus, plan_memory
 
-    real = device.type == "cuda"
+    on_gpu = device.type == "cuda"
     shape = SIZES["Qwen2.5-1.5B" if "1.5b" in name else "Qwen2.5-0.5B"]
-    size = replace(QWEN, config={**QWEN.config, **shape}) if real else TINY
+    size = replace(QWEN, config={**QWEN.config, **shape}) if on_gpu else TINY
     limit = parse_gpus(GPU)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         write_policy(folder / "model", size, device)
-        length = PROMPT if real else 5
-        for part in ("train", "test"):
-            write_prompts(folder / f"{part}.jsonl", 64, length)
+        length = PROMPT if on_gpu else 5
+        for split in ("train", "test"):
+            write_prompts(folder / f"{split}.jsonl", 64, length)
         settings = [
             f"model.path={folder / 'model'}", f"model.device={device.type}", "task.chat=false",
             f"task.train_path={folder / 'train.jsonl'}", f"task.test_path={folder / 'test.jsonl'}",
             "task.reward=bench.gpu.presets:reward", "rollout.engine=paged", f"max_steps={STEPS + 1}",
-            "evaluation.eval_steps=0", "save.save_steps=0", *(HALF if real else FEW),
+            "evaluation.eval_steps=0", "save.save_steps=0", *(HALF if on_gpu else FEW),
         ]  # fmt: skip
         config = load_config(ROOT / f"configs/{name}.yaml", settings)
-        planned = plan_memory(config, limit, prompt=length)
-        with card(limit.memory, device) if real else nullcontext():
-            found = steps(config, folder / "run", device)
-    peak = max(found.phases.values(), default=None)
+        plan = plan_memory(config, limit, prompt=length)
+        with card(limit.memory, device) if on_gpu else nullcontext():
+            peaks = steps(config, folder / "run", device)
+    peak = max(peaks.phases.values(), default=None)
     return {
-        "ok": len(found.steps) == STEPS, "peak_bytes": peak, "peaks": found.phases, "planned": planned.phases,
-        "of_plan": None if peak is None else peak / max(planned.phases.values()), **times(found.steps),
+        "ok": len(peaks.steps) == STEPS, "peak_bytes": peak, "peaks": peaks.phases, "planned": plan.phases,
+        "of_plan": None if peak is None else peak / max(plan.phases.values()), **times(peaks.steps),
     }  # fmt: skip
 
 
 def times(rows: Sequence[Mapping[str, float]]) -> Message:
-    """Return the medians of the later steps: the first compiles and records."""
-    middle = {
-        part: statistics.median(row.get(f"time/{part}_s", 0.0) for row in rows[1:]) for part in ("rollout", "train")
+    """Return the medians of all steps but the first, which compiles and records."""
+    medians = {
+        phase: statistics.median(row.get(f"time/{phase}_s", 0.0) for row in rows[1:]) for phase in ("rollout", "train")
     }
-    return {"median_s": sum(middle.values()), "rollout_s": middle["rollout"], "update_s": middle["train"]}
+    return {"median_s": sum(medians.values()), "rollout_s": medians["rollout"], "update_s": medians["train"]}
 
 
 def sharded(device: torch.device) -> Message:
-    """Return what steps by fsdp2 in one process take, and how far they are from steps without."""
+    """Return the times of steps with fsdp2 in one process, and their difference from steps without."""
     from python_trainer import load_config
     from python_trainer.distributed import start
 
-    found = {}
-    with tempfile.TemporaryDirectory() as made:
+    peaks = {}
+    with tempfile.TemporaryDirectory() as folder_name:
         for parallel in ("none", "fsdp2"):
             settings = [
                 *SHARDED, f"model.device={device.type}", f"parallel={parallel}", f"max_steps={STEPS + 1}",
             ]  # fmt: skip
             config = load_config({}, settings)
             with start(config.parallel, device.type) as ranks:
-                found[parallel] = steps(config, Path(made) / parallel, device, ranks)
+                peaks[parallel] = steps(config, Path(folder_name) / parallel, device, ranks)
     names = ("loss", "reward/mean", "grad_norm", "tokens/generated")
-    apart = {
-        name: [(one[name], other[name]) for one, other in zip(found["none"].steps, found["fsdp2"].steps)]
-        for name in names if all(name in row for row in found["none"].steps)
+    figures = {
+        name: [(row[name], sharded_row[name]) for row, sharded_row in zip(peaks["none"].steps, peaks["fsdp2"].steps)]
+        for name in names if all(name in row for row in peaks["none"].steps)
     }  # fmt: skip
-    pairs = [pair for of_name in apart.values() for pair in of_name]
+    pairs = [pair for metric_pairs in figures.values() for pair in metric_pairs]
     error = max((abs(a - b) / max(abs(a), 1e-3) for a, b in pairs), default=float("inf"))
-    return {"ok": error <= 1e-2, "error": error, "allowed": 1e-2, "figures": apart, **times(found["fsdp2"].steps)}
+    return {"ok": error <= 1e-2, "error": error, "allowed": 1e-2, "figures": figures, **times(peaks["fsdp2"].steps)}
 
 
 def run(op: str, name: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
         ) -> Message:  # fmt: skip
-    """A job of the worker: one row."""
+    """Run a job of the worker: one row."""
     if without:
         return {"ok": True}
     say({"begin": "python_trainer"})

@@ -1,14 +1,13 @@
-"""``python -m bench.gpu.records``: from the records of proofs to what ``auto`` takes where nobody has proved yet.
+"""``python -m bench.gpu.records``: from the records of proofs to the choices of ``auto`` on machines without a proof.
 
 Reads ``bench/gpu/records/*-prove.json``, which ``python -m rlkernels prove --record`` writes, and writes
-rlkernels/records.json, which a wheel holds. For each compute capability and op the newest record counts that stands.
+rlkernels/records.json, which a wheel contains. The newest valid record counts, for each compute capability and op.
 
-A record stands while its compilers make of the present code the PTX that was proved, names and lines apart. Other PTX
-stands for it if the tests of tests/ptx pass and no count is worse: launches, waits of the host, instructions, bytes,
-registers, spills, shared memory, blocks per SM. torch's kernels count as launches only: a kernel that joins the others
-and leaves fewer launches did torch's work. Where torch won, only the same code stands: other code may be faster.
-A record in which torch was kept because the times could not be told apart leaves an earlier verdict: another machine,
-or its host, does not take back what was proved.
+A record is valid while its compilers turn the present code into the proved PTX, apart from names and lines. Other PTX
+is valid if the tests of tests/ptx pass and no count is worse: launches, waits of the host, instructions, bytes,
+registers, spills, shared memory, blocks per SM. torch's kernels count as launches only: a new kernel with fewer
+launches in all does torch's work. If torch won, only the same code is valid: other code may be faster. If torch was
+kept because times could not be told apart, an earlier verdict remains: another machine does not revoke a proof.
 """
 
 import argparse
@@ -28,33 +27,35 @@ from rlkernels.proof.compiled import Code, Kernels, nvcc_version, read_code
 
 RESULT = ROOT / "rlkernels/records.json"
 TESTS = ["tests/ptx/test_kernels.py", "tests/ptx/test_dtw_cuda.py"]
-# of an instruction count: the last bits of random inputs differ between processors, and loops end by them
+# allowed rise of instruction counts: the last bits of random inputs differ between processors and end loops
 ROUNDING = 1e-3
-TAKEN_OVER = 1e-2  # of the same, what torch's kernels did before, which are not counted: where fewer launches are left
+TAKEN_OVER = 1e-2  # the same with fewer launches: the work of torch's kernels, which are not counted
 Counts = dict[str, Any]
 
 
 class Missing(RuntimeError):
-    """A compiler that a record is of is not here."""
+    """The compiler of a record is not installed."""
 
 
 def triton_folder(version: str) -> str:
     """Return the folder to import this Triton from; "" for the environment's own. Raises Missing."""
     folders = [*os.environ.get("RLKERNELS_OTHER_TRITON", "").split(os.pathsep), str(ROOT / f"build/triton-{version}")]
     for folder in ["", *filter(None, folders)]:
-        found = importlib.metadata.distributions(name="triton", path=[folder] if folder else sys.path)
-        if any(distribution.version == version for distribution in found):
+        distributions = importlib.metadata.distributions(name="triton", path=[folder] if folder else sys.path)
+        if any(distribution.version == version for distribution in distributions):
             return folder
-    where = f"build/triton-{version}"
-    raise Missing(f"Triton {version} is not here: pip install --no-deps --target {where} triton=={version}")
+    target = f"build/triton-{version}"
+    raise Missing(f"Triton {version} is not here: pip install --no-deps --target {target} triton=={version}")
 
 
 class Compilers:
-    """The Triton and nvcc of a record, and what they make of the present code."""
+    """The Triton and nvcc of a record, and their results for the present code."""
 
     def __init__(self, record: dict[str, Any]):
         device = record["device"]
-        self.arch, self.nvcc, self.triton = device["capability"].replace(".", ""), record["nvcc"], device["triton"]
+        self.arch = device["capability"].replace(".", "")
+        self.nvcc = record["nvcc"]
+        self.triton = device["triton"]
         self._compiled: dict[str, Any] = {}
         self._counted: dict[str, Counts] = {}
 
@@ -66,61 +67,65 @@ class Compilers:
         return subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True)
 
     def ask(self, command: str, pairs: list[str]) -> dict[str, Any]:
-        """Return what ``ptx.proof`` answers."""
-        if any(pair.endswith(":cuda") for pair in pairs) and self.nvcc != (here := nvcc_version()):
-            raise Missing(f"nvcc {self.nvcc} is not here, but {here}")
-        done = self.python("-m", "ptx.proof", command, self.arch, *pairs)
-        if done.returncode:
-            raise RuntimeError(f"the present code does not compile: {done.stderr[-3000:]}")
-        return json.loads(done.stdout)
+        """Return the answer of ``ptx.proof``."""
+        if any(pair.endswith(":cuda") for pair in pairs) and self.nvcc != (installed := nvcc_version()):
+            raise Missing(f"nvcc {self.nvcc} is not here, but {installed}")
+        process = self.python("-m", "ptx.proof", command, self.arch, *pairs)
+        if process.returncode:
+            raise RuntimeError(f"the present code does not compile: {process.stderr[-3000:]}")
+        return json.loads(process.stdout)
 
     def compile(self, pairs: list[str]) -> dict[str, Any]:
         """Return PTX, launches and waits of the timed cases, by "op:backend"."""
-        if left := [pair for pair in pairs if pair not in self._compiled]:
-            self._compiled |= self.ask("compile", left)
+        if missing := [pair for pair in pairs if pair not in self._compiled]:
+            self._compiled |= self.ask("compile", missing)
         return self._compiled
 
     def count(self, pairs: list[str]) -> dict[str, Counts]:
-        """Return all counts, by "op:backend"; ``wrong`` in place of them where a result is wrong."""
-        if left := [pair for pair in pairs if pair not in self._counted]:
-            self._counted |= self.ask("count", left)
+        """Return all counts, by "op:backend"; ``wrong`` in place of the counts of a wrong result."""
+        if missing := [pair for pair in pairs if pair not in self._counted]:
+            self._counted |= self.ask("count", missing)
         return self._counted
 
     def test(self) -> str:
         """Run the tests of the compiled kernels; return the last line if one fails."""
-        done = self.python("-m", "pytest", "-q", "-m", "not slow", *TESTS)
-        return "" if done.returncode == 0 else (done.stdout + done.stderr).strip().splitlines()[-1]
+        process = self.python("-m", "pytest", "-q", "-m", "not slow", *TESTS)
+        return "" if process.returncode == 0 else (process.stdout + process.stderr).strip().splitlines()[-1]
 
 
-def compare(now: Counts, before: Counts) -> Iterator[str]:
-    """Yield what is worse than in a record."""
+def compare(counts: Counts, recorded: Counts) -> Iterator[str]:
+    """Yield the counts that are worse than in a record."""
     for name in ("launches", "waits"):
-        if now[name] > before[name]:
-            yield f"{name} {now[name]}, {before[name]} in the record"
-    fewer = now["launches"] < before["launches"]
-    for name in ("instructions", "bytes") if "instructions" in now else ():
-        known = before[name] if fewer and before[name].keys() <= now[name].keys() else now[name]
-        total, limit = sum(now[name][kernel] for kernel in known), sum(before[name].values())
-        if total > limit * (1 + (TAKEN_OVER if fewer else ROUNDING)):
-            rises = {kernel: count - before[name].get(kernel, 0) for kernel, count in now[name].items()}
+        if counts[name] > recorded[name]:
+            yield f"{name} {counts[name]}, {recorded[name]} in the record"
+    has_fewer_launches = counts["launches"] < recorded["launches"]
+    for name in ("instructions", "bytes") if "instructions" in counts else ():
+        only_recorded = has_fewer_launches and recorded[name].keys() <= counts[name].keys()
+        kernels = recorded[name] if only_recorded else counts[name]
+        total = sum(counts[name][kernel] for kernel in kernels)
+        limit = sum(recorded[name].values())
+        if total > limit * (1 + (TAKEN_OVER if has_fewer_launches else ROUNDING)):
+            rises = {kernel: count - recorded[name].get(kernel, 0) for kernel, count in counts[name].items()}
             yield f"{max(rises, key=rises.__getitem__)}: {name} {total:,} in all, {limit:,} in the record"
-    for kernel, found in now.get("ptxas", {}).items():
-        # another kernel may need what the neediest needed
-        known = [before["ptxas"][kernel]] if kernel in before["ptxas"] else before["ptxas"].values()
-        for name, value in found.items():
+    for kernel, resources in counts.get("ptxas", {}).items():
+        # the limit of a new kernel is the largest need in the record
+        recorded_kernels = [recorded["ptxas"][kernel]] if kernel in recorded["ptxas"] else recorded["ptxas"].values()
+        for name, value in resources.items():
             sign = -1 if name == "blocks per SM" else 1
-            limit = max((counts[name] for counts in known), key=lambda number: sign * number)
+            limit = max(
+                (kernel_resources[name] for kernel_resources in recorded_kernels), key=lambda number: sign * number
+            )
             if sign * value > sign * limit:
                 yield f"{kernel}: {name} {value:,}, {limit:,} in the record"
 
 
-def changed_kernels(now: Kernels, before: Kernels) -> list[str]:
-    """Return the kernels that are launched now and were not proved."""
-    return [name for name, ptx in now.items() if ptx not in before.values()]
+def changed_kernels(kernels: Kernels, recorded: Kernels) -> list[str]:
+    """Return the launched kernels that were not proved."""
+    return [name for name, ptx in kernels.items() if ptx not in recorded.values()]
 
 
 class Check:
-    """Whether records stand. Compiles and counts what is needed, once."""
+    """Checks whether records are valid. Compiles and counts each kernel once."""
 
     def __init__(self, make: type[Compilers] = Compilers):
         self.make = make
@@ -128,7 +133,7 @@ class Check:
         self.failures: dict[Compilers, str] = {}
 
     def prepare(self, verdicts: list[tuple[Path, dict[str, Any], str]]) -> None:
-        """Compile, then count, for all these (path, record, op) at a time."""
+        """Compile, then count, for all these (path, record, op) together."""
         compiled: dict[Compilers, list[str]] = {}
         for _, record, op in verdicts:
             compiled.setdefault(self.of(record), []).extend(pairs(record, op))
@@ -136,66 +141,70 @@ class Check:
             compilers.compile(list(dict.fromkeys(names)))
         counted: dict[Compilers, list[str]] = {}
         for path, record, op in verdicts:
-            code, compilers = read_code(path), self.of(record)
+            code = read_code(path)
+            compilers = self.of(record)
             for pair in pairs(record, op) if record["verdicts"][op]["backend"] != "torch" else ():
-                before, now = code.get(op, {}).get(pair.partition(":")[2], {}), compilers.compile([pair])[pair]
-                if before and pair in record.get("counts", {}) and changed_kernels(now["kernels"], before):
+                recorded = code.get(op, {}).get(pair.partition(":")[2], {})
+                result = compilers.compile([pair])[pair]
+                if recorded and pair in record.get("counts", {}) and changed_kernels(result["kernels"], recorded):
                     counted.setdefault(compilers, []).append(pair)
         for compilers, names in counted.items():
             compilers.count(list(dict.fromkeys(names)))
 
     def of(self, record: dict[str, Any]) -> Compilers:
-        made = self.make(record)
-        return self.compilers.setdefault((made.arch, made.triton, made.nvcc), made)
+        compilers = self.make(record)
+        return self.compilers.setdefault((compilers.arch, compilers.triton, compilers.nvcc), compilers)
 
     def objections(self, record: dict[str, Any], code: Code, op: str) -> tuple[list[str], str]:
-        """Return why a verdict does not stand, empty if it does, and a remark on one that does."""
-        compilers, against, remark = self.of(record), list[str](), ""
+        """Return the reasons why a verdict is invalid, and a remark on a valid one."""
+        compilers = self.of(record)
+        reasons = list[str]()
+        remark = ""
         for pair in pairs(record, op):
             backend = pair.partition(":")[2]
-            now, before = compilers.compile([pair])[pair], record.get("counts", {}).get(pair)
+            result, recorded = compilers.compile([pair])[pair], record.get("counts", {}).get(pair)
             if backend not in code.get(op, {}):
-                against.append(f"{backend}: the record has no PTX of it: prove it again")
+                reasons.append(f"{backend}: the record has no PTX of it: prove it again")
                 continue
-            changed = changed_kernels(now["kernels"], code[op][backend])
-            what = f"{', '.join(changed)} changed"
+            changed = changed_kernels(result["kernels"], code[op][backend])
+            change = f"{', '.join(changed)} changed"
             if record["verdicts"][op]["backend"] == "torch":
-                moved = before and any(now[name] != before[name] for name in ("launches", "waits"))
-                if changed or moved:
-                    against.append(f"{backend}: {what if changed else 'its launches changed'}, and may be faster now")
+                launches_changed = recorded and any(result[name] != recorded[name] for name in ("launches", "waits"))
+                if changed or launches_changed:
+                    reasons.append(f"{backend}: {change if changed else 'its launches changed'}, and may be faster now")
                 continue
-            if changed and before is None:
-                against.append(f"{backend}: {what}, and the record was not counted")
+            if changed and recorded is None:
+                reasons.append(f"{backend}: {change}, and the record was not counted")
             elif changed:
                 counts = compilers.count([pair])[pair]
                 if "wrong" in counts:
-                    against.append(f"{backend}: {what}: wrong: {counts['wrong']}")
-                elif worse := [*compare(counts, before)]:
-                    against.append(f"{backend}: {what}: {'; '.join(worse)}")
+                    reasons.append(f"{backend}: {change}: wrong: {counts['wrong']}")
+                elif worse_counts := [*compare(counts, recorded)]:
+                    reasons.append(f"{backend}: {change}: {'; '.join(worse_counts)}")
                 elif failure := self.failure(compilers):
-                    against.append(f"{backend}: {what}: tests/ptx: {failure}")
+                    reasons.append(f"{backend}: {change}: tests/ptx: {failure}")
                 else:
-                    remark = f"{backend}: {what}, no count is worse, tests/ptx pass"
-            elif before and (worse := [*compare(now, before)]):
-                against.append(f"{backend}: {'; '.join(worse)}")
-        return against, remark
+                    remark = f"{backend}: {change}, no count is worse, tests/ptx pass"
+            elif recorded and (worse_counts := [*compare(result, recorded)]):
+                reasons.append(f"{backend}: {'; '.join(worse_counts)}")
+        return reasons, remark
 
     def failure(self, compilers: Compilers) -> str:
-        """Run the tests once."""
+        """Run the tests once; return the last line if one fails."""
         if compilers not in self.failures:
             self.failures[compilers] = compilers.test()
         return self.failures[compilers]
 
 
 def pairs(record: dict[str, Any], op: str) -> list[str]:
-    """Return "op:backend" of what a verdict rests on: the winner, or all that lost to torch."""
+    """Return "op:backend" for the kernels of a verdict: the winner, or all that lost to torch."""
     verdict = record["verdicts"][op]
     backends = verdict["candidates"] if verdict["backend"] == "torch" else [verdict["backend"]]
     return [] if OPS[op].like else [f"{op}:{backend}" for backend in backends]
 
 
 def is_decided(verdict: dict[str, Any]) -> bool:
-    """Tell whether a kernel of ours won, or all were wrong or no faster."""
+    """Return whether a kernel of ours won, or all were wrong or no faster."""
     return verdict["backend"] != "torch" or all(
         not entry["cases"] or any(case["interval"][0] >= WIN for case in entry["cases"].values())
         for entry in verdict["candidates"].values()
@@ -207,10 +216,10 @@ def load(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def compose(paths: list[Path], check: Check) -> tuple[dict[str, Any], list[str]]:
-    """Return what rlkernels/records.json should hold, and remarks on the verdicts that were checked.
+    """Return the content of rlkernels/records.json, and remarks on the checked verdicts.
 
     Raises:
-        Missing: a compiler is not here.
+        Missing: a compiler is not installed.
         RuntimeError: the present code does not compile.
     """
     newest_first: dict[tuple[str, str], list[tuple[str, Path, dict[str, Any]]]] = {}
@@ -223,14 +232,17 @@ def compose(paths: list[Path], check: Check) -> tuple[dict[str, Any], list[str]]
         entries.sort(key=lambda entry: entry[0], reverse=True)
     check.prepare([(*entries[0][1:], op) for (_, op), entries in newest_first.items()])
     backends: dict[str, dict[str, str]] = {}
-    used, remarks = set(), []
+    used = set()
+    remarks = []
     for (capability, op), entries in newest_first.items():
         for _, path, record in entries:
             verdict = record["verdicts"][op]
-            against, remark = check.objections(record, read_code(path), op)
-            lost = [f"{who}: {entry['reason']}" for who, entry in verdict["candidates"].items() if entry["reason"]]
-            remarks += [f"{path.name}, {op} {text}" for text in [*against, remark, *lost] if text]
-            if not against:
+            reasons, remark = check.objections(record, read_code(path), op)
+            losses = [
+                f"{backend}: {entry['reason']}" for backend, entry in verdict["candidates"].items() if entry["reason"]
+            ]
+            remarks += [f"{path.name}, {op} {text}" for text in [*reasons, remark, *losses] if text]
+            if not reasons:
                 backends.setdefault(capability, {})[op] = verdict["backend"]
                 used.add(path.name)
                 break
@@ -238,36 +250,39 @@ def compose(paths: list[Path], check: Check) -> tuple[dict[str, Any], list[str]]
 
 
 def count_unchanged(paths: list[Path], check: Check) -> None:
-    """Write the counts of the present code into records of the same code that lack them: later code is held to them."""
+    """Write the counts of the present code into records of the same code without counts, as limits for later code."""
     for path, record in load(paths):
-        code, counts, compilers = read_code(path), record.setdefault("counts", {}), check.of(record)
+        code = read_code(path)
+        counts = record.setdefault("counts", {})
+        compilers = check.of(record)
         for pair in (pair for op in record["verdicts"] for pair in pairs(record, op) if pair not in counts):
             op, _, backend = pair.partition(":")
-            before = code.get(op, {}).get(backend)
-            if before and not changed_kernels(compilers.compile([pair])[pair]["kernels"], before):
+            recorded = code.get(op, {}).get(backend)
+            if recorded and not changed_kernels(compilers.compile([pair])[pair]["kernels"], recorded):
                 print(f"{path.name}: counting {pair}", flush=True)
-                found = compilers.count([pair])[pair]
-                if "wrong" in found:
-                    raise RuntimeError(f"{pair} is wrong: {found['wrong']}")
-                counts[pair] = found
+                result = compilers.count([pair])[pair]
+                if "wrong" in result:
+                    raise RuntimeError(f"{pair} is wrong: {result['wrong']}")
+                counts[pair] = result
                 path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:
-    """Write rlkernels/records.json -> exit code."""
+    """Write rlkernels/records.json and return the exit code."""
     argparse.ArgumentParser(
         prog="python -m bench.gpu.records", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    check, paths = Check(), sorted(RECORDS.glob("*-prove.json"))
+    check = Check()
+    paths = sorted(RECORDS.glob("*-prove.json"))
     try:
-        found, remarks = compose(paths, check)
+        result, remarks = compose(paths, check)
         count_unchanged(paths, check)
     except RuntimeError as error:
         print(f"bench.gpu.records: {error}", file=sys.stderr)
         return 2
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join([*remarks, ""]), end="")
-    print(f"{RESULT.relative_to(ROOT)}: {found['backends'] or 'nothing'} from {found['records'] or 'no records'}")
+    print(f"{RESULT.relative_to(ROOT)}: {result['backends'] or 'nothing'} from {result['records'] or 'no records'}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Others that draw tokens. Their noise is their own, so it is judged whether a token could have been drawn."""
+"""Peers that draw tokens. They use other noise, so the check is whether each token was possible."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,19 +13,19 @@ SLACK = 1e-3  # of top_p: sums of 151,936 rounded probabilities
 
 
 def possible(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
-    """bool [T, V]: what top-k, then top-p leave; ties with the last one stay."""
-    p = (logits.double() / temperature).softmax(-1)
-    descending = p.sort(-1, descending=True).values
+    """Return bool [T, V]: the tokens that top-k, then top-p allow, with ties of the last one."""
+    probs = (logits.double() / temperature).softmax(-1)
+    descending = probs.sort(-1, descending=True).values
     if top_k:
-        p = p.masked_fill(p < descending[:, top_k - 1 : top_k], 0.0)
-        p, descending = (t / descending[:, :top_k].sum(-1, keepdim=True) for t in (p, descending[:, :top_k]))
-    before = descending.cumsum(-1) - descending  # mass above each
-    last = (before < top_p + SLACK).sum(-1, keepdim=True) - 1
-    return (p >= descending.gather(-1, last)) & (p > 0)
+        probs = probs.masked_fill(probs < descending[:, top_k - 1 : top_k], 0.0)
+        probs, descending = (t / descending[:, :top_k].sum(-1, keepdim=True) for t in (probs, descending[:, :top_k]))
+    mass_above = descending.cumsum(-1) - descending  # mass above each
+    last_place = (mass_above < top_p + SLACK).sum(-1, keepdim=True) - 1
+    return (probs >= descending.gather(-1, last_place)) & (probs > 0)
 
 
 def share_of_impossible(allowed: torch.Tensor, returned: Any) -> tuple[float, float]:
-    """(share of the tokens drawn that could not have been, 0)."""
+    """Return (share of drawn tokens that were impossible, 0)."""
     ids = (returned[0] if isinstance(returned, tuple) else returned).flatten().long()
     if ids.shape != allowed.shape[:1] or bool(((ids < 0) | (ids >= allowed.shape[1])).any()):
         return float("inf"), 0.0
@@ -33,16 +33,17 @@ def share_of_impossible(allowed: torch.Tensor, returned: Any) -> tuple[float, fl
 
 
 def race(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and log-probability by the smallest of exponential waiting times; ``noise`` [T, V] is exponential."""
+    """Draw tokens by the smallest of exponential waiting times, with log-probabilities; ``noise`` [T, V]."""
     logprobs = (logits.float() / temperature).log_softmax(-1)
     ids = (logprobs - noise.log()).argmax(-1, keepdim=True)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 
 
 def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> dict[str, Rival]:
-    """logits [T, V]; temperature above 0."""
+    """Make the peers for logits [T, V]; temperature above 0."""
     allowed = possible(logits, temperature, top_p, top_k)
-    rows, judge = len(logits), partial(share_of_impossible, allowed)
+    rows = len(logits)
+    judge = partial(share_of_impossible, allowed)
 
     def multinomial() -> Call:
         def call() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A record in a few lines for the end of the screen: what each provider took, beside what the device could do."""
+"""A short summary of a record for the terminal: the time of each provider, and the limit of the device."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ def summary(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def told(row: Entry) -> str:
-    """Return what is known of a provider, in microseconds and gigabytes."""
+    """Return the figures of a provider, in microseconds and gigabytes."""
     parts = [f"{name}{row[key] * scale:,.0f}" for key, name, scale in FIGURES if row.get(key) is not None]
     if row.get("peak_bytes"):
         parts.append(f"{row['peak_bytes'] / 1e9:.2f} GB")

@@ -1,8 +1,8 @@
-"""``python -m bench.gpu.train``: a full training on a GPU, in calls of limited time that go on where the last stopped.
+"""``python -m bench.gpu.train``: a full training on a GPU, in calls of limited time that resume where the last stopped.
 
-It makes the base policy ``large``, then trains it on long answers by ``python -m python_trainer compare``, with no
-accelerator and with all, and writes one JSON record. All that a later call needs lies in the folder ``--work-dir``.
-Exit code 1 if something failed.
+It makes the base policy ``large``, then trains it on long answers with ``python -m python_trainer compare``, with no
+accelerator and with all, and writes one JSON record. The folder ``--work-dir`` has all that a later call needs. Exit
+code 1 if something failed.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from rlkernels.backend import extension_error
 from rlkernels.proof.process import AFTER_KILL_S
 
 SETTINGS = ROOT / "bench/gpu/train.yaml"
-POLICY_S = 420.0  # least time to begin to make the policy
-RUN_S = 60.0  # least time to begin a training
-GRACE_S = 60.0  # for the step that is under way when the time is up, and its checkpoint
+MIN_POLICY_S = 420.0  # least time to start making the policy
+MIN_RUN_S = 60.0  # least time to start a training run
+GRACE_S = 60.0  # for the running step and its checkpoint when the time is up
 POLL_S = 0.05
-FACTS = "pretrain.json"  # beside the policy
+FACTS = "pretrain.json"  # in the folder of the policy
 # in a dry run
 FEW = ("max_steps=3", "rollout.prompts_per_step=4", "rollout.num_generations=2", "rollout.max_completion_length=16",
        "save.save_steps=1", "accelerators.alpha.first_step=2", "accelerators.alpha.track_steps=1",
@@ -41,23 +41,23 @@ FEW = ("max_steps=3", "rollout.prompts_per_step=4", "rollout.num_generations=2",
 
 
 def run_child(command: Sequence[str], stop_at: float, kill_at: float) -> str:
-    """Runs Python; SIGTERM and SIGKILL at these times of the monotonic clock -> how it ended, "" for well."""
+    """Run Python with SIGTERM and SIGKILL at these times of the monotonic clock; return how it failed, or ""."""
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, "TOKENIZERS_PARALLELISM": "0"})
-    ended = ""
+    failure = ""
     try:
         while process.poll() is None:
             if time.monotonic() >= kill_at:
-                ended = "killed at the end of the budget"
+                failure = "killed at the end of the budget"
                 break
-            if not ended and time.monotonic() >= stop_at:
-                ended = "stopped by the budget"
+            if not failure and time.monotonic() >= stop_at:
+                failure = "stopped by the budget"
                 process.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
     finally:
         if process.poll() is None:
             process.kill()
         code = process.wait(timeout=AFTER_KILL_S)  # a process that outlives SIGKILL sits in the driver
-    return ended or (f"python {' '.join(command[:3])} ended with code {code}" if code else "")
+    return failure or (f"python {' '.join(command[:3])} ended with code {code}" if code else "")
 
 
 def make_policy(work: Path, device: str, deadline: float) -> dict[str, Any]:
@@ -66,27 +66,30 @@ def make_policy(work: Path, device: str, deadline: float) -> dict[str, Any]:
     if not (folder / FACTS).exists():
         size = "large" if device == "cuda" else "tiny"
         command = ["-m", "tools.policies.sums", "--size", size, "--device", device, "--output", str(folder)]
-        if ended := run_child(command, deadline, deadline):
-            return {"failed": ended}
+        if failure := run_child(command, deadline, deadline):
+            return {"failed": failure}
     return json.loads((folder / FACTS).read_text())
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return what a run has come to: its summary, or the last row of its metrics, and rates."""
+    """Return the state of a run: its summary, or the last row of its metrics, and rates."""
     rows = read_metrics(folder)
     steps = [row for row in rows if row["step"] > 0]
-    out: dict[str, Any] = {"finished": (folder / "summary.json").exists(), "steps": steps[-1]["step"] if steps else 0}
-    if out["finished"]:
-        out["summary"] = json.loads((folder / "summary.json").read_text())
+    result: dict[str, Any] = {
+        "finished": (folder / "summary.json").exists(),
+        "steps": steps[-1]["step"] if steps else 0,
+    }
+    if result["finished"]:
+        result["summary"] = json.loads((folder / "summary.json").read_text())
     elif rows:
-        out["last_row"] = rows[-1]
+        result["last_row"] = rows[-1]
     if steps:
         rollout, update = (sum(row.get(f"time/{name}_s", 0.0) for row in steps) for name in ("rollout", "train"))
-        in_steps = sum(row.get("tokens/generated", 0) for row in steps)
-        out |= {"generated_tokens": rows[-1]["total/generated_tokens"], "rollout_s": rollout, "update_s": update,
-                "rollout_tokens_per_second": in_steps / max(rollout, 1e-9)}  # fmt: skip
-    out["accuracies"] = [[row["step"], row["eval/accuracy"]] for row in rows if "eval/accuracy" in row]
-    return out
+        generated = sum(row.get("tokens/generated", 0) for row in steps)
+        result |= {"generated_tokens": rows[-1]["total/generated_tokens"], "rollout_s": rollout, "update_s": update,
+                "rollout_tokens_per_second": generated / max(rollout, 1e-9)}  # fmt: skip
+    result["accuracies"] = [[row["step"], row["eval/accuracy"]] for row in rows if "eval/accuracy" in row]
+    return result
 
 
 def show(runs: dict[str, dict[str, Any]], console: Console) -> None:
@@ -118,16 +121,16 @@ def work(args: argparse.Namespace, console: Console) -> int:
         record["build"] = build.found if build.done(deadline - time.monotonic()) else {"ok": False}
         build.stop()
     folder = args.work_dir.resolve()
-    made = (folder / "policy" / FACTS).exists()
-    if made or args.device == "cpu" or deadline - time.monotonic() >= POLICY_S:
+    has_policy = (folder / "policy" / FACTS).exists()
+    if has_policy or args.device == "cpu" or deadline - time.monotonic() >= MIN_POLICY_S:
         record["policy"] = make_policy(folder, args.device, deadline)
         record["failed"] += ["policy: " + record["policy"]["failed"]] if "failed" in record["policy"] else []
-    if (folder / "policy" / FACTS).exists() and deadline - time.monotonic() >= min(RUN_S, args.budget_seconds / 4):
+    if (folder / "policy" / FACTS).exists() and deadline - time.monotonic() >= min(MIN_RUN_S, args.budget_seconds / 4):
         settings += [f"model.path={folder / 'policy'}", f"model.device={args.device}"]
         command = ["-m", "python_trainer", "compare", "--config", str(SETTINGS), "--variants", args.variants, "--seeds",
                    "1", "--output-dir", str(folder / "runs"), "--set", *settings]  # fmt: skip
-        ended = run_child(command, deadline - grace, deadline)
-        record["failed"] += [ended] if ended.startswith("python") else []
+        failure = run_child(command, deadline - grace, deadline)
+        record["failed"] += [failure] if failure.startswith("python") else []
     for variant in args.variants.split(","):
         record["runs"][variant] = figures(folder / "runs" / variant / "seed-0")
     record["finished"] = all(run["finished"] for run in record["runs"].values())
@@ -140,16 +143,16 @@ def work(args: argparse.Namespace, console: Console) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.train", description=__doc__)
-    parser.add_argument("--work-dir", type=Path, required=True, help="what was made so far, and what to go on from")
+    parser.add_argument("--work-dir", type=Path, required=True, help="policy, runs and checkpoints to resume from")
     parser.add_argument("--budget-seconds", type=float, default=540, help="end after this long (default 540)")
     parser.add_argument("--output", type=Path, help="the record (default bench/gpu/records/DEVICE-COMMIT-train.json)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, about a minute")
     parser.add_argument("--variants", default="baseline,all", metavar="A,B,...", help="runs, in this order")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="change settings of bench/gpu/train.yaml")  # fmt: skip
-    parser.add_argument("--commit", help="what the record names where there is no git repository")
+    parser.add_argument("--commit", help="name of the commit in the record, without a git repository")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --device cpu is a dry run")
@@ -158,5 +161,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run that is under way, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the running child, too
     raise SystemExit(main())

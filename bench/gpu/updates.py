@@ -1,7 +1,7 @@
-"""Updates of TRL's GRPOTrainer on a GPU: loss and gradients of one group, by TRL alone and with what we and others add.
+"""Updates of TRL's GRPOTrainer on a GPU: loss and gradients of one group, by TRL alone and with added kernels.
 
-The models have the shapes of Qwen2.5-0.5B and 1.5B, weights at random, bfloat16, no gradient checkpointing. The first
-row of an arm is judged: the gradients of a small model against float32, at most twice the error of TRL's own.
+The models have the shapes of Qwen2.5-0.5B and 1.5B, random weights, bfloat16, no gradient checkpointing. The first row
+of an arm is a check: gradients of a small model against float32, with at most twice the error of TRL.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 Message = dict[str, Any]
-# of the model, without what all of them share
+# settings of the model that differ between sizes
 SIZES = {
     "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
                      "num_key_value_heads": 2},
@@ -28,8 +28,10 @@ ARMS = ("TRL", "rlkernels", "FlexAttention tree", "TRL, use_kernels")
 LIGER_ARMS = ("rlkernels, Liger's layers", "TRL, Liger's layers")
 SHAPES = ((256, 512), (2048, 512), (256, 2048), (2048, 2048))  # prompt, longest answer
 ANSWERS = 8
-REPEATS, ENOUGH_S = 5, 0.6  # updates that are timed, and seconds after which no further one is
-JUDGED, FEW = (2, 256, 128), (2, 24, 8)  # layers, prompt, longest answer; in a rehearsal
+REPEATS = 5  # updates to time
+MAX_TIMED_S = 0.6  # after which no further update is timed
+JUDGED = (2, 256, 128)  # layers, prompt, longest answer
+FEW = (2, 24, 8)  # the same in a rehearsal
 FLOOR = 1e-3  # of the gradients' error, relative to their norm
 
 
@@ -72,7 +74,9 @@ class Updates:
         from bench.trl_update import make_trainer
         from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
 
-        self.device, self.vocab, self.patches = device, size.config["vocab_size"], dict[str, Any]()
+        self.device = device
+        self.vocab = size.config["vocab_size"]
+        self.patches = dict[str, Any]()
         model: Any = make_model(size, device)
         model = model.to(dtype)
         if arm.endswith("use_kernels"):
@@ -89,8 +93,8 @@ class Updates:
     def batch(self, prompt: int, longest: int) -> Message:
         from bench.trl_update import make_batch
 
-        given = make_batch(prompt, longest, ANSWERS, self.vocab)
-        return {name: value.to(self.device) for name, value in given.items()}
+        batch = make_batch(prompt, longest, ANSWERS, self.vocab)
+        return {name: value.to(self.device) for name, value in batch.items()}
 
     def call(self, prompt: int, longest: int) -> Callable[[], float]:
         """Return an update that gives the norm of the gradient."""
@@ -103,13 +107,13 @@ class Updates:
         return [p.grad.float() for p in self.trainer.model.parameters() if p.grad is not None]
 
     def fallback(self) -> str:
-        """Return what made ours leave the batch to TRL; empty if nothing did."""
+        """Return why our trainer left the batch to TRL; "" if it did not."""
         if getattr(self.trainer, "shares_prefixes", True):
             return ""
         return "; ".join(getattr(self.trainer, "_told", ())) or "prefixes are not shared"
 
 
-# by size: gradients in float32, and the error of those of TRL in bfloat16
+# by size: gradients in float32, and the error of TRL's gradients in bfloat16
 _known: dict[str, tuple[list[torch.Tensor], float]] = {}
 
 
@@ -127,24 +131,25 @@ def judge(arm: str, name: str, size: Any, device: torch.device) -> Message:
         del exact, plain
         release()
     exact, allowed = _known[name]
-    tried = Updates(arm, small, device, low)
-    row = verdict([gradient_error([g.cpu() for g in tried.gradients(*lengths)], exact)], [allowed])
-    if reason := tried.fallback():
+    updates = Updates(arm, small, device, low)
+    row = verdict([gradient_error([g.cpu() for g in updates.gradients(*lengths)], exact)], [allowed])
+    if reason := updates.fallback():
         row |= {"ok": False, "missing": reason[:300]}
     return row
 
 
 def measure(updates: Updates, prompt: int, longest: int) -> Message:
-    """Return the time of an update, and the most memory that is held during it."""
+    """Return the time of an update and the peak memory during it."""
     from bench.gpu.model import peak_bytes, seconds
 
-    call, device = updates.call(prompt, longest), updates.device
+    call = updates.call(prompt, longest)
+    device = updates.device
     norm = call()
     peak = peak_bytes(call, device)
-    taken = list[float]()
-    while len(taken) < REPEATS and (not taken or sum(taken) < ENOUGH_S):
-        taken.append(seconds(call, device))
-    row: Message = {"ok": norm == norm, "median_s": statistics.median(taken), "peak_bytes": peak, "gradient_norm": norm}
+    times = list[float]()
+    while len(times) < REPEATS and (not times or sum(times) < MAX_TIMED_S):
+        times.append(seconds(call, device))
+    row: Message = {"ok": norm == norm, "median_s": statistics.median(times), "peak_bytes": peak, "gradient_norm": norm}
     if reason := updates.fallback():
         row |= {"ok": False, "missing": reason[:300]}
     return row
@@ -152,47 +157,47 @@ def measure(updates: Updates, prompt: int, longest: int) -> Message:
 
 def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
         ) -> Message:  # fmt: skip
-    """A job of the worker: a row for the gradients of an arm, and one for each shape; ``without``: those there are."""
+    """Run a job of the worker: rows for the gradients of an arm and for each shape, but those in ``without``."""
     say({"begin": arm})
     from bench.gpu.model import QWEN, synchronize
     from bench.gpu.model import TINY as TINY_SIZE
 
     size = TINY_SIZE if name == TINY else replace(QWEN, config={**QWEN.config, **SIZES[name]})
     shapes = SHAPES if device.type == "cuda" else (FEW[1:],)
-    made: list[Updates] = []
+    trainers: list[Updates] = []
     release()
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def timed(prompt: int, longest: int) -> Message:
-        if not made:
-            made.append(Updates(arm, size, device, dtype_on(device)))
-        row = measure(made[0], prompt, longest)
-        return row if row["peak_bytes"] is None else row | {"peak_bytes": row["peak_bytes"] - held}
+        if not trainers:
+            trainers.append(Updates(arm, size, device, dtype_on(device)))
+        row = measure(trainers[0], prompt, longest)
+        return row if row["peak_bytes"] is None else row | {"peak_bytes": row["peak_bytes"] - allocated}
 
-    parts: dict[str, Callable[[], Message]] = {
+    measurements: dict[str, Callable[[], Message]] = {
         f"{name}, gradients of {JUDGED[0]} layers": partial(judge, arm, name, size, device)
     }
-    parts |= {f"{name}, prompt {p}, answers to {a}": partial(timed, p, a) for p, a in shapes}
-    for shape, part in parts.items():
+    measurements |= {f"{name}, prompt {p}, answers to {a}": partial(timed, p, a) for p, a in shapes}
+    for shape, measure_row in measurements.items():
         if [shape, arm] in without:
             continue
         row: Message = {"op": "trl_update", "provider": arm, "shape": shape, "device": str(device)}
         try:
-            row |= part()
+            row |= measure_row()
         except Exception as error:
             row |= {"ok": False if arm in ARMS[:2] else None, "missing": f"{type(error).__name__}: {error}"[:300]}
-            synchronize(device)  # raises where the device is broken
+            synchronize(device)  # raises if the device is broken
         say({"row": row})
-        for updates in made:
+        for updates in trainers:
             updates.trainer.model.zero_grad(set_to_none=True)
-        release()  # what an update left when the memory ran out
-        if row["ok"] is None:  # it would not fare better with longer ones
+        release()  # after an update that ran out of memory
+        if row["ok"] is None:  # longer shapes would fail, too
             break
     return {"ok": True}
 
 
 def release() -> None:
-    """Give back memory that nobody uses: trainers refer to themselves."""
+    """Free unused memory: trainers have reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
