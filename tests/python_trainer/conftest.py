@@ -36,7 +36,8 @@ def rounding_processor(monkeypatch):
 
     def linear(x, weight, bias=None):
         if x.dtype == torch.float32 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
-            x, weight = x.bfloat16().float(), weight.bfloat16().float()
+            x = x.bfloat16().float()
+            weight = weight.bfloat16().float()
         return plain(x, weight, bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
@@ -65,8 +66,9 @@ def model(tiny_policy):
 
 @pytest.fixture(scope="session")
 def jsonl_files(tmp_path_factory):
-    """(train, test) files of short prompts."""
-    folder, rng = tmp_path_factory.mktemp("prompts"), random.Random(0)
+    """Write short prompts to files; return (train, test)."""
+    folder = tmp_path_factory.mktemp("prompts")
+    rng = random.Random(0)
     for name, count in (("train", 12), ("test", 6)):
         rows = [{"prompt": "".join(rng.choices("ABCDEFGH", k=rng.randint(1, 6)))} for _ in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -164,21 +166,28 @@ def kill_in_the_fourth_step(run):
 
 
 def record_updates(trainer):
-    """A list that grows as a trainer trains: the rollouts of each update."""
-    seen, update = [], trainer.learner.update
-    trainer.learner.update = lambda rollouts, *rest, **options: (
-        seen.append(rollouts) or update(rollouts, *rest, **options)
+    """Return a list that collects the rollouts of each update of a trainer."""
+    updates = []
+    update_policy = trainer.learner.update
+    trainer.learner.update = lambda rollouts, *arguments, **options: (
+        updates.append(rollouts) or update_policy(rollouts, *arguments, **options)
     )
-    return seen
+    return updates
 
 
-def graded(rewards, lengths=None, *, vocab=64, size=4, finish="stop"):
-    """Rollouts of these rewards in groups of a size, drawn from a uniform policy."""
-    gen, rollouts = torch.Generator().manual_seed(3), []
+def graded(rewards, lengths=None, *, vocab=64, num_generations=4, finish="stop"):
+    """Make rollouts with these rewards, in groups of ``num_generations``, as a uniform policy samples them."""
+    generator = torch.Generator().manual_seed(3)
+    rollouts = []
     for i, reward in enumerate(rewards):
-        ids = torch.randint(0, vocab, (lengths[i] if lengths else 2 + i % 5,), generator=gen).tolist()
-        facts = {"prompt_index": i // size, "group": i // size, "reward": reward, "accuracy": reward}
-        prompt = [i // size % vocab, 0]
+        ids = torch.randint(0, vocab, (lengths[i] if lengths else 2 + i % 5,), generator=generator).tolist()
+        facts = {
+            "prompt_index": i // num_generations,
+            "group": i // num_generations,
+            "reward": reward,
+            "accuracy": reward,
+        }
+        prompt = [i // num_generations % vocab, 0]
         rollouts.append(Rollout(prompt, ids, 0, [-math.log(vocab)] * len(ids), finish, rewards={"r": reward}, **facts))
     return rollouts
 
@@ -228,24 +237,25 @@ def one_clear_line(result, tmp_path, *words):
 
 @contextmanager
 def full_disk(size):
-    """Limits files to so many bytes inside the block, as a disk that is full does in the middle of a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    """Limit files to ``size`` bytes inside the block, so that a write fails in the middle, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:  # before pytest writes its next line, perhaps to a file
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture
 def answers():
     """Three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
-    gen = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
 
     def ids(n):
-        return torch.randint(0, 63, (n,), generator=gen).tolist()
+        return torch.randint(0, 63, (n,), generator=generator).tolist()
 
-    prompts, prefix = [ids(3), ids(7), ids(1)], ids(5)
+    prompts = [ids(3), ids(7), ids(1)]
+    prefix = ids(5)
     return [
         *(Rollout(prompts[0], prefix + ids(n), 5) for n in (4, 0, 9, 1)),
         *(Rollout(prompts[1], ids(n)) for n in (2, 6, 6)),

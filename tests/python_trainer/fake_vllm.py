@@ -36,13 +36,14 @@ class FakeWorker(PolicyWorker):
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers from a dictionary: path -> answer, function of the request, or status of a refusal."""
+    """Answers from a dictionary: path -> answer, function of the request, or status code of a refusal."""
 
-    request_queue_size = 128  # connections that wait to be accepted; more than are made at a time
+    request_queue_size = 128  # connections waiting to be accepted, more than tests make at a time
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies, self.worker = [], FakeWorker()
+        self.bodies = []
+        self.worker = FakeWorker()
         self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": LIMIT, "vocab_size": 64,
                          "model_type": "qwen2"}  # fmt: skip
         self.answers = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "policy"}]}}
@@ -52,7 +53,7 @@ class FakeServer(ThreadingHTTPServer):
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def asked(self):
+    def token_requests(self):
         """The requests for tokens."""
         return [body for path, body in self.bodies if path == "/v1/completions"]
 
@@ -71,10 +72,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append((self.path, body))
         if body.get("method") == "load_policy":
             weights, adapter, deltas = [*body["args"], None, False][:3]
-            found = self.server.worker.policy_weights(weights, adapter, deltas)
-            if found is not None:
-                self.server.loaded = {name: weight.clone() for name, weight in found}
-            answer = {"results": [{"loaded": found is not None}]}
+            loaded = self.server.worker.policy_weights(weights, adapter, deltas)
+            if loaded is not None:
+                self.server.loaded = {name: weight.clone() for name, weight in loaded}
+            answer = {"results": [{"loaded": loaded is not None}]}
             return self.answer(self.server.answers.get(self.path, answer), body)
         return self.answer(self.server.answers.get(self.path, {"results": [self.server.settings]}), body)
 
@@ -82,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = answer(body) if callable(answer) else answer
         status, text = (answer, "refused") if isinstance(answer, int) else (200, answer)
         data = (text if isinstance(text, str) else json.dumps(text)).encode()
-        with suppress(ConnectionError):  # who asked may not wait any more
+        with suppress(ConnectionError):  # the client may be gone
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -111,11 +112,14 @@ def urls(servers):
 
 
 class FakeLLM:
-    """Says in ``events`` what happens to it, and fails where the real one would: without weights or a cache."""
+    """Records its calls in ``events``, and fails where the real one does: without weights or a cache."""
 
     def __init__(self, folder, **options):
-        self.folder, self.options, self.events, self.loaded = folder, options, [], {}
-        self.there = {"weights", "kv_cache"}
+        self.folder = folder
+        self.options = options
+        self.events = []
+        self.loaded = {}
+        self.allocated = {"weights", "kv_cache"}
         self.model_config = SimpleNamespace(max_model_len=LIMIT)
         self.prompt_tokens = 0
         type(self).last = self
@@ -126,28 +130,32 @@ class FakeLLM:
         return [SimpleNamespace(name=name, value=counts.get(name, 0.0)) for name in names.values()]
 
     def sleep(self, level):
-        assert self.options["enable_sleep_mode"] and self.there == {"weights", "kv_cache"}
-        self.there, self.loaded, self.lost = set(), {}, self.loaded
+        assert self.options["enable_sleep_mode"] and self.allocated == {"weights", "kv_cache"}
+        self.allocated, self.loaded, self.lost = set(), {}, self.loaded
         self.events.append(f"sleep {level}")
 
     def wake_up(self, tags):
-        assert not self.there & set(tags)
-        self.there |= set(tags)
+        assert not self.allocated & set(tags)
+        self.allocated |= set(tags)
         self.events += [f"wake {tag}" for tag in tags]
 
     def collective_rpc(self, method, args):
-        assert method == "load_policy" and "weights" in self.there
+        assert method == "load_policy" and "weights" in self.allocated
         self.loaded = {name: weight.clone() for name, weight in args[0]}
-        self.events.append("load" if "kv_cache" in self.there else "load without a cache")
+        self.events.append("load" if "kv_cache" in self.allocated else "load without a cache")
 
     def generate(self, prompts, params, use_tqdm):
-        assert self.there == {"weights", "kv_cache"} and self.loaded
+        assert self.allocated == {"weights", "kv_cache"} and self.loaded
         if self.events[-1] != "generate":
             self.events.append("generate")
-        self.prompt_tokens += sum(one.n * len(p["prompt_token_ids"]) for p, one in zip(prompts, params, strict=True))
+        self.prompt_tokens += sum(
+            settings.n * len(p["prompt_token_ids"]) for p, settings in zip(prompts, params, strict=True)
+        )
         return [
             SimpleNamespace(outputs=[self._output(choice) for choice in drawn["choices"]])
-            for drawn in (draw(vars(one) | {"prompt": p["prompt_token_ids"]}) for p, one in zip(prompts, params))
+            for drawn in (
+                draw(vars(settings) | {"prompt": p["prompt_token_ids"]}) for p, settings in zip(prompts, params)
+            )
         ]
 
     @staticmethod

@@ -18,14 +18,14 @@ from python_trainer.distributed import RankGroup
 from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.trainer import Trainer
 
-PATIENCE = timedelta(minutes=5)  # for another process, which may have more to do; then it will never come
+TIMEOUT = timedelta(minutes=5)  # for another process, which may have more work
 KINDS = {"ddp": partial(RankGroup, "ddp"), "fsdp2": ShardedGroup}
 
 
 def _enter(rank, size, threads, rendezvous, function, args):
     torch.set_num_threads(threads)
     tempfile.tempdir = str(rendezvous.parent)  # os._exit below leaves what a process has there
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         function(*args)
     finally:
@@ -37,10 +37,10 @@ def _enter(rank, size, threads, rendezvous, function, args):
 
 
 def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
-    """Calls ``function(*args)``, of a module, once in each process; their exceptions come out here."""
+    """Call the module-level ``function(*args)`` in each process; raise their exceptions here."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    here = str(Path(__file__).parent)  # they import conftest by its name, and other folders have one too
-    sys.path[:] = [here, *(path for path in sys.path if path != here)]
+    folder_of_tests = str(Path(__file__).parent)  # they import conftest by its name, and other folders have one too
+    sys.path[:] = [folder_of_tests, *(path for path in sys.path if path != folder_of_tests)]
     arguments = size, torch.get_num_threads(), folder / "rendezvous", function, args
     mp.spawn(_enter, arguments, nprocs=size)
 

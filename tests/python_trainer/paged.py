@@ -65,7 +65,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def mixed_requests(**changes) -> list[Request]:
-    """Several lengths; some share a beginning, some have prefixes, some have several samples."""
+    """Make requests of several lengths, some with common prompt prefixes, answer prefixes or several samples."""
     a, b, c = prompts([19, 6, 1])
     settings = [
         {"prompt_ids": a, "num_generations": 3},
@@ -75,12 +75,12 @@ def mixed_requests(**changes) -> list[Request]:
         {"prompt_ids": a, "prefix_ids": c, "num_generations": 2},
     ]
     return [
-        Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **one, **changes})
-        for i, one in enumerate(settings)
+        Request(**{"max_new_tokens": 20 + 3 * i, "sample_id": 10 * i, **values, **changes})
+        for i, values in enumerate(settings)
     ]
 
 
-def assert_same(got, expected):
-    assert [c.ids for c in got] == [c.ids for c in expected]
-    for one, other in zip(got, expected):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+def assert_same(completions, expected):
+    assert [c.ids for c in completions] == [c.ids for c in expected]
+    for completion, expected_completion in zip(completions, expected):
+        assert completion.logprobs == pytest.approx(expected_completion.logprobs, abs=1e-4)

@@ -65,7 +65,8 @@ def test_equal_rewards_give_exactly_zero_advantage():
     # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary: a rounding error divided by a tiny deviation must not become a signal
     for value in (0.1, 0.7, 1e6 + 0.3):
         for n in (0, 1, 3, 7):
-            rewards, groups = torch.full((n,), value), torch.zeros(n, dtype=torch.int64)
+            rewards = torch.full((n,), value)
+            groups = torch.zeros(n, dtype=torch.int64)
             for scale in ("group", "batch", "none"):
                 assert torch.equal(advantages("group", rewards, groups, scale_rewards=scale), torch.zeros(n))
             assert torch.equal(advantages("rloo", rewards, groups), torch.zeros(n))
@@ -74,12 +75,13 @@ def test_equal_rewards_give_exactly_zero_advantage():
 
 def test_rloo_known_values():
     # others of 1 are (0, 2): mean 1 -> 0; of 0: 1.5 -> -1.5; of 2: 0.5 -> 1.5; alone: nothing to compare with
-    got = advantages("rloo", torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
-    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -1.5, 1.5]))
+    rloo = advantages("rloo", torch.tensor([1.0, 9.0, 0.0, 2.0]), torch.tensor([0, 1, 0, 0]))
+    torch.testing.assert_close(rloo, torch.tensor([0.0, 0.0, -1.5, 1.5]))
 
 
 def test_gae_known_values():
-    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.5, 0.4, 0.2]])
     # gamma 0.9, lambda 0.5: last: 1 - 0.2 = 0.8; middle: 0.9 * 0.2 - 0.4 + 0.45 * 0.8 = 0.14;
     # first: 0.9 * 0.4 - 0.5 + 0.45 * 0.14 = -0.077
     advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.5)
@@ -99,8 +101,8 @@ def test_kl_known_values(kind, value, gradient):
     logprobs = torch.tensor([[math.log(2), -INF]], requires_grad=True)
     estimate = kl_estimate(logprobs, torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 0]]), kind)
     torch.testing.assert_close(estimate, torch.tensor([[value, 0.0]]))
-    (found,) = torch.autograd.grad(estimate.sum(), logprobs)
-    torch.testing.assert_close(found, torch.tensor([[gradient, 0.0]]))
+    (grad,) = torch.autograd.grad(estimate.sum(), logprobs)
+    torch.testing.assert_close(grad, torch.tensor([[gradient, 0.0]]))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,9 @@ def test_kl_known_values(kind, value, gradient):
 )
 def test_policy_loss_known_values(ratio, advantage, options, expected):
     settings = AlgorithmConfig(**options)
-    one, logprobs = torch.ones(1, 1), torch.tensor([[math.log(ratio)]])
-    out = policy_loss(logprobs, torch.zeros(1, 1), advantage * one[0], one, settings)
+    ones = torch.ones(1, 1)
+    logprobs = torch.tensor([[math.log(ratio)]])
+    out = policy_loss(logprobs, torch.zeros(1, 1), advantage * ones[0], ones, settings)
     assert out.loss.item() == pytest.approx(expected, rel=1e-6)
     assert out.ratio.item() == pytest.approx(ratio, rel=1e-6)
     high = options.get("epsilon_high", 0.2)
@@ -130,7 +133,8 @@ def test_policy_loss_known_values(ratio, advantage, options, expected):
 def test_sequence_ratio_known_values():
     """GSPO: one ratio per answer, the geometric mean over its tokens, clipped as one."""
     logprobs = torch.tensor([[math.log(2.0), math.log(0.5), math.log(3.375), math.nan]], requires_grad=True)
-    mask, advantages = mask_of([3], 4), torch.tensor([1.0])
+    mask = mask_of([3], 4)
+    advantages = torch.tensor([1.0])
     # (2 x 0.5 x 3.375)^(1/3) = 1.5: above 1.2, held back at every token, no gradient
     gspo = AlgorithmConfig(importance_sampling_level="sequence")
     out = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, gspo)
@@ -139,10 +143,10 @@ def test_sequence_ratio_known_values():
     assert out.clipped_high.tolist() == [[True, True, True, False]]
     assert not torch.autograd.grad(out.loss.sum(), logprobs)[0].any()
     # at 0.5 x advantage -1 with epsilon 0.6 nothing is clipped: d(ratio) / d(logprob) = ratio / 3 for each of 3 tokens
-    other = torch.full((1, 4), math.log(0.5), requires_grad=True)
-    wide = gspo.model_copy(update={"epsilon": 0.6})
-    out = policy_loss(other, torch.zeros(1, 4), -advantages, mask, wide)
-    (gradient,) = torch.autograd.grad(out.loss.sum(), other)
+    halved = torch.full((1, 4), math.log(0.5), requires_grad=True)
+    wide_clip = gspo.model_copy(update={"epsilon": 0.6})
+    out = policy_loss(halved, torch.zeros(1, 4), -advantages, mask, wide_clip)
+    (gradient,) = torch.autograd.grad(out.loss.sum(), halved)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
 
 
@@ -153,7 +157,8 @@ def test_sequence_ratio_known_values():
 def test_cispo_known_values(ratio, advantage, weight):
     """-weight x A x log pi, and the gradient -weight x A: no token is without one."""
     logprobs = torch.tensor([[-0.75, math.nan]], requires_grad=True)
-    old, mask = torch.tensor([[-0.75 - math.log(ratio), 0.0]]), mask_of([1], 2)
+    old = torch.tensor([[-0.75 - math.log(ratio), 0.0]])
+    mask = mask_of([1], 2)
     settings = AlgorithmConfig(policy_loss="cispo", epsilon_high=0.28)
     out = policy_loss(logprobs, old, torch.tensor([advantage]), mask, settings)
     torch.testing.assert_close(out.loss, torch.tensor([[0.75 * weight * advantage, 0.0]]))
@@ -162,7 +167,8 @@ def test_cispo_known_values(ratio, advantage, weight):
 
 
 def test_aggregations_known_values():
-    losses, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]), mask_of([3, 1], 3)
+    losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+    mask = mask_of([3, 1], 3)
     expected = {
         "token-mean": 10 / 4,  # (1 + 2 + 3 + 4) / 4 tokens
         "seq-mean-token-sum": 10 / 2,  # (6 + 4) / 2 sequences
@@ -176,8 +182,8 @@ def test_aggregations_known_values():
         weigh = LOSS_TYPES.resolve(name)
         weights = weigh(mask, num_tokens=4, num_sequences=2, max_length=8, lengths=mask.sum(1))
         assert (losses * weights).sum().item() == pytest.approx(value)
-    whole = LOSS_TYPES.resolve("seq-mean-token-mean")(mask, num_sequences=2, lengths=torch.tensor([6, 2]))
-    assert (losses * whole).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
+    longer_weights = LOSS_TYPES.resolve("seq-mean-token-mean")(mask, num_sequences=2, lengths=torch.tensor([6, 2]))
+    assert (losses * longer_weights).sum().item() == pytest.approx((6 / 6 + 4 / 2) / 2)
 
 
 @pytest.mark.parametrize("reduced", [torch.mean, lambda loss: loss.mean(1), lambda loss: loss.mean(1, keepdim=True)])
@@ -188,9 +194,10 @@ def test_a_policy_loss_that_averages_is_refused(reduced):
         policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2), mask_of([3, 1], 3), settings)
 
 
-def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
-    total, counts = 0.0, {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_length": 9}
-    for rows in parts:
+def loss_in_parts(logprobs, old, advantages, mask, aggregation, settings, micro_batches):
+    total = 0.0
+    counts = {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_length": 9}
+    for rows in micro_batches:
         losses = policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], settings).loss
         weights = LOSS_TYPES.resolve(aggregation)(mask[rows], lengths=mask[rows].sum(1), **counts)
         total = total + (losses * weights).sum()
@@ -201,37 +208,42 @@ def whole_loss(logprobs, old, advantages, mask, aggregation, settings, parts):
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=8),
     aggregation=st.sampled_from([*{LOSS_TYPES.resolve(name): name for name in LOSS_TYPES.names}.values()]),
-    kind=st.sampled_from(POLICY_LOSSES.names),
-    split=st.integers(1, 4),
-    pad=st.integers(0, 3),
-    left=st.booleans(),
+    policy_loss_kind=st.sampled_from(POLICY_LOSSES.names),
+    num_parts=st.integers(1, 4),
+    padding=st.integers(0, 3),
+    left_padded=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_loss_does_not_depend_on_split_order_or_padding(lengths, aggregation, kind, split, pad, left, seed):
+def test_loss_does_not_depend_on_split_order_or_padding(
+    lengths, aggregation, policy_loss_kind, num_parts, padding, left_padded, seed
+):
     """Micro-batches or ranks, amount and side of padding, order of rows: the same loss and the same gradient."""
-    gen = torch.Generator().manual_seed(seed)
-    algorithm, n, width = AlgorithmConfig(policy_loss=kind), len(lengths), max(max(lengths), 1)
-    mask, advantages = mask_of(lengths, width), torch.randn(n, generator=gen, dtype=torch.float64)
-    values, noise = torch.randn(2, n, width, generator=gen, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    algorithm = AlgorithmConfig(policy_loss=policy_loss_kind)
+    n = len(lengths)
+    width = max(max(lengths), 1)
+    mask = mask_of(lengths, width)
+    advantages = torch.randn(n, generator=generator, dtype=torch.float64)
+    values, noise = torch.randn(2, n, width, generator=generator, dtype=torch.float64)
     old = torch.where(mask, values + 0.3 * noise, math.nan)
-    plain = torch.where(mask, values, -INF).requires_grad_()
-    loss = whole_loss(plain, old, advantages, mask, aggregation, algorithm, [slice(None)])
-    (expected,) = torch.autograd.grad(loss, plain)
+    logprobs = torch.where(mask, values, -INF).requires_grad_()
+    loss = loss_in_parts(logprobs, old, advantages, mask, aggregation, algorithm, [slice(None)])
+    (expected,) = torch.autograd.grad(loss, logprobs)
     assert not expected[~mask].any()
 
-    order = torch.randperm(n, generator=gen)
+    order = torch.randperm(n, generator=generator)
 
-    def widened(x, fill):
-        return torch.nn.functional.pad(x[order], (pad, 0) if left else (0, pad), value=fill)
+    def pad_rows(x, fill):
+        return torch.nn.functional.pad(x[order], (padding, 0) if left_padded else (0, padding), value=fill)
 
-    wide = widened(plain.detach(), -INF).requires_grad_()
-    parts = [list(range(i, n, split)) for i in range(min(split, n))]
-    other = whole_loss(
-        wide, widened(old, math.nan), advantages[order], widened(mask, False), aggregation, algorithm, parts
+    padded = pad_rows(logprobs.detach(), -INF).requires_grad_()
+    micro_batches = [list(range(i, n, num_parts)) for i in range(min(num_parts, n))]
+    split_loss = loss_in_parts(
+        padded, pad_rows(old, math.nan), advantages[order], pad_rows(mask, False), aggregation, algorithm, micro_batches
     )
-    (gradient,) = torch.autograd.grad(other, wide)
-    torch.testing.assert_close(other, loss)
-    torch.testing.assert_close(gradient, widened(expected, 0.0))
+    (gradient,) = torch.autograd.grad(split_loss, padded)
+    torch.testing.assert_close(split_loss, loss)
+    torch.testing.assert_close(gradient, pad_rows(expected, 0.0))
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES.names)
@@ -271,12 +283,13 @@ def test_masked_entries_may_hold_anything(kind):
 )
 def test_importance_weights_known_values(level, mode, cap, expected):
     """3 x 1.5 x 0.4 = 1.8; of the second row only 0.5 was drawn by the sampler. A sequence's weight is that of all."""
-    old, sampler = torch.tensor([[3.0, 1.5, 0.4], [0.5, 7.0, 7.0]]).log(), torch.zeros(2, 3)
+    old = torch.tensor([[3.0, 1.5, 0.4], [0.5, 7.0, 7.0]]).log()
+    sampler = torch.zeros(2, 3)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     sampler[1, 1:] = -INF
-    got = importance_weights(old.requires_grad_(), sampler, mask, mode=mode, cap=cap, level=level)
-    torch.testing.assert_close(got, torch.tensor(expected))
-    assert not got.requires_grad
+    weights = importance_weights(old.requires_grad_(), sampler, mask, mode=mode, cap=cap, level=level)
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert not weights.requires_grad
 
 
 def test_samplers_that_differ_are_corrected_unless_told_otherwise():

@@ -57,18 +57,19 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     alpha = Alpha(AlphaSettings(**options))
     alpha.begin(context.run)
     for step in range(1, 13):
-        context.step, context.telemetry = step, {}
+        context.step = step
+        context.telemetry = {}
         alpha.answered = [[step, 0.28 + rise * step, 1.0]]  # of one step alone: nothing is smoothed
         noise = 0.02 * torch.randn(16, 24, generator=torch.Generator().manual_seed(step))
         model.proj.weight.grad = (-DIRECTION + noise).to(dtype)
         model.proj.bias.grad = torch.ones(16, dtype=dtype)
         model.embed.weight.grad = torch.ones(5, 24, dtype=dtype)
         # the update itself, without Adam's signs: the moments still are real
-        moved = optimizer.masters["proj.weight"].detach() + 1e-3 * (DIRECTION - noise)
+        update = optimizer.masters["proj.weight"].detach() + 1e-3 * (DIRECTION - noise)
         optimizer.step(1e-3)
         with torch.no_grad():
-            for place in optimizer.places("proj.weight"):
-                place.copy_(moved)
+            for parameter in optimizer.places("proj.weight"):
+                parameter.copy_(update)
         alpha.after_update(context)
     return alpha, context, start
 
@@ -82,21 +83,23 @@ def everything(context):
 @pytest.mark.parametrize("predictor", sorted(PREDICTORS))
 def test_a_better_edit_is_accepted(predictor, dtype):
     alpha, context, start = trained(lambda p: 0.5 + 10 * p, dtype=dtype, predictor=predictor)
-    before, state = progress(context.policy, start), everything(context)
-    assert before == pytest.approx(0.012, rel=0.1)
+    start_progress = progress(context.policy, start)
+    state_before = everything(context)
+    assert start_progress == pytest.approx(0.012, rel=0.1)
     event = alpha.attempt(context)
     assert event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0] and "refused" not in event
     assert progress(context.policy, start) == pytest.approx(0.024, rel=0.1)
     assert event["tries"][0]["after"] > event["tries"][0]["before"]
     assert context.engine.policy_updated.call_count == context.evaluate_each.call_count, "no cache outlives weights"
-    after = everything(context)
-    assert not after["proj.weight"]["exp_avg"].any() and state["proj.weight"]["exp_avg"].any()
+    state_after = everything(context)
+    assert not state_after["proj.weight"]["exp_avg"].any() and state_before["proj.weight"]["exp_avg"].any()
     for name, key in (("proj.weight", "exp_avg_sq"), ("proj.weight", "step"), ("embed.weight", "exp_avg")):
-        assert torch.equal(after[name][key], state[name][key])
+        assert torch.equal(state_after[name][key], state_before[name][key])
     for name in ("embed.weight", "proj.bias"):
-        assert torch.equal(after["weights"][name], state["weights"][name]), "not a projection: as trained"
+        assert torch.equal(state_after["weights"][name], state_before["weights"][name]), "not a projection: as trained"
     assert alpha.anchor == 12 and len(alpha.trajectory) == 0, "tracking starts again from there"
-    param, master = context.policy.proj.weight, context.optimizer.masters["proj.weight"]
+    param = context.policy.proj.weight
+    master = context.optimizer.masters["proj.weight"]
     edited = master.detach().clone()
     assert torch.equal(master.to(dtype), param)
     assert dtype == torch.float32 or not torch.equal(master, param.float()), "far below the spacing of bfloat16"
@@ -179,7 +182,8 @@ def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
 
 def test_the_level_adds_up_over_all_comparisons():
     gate = Gate(0.05)
-    after, before = [1.0] * 9 + [0.0] * 4, [0.0] * 9 + [0.0] * 4  # e = (2^10 - 1) / 10
+    after = [1.0] * 9 + [0.0] * 4
+    before = [0.0] * 9 + [0.0] * 4  # e = (2^10 - 1) / 10
     outcomes = [gate.compare(after, before) for _ in range(200)]
     assert outcomes[0].accepted and not outcomes[1].accepted and outcomes[0].e_value == 102.3
     assert outcomes[0].needed == 40 and sum(1 / o.needed for o in outcomes) <= 0.05
@@ -190,12 +194,14 @@ def test_the_gate_rarely_accepts_what_is_no_better():
     accepted = 0
     for _ in range(300):
         gate = Gate(0.05)
-        before, *drawn = (torch.rand(4, 500, generator=generator) < 0.7).tolist()
+        current, *draws = (torch.rand(4, 500, generator=generator) < 0.7).tolist()
         changed = (torch.rand(3, 500, generator=generator) < 0.2).tolist()
-        candidates = [[n if c else b for b, n, c in zip(before, *rows)] for rows in zip(drawn, changed)]
+        candidates = [[n if c else b for b, n, c in zip(current, *rows)] for rows in zip(draws, changed)]
         accepted += any(
-            gate.compare_in_parts(lambda n, same=same: same[:n], lambda n, before=before: before[:n], 500).accepted
-            for same in candidates
+            gate.compare_in_parts(
+                lambda n, candidate=candidate: candidate[:n], lambda n, current=current: current[:n], 500
+            ).accepted
+            for candidate in candidates
         )
     assert accepted <= 0.05 * 300
 
@@ -203,16 +209,16 @@ def test_the_gate_rarely_accepts_what_is_no_better():
 def test_the_gate_looks_no_further_than_it_must():
     hard = torch.randperm(2048, generator=torch.Generator().manual_seed(1)).div(2048).tolist()
 
-    def compare(before, after):
-        looked = []
+    def compare(share_before, share_after):
+        looked_at = []
 
         def answers(share):
-            return lambda n: looked.append(n) or [float(value < share) for value in hard[:n]]
+            return lambda n: looked_at.append(n) or [float(value < share) for value in hard[:n]]
 
-        found = Gate(0.05).compare_in_parts(answers(after), answers(before), 2048)
+        comparison = Gate(0.05).compare_in_parts(answers(share_after), answers(share_before), 2048)
         looks = (256, 512, 768, 1024, 1536, 2048)
-        assert looked == [n for n in looks[: len(looked) // 2] for _ in "ab"]
-        return found.accepted, found.prompts
+        assert looked_at == [n for n in looks[: len(looked_at) // 2] for _ in "ab"]
+        return comparison.accepted, comparison.prompts
 
     assert compare(0.5, 0.6) == (True, 256)
     assert compare(0.5, 0.5) == (False, 256) and compare(0.5, 0.4) == (False, 256)
@@ -223,10 +229,12 @@ def test_the_gate_looks_no_further_than_it_must():
 def test_candidates_share_the_answers_of_the_present_weights(prompts, available):
     """Weights in the model are always those that answer; an attempt begins where the one before it ended, and goes on
     over all that are available."""
-    gate, weight, asked = Gate(0.05, position=available - 1), torch.tensor(0.0), []
+    gate = Gate(0.05, position=available - 1)
+    weight = torch.tensor(0.0)
+    evaluated = []
 
     def evaluate(rows):
-        asked.extend((weight.item(), row) for row in rows)
+        evaluated.extend((weight.item(), row) for row in rows)
         return [0.0] * len(rows)
 
     judge = partial(Attempt(prompts=prompts).judge, gate, {"w": torch.tensor(8.0)}, {"w": [weight]})
@@ -234,16 +242,18 @@ def test_candidates_share_the_answers_of_the_present_weights(prompts, available)
     assert [t["factor"] for t in tries] == [1.0, 0.5, 0.25] and gate.comparisons == 3
     count = -(-min(prompts, available) // 8)  # no prompt is evidence twice
     rows = [(available - 1 + i) % available for i in range(count)]
-    seen = {value: [row for inside, row in asked if inside == value] for value, _ in asked}
-    assert seen == dict.fromkeys((0.0, 8.0, 4.0, 2.0), rows)
+    rows_by_weight = {
+        value: [row for weight_value, row in evaluated if weight_value == value] for value, _ in evaluated
+    }
+    assert rows_by_weight == dict.fromkeys((0.0, 8.0, 4.0, 2.0), rows)
     assert gate.position == (available - 1 + count) % available
     with pytest.raises(ValueError, match="one number for each"):
         judge(lambda rows: [1.0] * (len(rows) + 1), available=available)
 
 
-def accept(gate, after, before, prompts):
-    """Asks for all answers, and finds any candidate better."""
-    assert len(after(prompts)) == len(before(prompts)) == prompts
+def accept(gate, evaluate_after, evaluate_before, prompts):
+    """Evaluate all answers, and accept any candidate."""
+    assert len(evaluate_after(prompts)) == len(evaluate_before(prompts)) == prompts
     return Comparison(0.0, 1.0, prompts, 1.0, 1.0, True)
 
 
@@ -270,23 +280,24 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
 
 
 @pytest.mark.parametrize(
-    ("steps", "done", "changes", "jumps", "tracked"),
+    ("steps", "interrupted_at", "changes", "jumps", "tracked"),
     [(8, 5, {}, [4, 7], [1]), (4, 2, {"track_steps": 3, "first_step": 99}, [], [3])],
     ids=["across a jump, with the trajectory half full", "before anything is tracked"],
 )
 def test_an_interrupted_run_resumes_to_the_same_state(
-    alpha_config, tmp_path, monkeypatch, steps, done, changes, jumps, tracked
+    alpha_config, tmp_path, monkeypatch, steps, interrupted_at, changes, jumps, tracked
 ):
     """The base is what the weights were at the start, not where the run was interrupted."""
     monkeypatch.setattr(Gate, "compare_in_parts", accept)
     config = alpha_config(max_steps=steps, alpha=changes)
-    whole = train(config, tmp_path / "whole").accelerators[0]
-    assert [e["step"] for e in whole.events if e["accepted"]] == jumps and whole.anchor == max([0, *jumps])
-    assert whole.trajectory.state_dict()["steps"].tolist() == tracked
-    train(config.model_copy(update={"max_steps": done}), tmp_path / "parts")
+    uninterrupted = train(config, tmp_path / "whole").accelerators[0]
+    assert [e["step"] for e in uninterrupted.events if e["accepted"]] == jumps
+    assert uninterrupted.anchor == max([0, *jumps])
+    assert uninterrupted.trajectory.state_dict()["steps"].tolist() == tracked
+    train(config.model_copy(update={"max_steps": interrupted_at}), tmp_path / "parts")
     train(config, tmp_path / "parts", resume=True)
-    found = [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")]
-    assert found == ["evaluations", "rows"], "the one at the end of the first part"
+    sections = [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")]
+    assert sections == ["evaluations", "rows"], "the one at the end of the first part"
 
 
 def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):

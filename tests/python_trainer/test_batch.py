@@ -42,24 +42,25 @@ def rollouts():
 
     Of every second answer others have written some tokens, in prefix and suffix.
     """
-    gen = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
     def ids(n):
-        return torch.randint(0, 63, (n,), generator=gen).tolist()
+        return torch.randint(0, 63, (n,), generator=generator).tolist()
 
-    out = []
+    answers = []
     for group, (prefix_len, suffixes) in enumerate([(9, (1, 4, 7, 2)), (1, (3, 3, 12)), (0, (5, 1, 8))]):
-        prompt, prefix = ids(3 + group), ids(prefix_len)
-        for number, count in enumerate(suffixes):
+        prompt = ids(3 + group)
+        prefix = ids(prefix_len)
+        for number, length in enumerate(suffixes):
             reward = float((number + group) % 3 == 0)
-            logprobs = (-4 + torch.rand(count, generator=gen)).tolist()
+            logprobs = (-4 + torch.rand(length, generator=generator)).tolist()
             reason = "length" if number == 1 else "stop"
-            answer = prefix + ids(count)
-            facts = {"prompt_index": group, "group": group, "reward": reward, "accuracy": reward}
+            answer = prefix + ids(length)
+            fields = {"prompt_index": group, "group": group, "reward": reward, "accuracy": reward}
             if number % 2 == 0:
-                facts["response_mask"] = [(place + number) % 3 < 2 for place in range(len(answer))]
-            out.append(Rollout(prompt, answer, prefix_len, logprobs, reason, **facts))
-    return out
+                fields["response_mask"] = [(position + number) % 3 < 2 for position in range(len(answer))]
+            answers.append(Rollout(prompt, answer, prefix_len, logprobs, reason, **fields))
+    return answers
 
 
 def noisy(batch, policy, scale, seed):
@@ -73,20 +74,22 @@ def noisy(batch, policy, scale, seed):
     return out
 
 
-def plain(policy, rollouts, batch, config):
-    """The loss of the whole batch on [B, L], from one forward pass of the model per answer."""
+def plain_loss(policy, rollouts, batch, config):
+    """Return the loss of the full batch on [B, L], from one forward pass of the model per answer."""
     width = max(len(r.response_ids) for r in rollouts)
     mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
-    logprob_rows, entropy_rows = [], []
+    logprob_rows = []
+    entropy_rows = []
     for i, rollout in enumerate(rollouts):
-        count = len(rollout.response_ids)
-        for found, rows in zip(plain_score(policy, rollout), (logprob_rows, entropy_rows)):
-            rows.append(torch.nn.functional.pad(found, (0, width - count)))
-        first = 0 if batch.prefix_in_loss else rollout.prefix_len
+        length = len(rollout.response_ids)
+        for values, rows in zip(plain_score(policy, rollout), (logprob_rows, entropy_rows)):
+            rows.append(torch.nn.functional.pad(values, (0, width - length)))
+        start = 0 if batch.prefix_in_loss else rollout.prefix_len
         truncated = config.mask_truncated_completions and rollout.finish_reason == "length"
-        own = torch.tensor(rollout.response_mask or [True] * count)
-        mask[i, first:count] = own[first:] & (not truncated)
-    logprobs, entropy = torch.stack(logprob_rows), torch.stack(entropy_rows)
+        policy_tokens = torch.tensor(rollout.response_mask or [True] * length)
+        mask[i, start:length] = policy_tokens[start:] & (not truncated)
+    logprobs = torch.stack(logprob_rows)
+    entropy = torch.stack(entropy_rows)
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     sampled = mask & ~batch.sampler_logprobs.isnan()
     weights = None
@@ -94,50 +97,51 @@ def plain(policy, rollouts, batch, config):
     if mode:
         cap = config.importance_sampling_cap
         weights = importance_weights(old, batch.sampler_logprobs, sampled, mode=mode, cap=cap, level=level)
-    out = policy_loss(logprobs, old, batch.advantages, mask, config, weights=weights)
-    loss = out.loss
+    policy_terms = policy_loss(logprobs, old, batch.advantages, mask, config, weights=weights)
+    loss = policy_terms.loss
     if config.beta:
         kl = kl_estimate(logprobs, batch.reference_logprobs, mask, config.kl_estimator)
-        loss = loss + config.beta * (kl * out.ratio if config.use_bias_correction_kl else kl)
-    weight = batch.aggregate(
+        loss = loss + config.beta * (kl * policy_terms.ratio if config.use_bias_correction_kl else kl)
+    token_weights = batch.aggregate(
         mask, num_tokens=int(mask.sum()), num_sequences=len(rollouts), max_length=MAX_LENGTH,
         lengths=torch.tensor([sum(r.response_mask or [True] * len(r.response_ids)) for r in rollouts]),
     )  # fmt: skip
-    return (loss * weight).sum() - config.entropy_coef * entropy[mask].mean()
+    return (loss * token_weights).sum() - config.entropy_coef * entropy[mask].mean()
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole answers", "suffixes"])
+@pytest.mark.parametrize("whole_answers", [True, False], ids=["whole answers", "suffixes"])
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole):
+def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole_answers):
     config = AlgorithmConfig(**FORMS[form])
-    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole)
+    batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole_answers)
     batch.set_advantages()
     if config.num_iterations > 1:
         batch.old_logprobs = noisy(batch, policy, 0.1, 1)
     if config.beta:
         batch.reference_logprobs = noisy(batch, policy, 0.5, 2)
     params = list(policy.model.parameters())
-    expected = plain(policy, rollouts, batch, config)
-    wanted = torch.autograd.grad(expected, params)
-    size = torch.cat([g.flatten() for g in wanted]).norm()
-    assert size > 1e-3
-    everything = range(len(rollouts))
-    minibatch = Minibatch(batch, everything)
+    expected = plain_loss(policy, rollouts, batch, config)
+    expected_grads = torch.autograd.grad(expected, params)
+    grad_norm = torch.cat([g.flatten() for g in expected_grads]).norm()
+    assert grad_norm > 1e-3
+    all_samples = range(len(rollouts))
+    minibatch = Minibatch(batch, all_samples)
     tokens = {}
     for budget in (10_000, 30, 1):  # the last one parts all answers
         policy.model.zero_grad()
         total = tokens[budget] = 0
         with policy.packed_attention():
-            for part in micro_batches(batch.rollouts, everything, budget):
-                packed = batch.pack(part)
-                assert whole or len(packed.rows) == len(packed.targets) == packed.mask.sum()  # of suffixes alone
+            for samples in micro_batches(batch.rollouts, all_samples, budget):
+                packed = batch.pack(samples)
+                if not whole_answers:
+                    assert len(packed.rows) == len(packed.targets) == packed.mask.sum()
                 loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0)[:2])
                 loss.backward()
                 total += loss.item()
                 tokens[budget] += packed.ids.numel()
         assert total == pytest.approx(expected.item(), abs=1e-5)
-        error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, wanted)]).norm()
-        assert error < 1e-5 * size
+        error = torch.cat([(p.grad - g).flatten() for p, g in zip(params, expected_grads)]).norm()
+        assert error < 1e-5 * grad_norm
     policy.model.zero_grad()
     assert tokens[10_000] < 0.75 * tokens[1]
 
@@ -154,41 +158,43 @@ WITH_OTHERS = {
 
 
 def rollouts_of(masks, *, with_others):
-    """Two groups of answers whose own tokens and numbers are the same, with the tokens of others or without."""
-    gen = torch.Generator().manual_seed(0)
-    out = []
+    """Make two groups of answers with the same policy tokens, with or without tokens of an environment."""
+    generator = torch.Generator().manual_seed(0)
+    answers = []
     for index, mask in enumerate(masks):
-        ids = torch.randint(0, 63, (len(mask),), generator=gen).tolist()
-        logprobs = (-1 - torch.rand(len(mask), generator=gen)).tolist()
-        kept = [True] * len(mask) if with_others else mask
-        own = [x for x, keep in zip(ids, kept) if keep], [x for x, keep in zip(logprobs, kept) if keep]
-        out.append(Rollout([1, 2], own[0], 0, own[1], "stop", prompt_index=index % 2, group=index % 2,
-                           reward=float(index % 3), response_mask=list(mask) if with_others else None))  # fmt: skip
-    return out
+        ids = torch.randint(0, 63, (len(mask),), generator=generator).tolist()
+        logprobs = (-1 - torch.rand(len(mask), generator=generator)).tolist()
+        in_answer = [True] * len(mask) if with_others else mask
+        answer_ids = [token for token, keep in zip(ids, in_answer) if keep]
+        answer_logprobs = [logprob for logprob, keep in zip(logprobs, in_answer) if keep]
+        facts = {"prompt_index": index % 2, "group": index % 2, "reward": float(index % 3)}
+        mask = list(mask) if with_others else None
+        answers.append(Rollout([1, 2], answer_ids, 0, answer_logprobs, "stop", response_mask=mask, **facts))
+    return answers
 
 
-def loss_and_gradient(rollouts, config, own, others):
-    """Of the log-probabilities of own tokens, given tables of one row of numbers per own token."""
+def loss_and_gradient(rollouts, config, numbers, filler):
+    """Return loss, metrics and gradients, from tables with a row of numbers per policy token."""
     batch = Batch(rollouts, config, 16, torch.device("cpu"))
     packed = batch.pack(range(len(rollouts)))
     scored = [scored_tokens(rollout, score_prefix=False) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
-    def table(numbers):
-        flat = torch.full((len(flags),), others).masked_scatter(flags, numbers)
-        return torch.full(batch.present.shape, others).masked_scatter(batch.present, flat)
+    def table(row):
+        flat = torch.full((len(flags),), filler).masked_scatter(flags, row)
+        return torch.full(batch.present.shape, filler).masked_scatter(batch.present, flat)
 
-    batch.old_logprobs = table(own["old"])
-    batch.reference_logprobs = table(own["reference"])
+    batch.old_logprobs = table(numbers["old"])
+    batch.reference_logprobs = table(numbers["reference"])
     if config.advantage == "gae":
-        batch.values = table(own["values"])
+        batch.values = table(numbers["values"])
     metrics = batch.set_advantages()
-    leaves = [own[name].clone().requires_grad_() for name in ("now", "entropy", "predicted")]
+    leaves = [numbers[name].clone().requires_grad_() for name in ("now", "entropy", "predicted")]
     rows = [table(leaf)[packed.samples, : packed.mask.shape[1]] for leaf in leaves]
     values = rows[2] if batch.values is not None else None
-    loss, seen = Minibatch(batch, range(len(rollouts))).loss(packed, rows[0], rows[1], values)
+    loss, token_metrics = Minibatch(batch, range(len(rollouts))).loss(packed, rows[0], rows[1], values)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return loss.detach(), seen, metrics, [*grads]
+    return loss.detach(), token_metrics, metrics, [*grads]
 
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=2, max_size=5).filter(
@@ -198,14 +204,16 @@ masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=2, ma
 
 @pytest.mark.parametrize("form", WITH_OTHERS)
 @settings(max_examples=40, deadline=None)
-@given(masks=masks, others=st.sampled_from([float("nan"), float("inf"), 0.0, -50.0]))
-def test_tokens_of_others_change_nothing(form, masks, others):
-    """Loss, metrics and gradients are those of the answers with these tokens cut out, whatever numbers they carry."""
+@given(masks=masks, filler=st.sampled_from([float("nan"), float("inf"), 0.0, -50.0]))
+def test_tokens_of_others_change_nothing(form, masks, filler):
+    """Loss, metrics and gradients equal those of answers without these tokens, whatever numbers the tokens carry."""
     config = AlgorithmConfig(**WITH_OTHERS[form])
-    gen = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     count = sum(map(sum, masks))
-    own = {name: -torch.rand(count, generator=gen) * 2 for name in ("old", "reference", "values", "now", "entropy")}
-    own["predicted"] = torch.randn(count, generator=gen)
-    with_others = loss_and_gradient(rollouts_of(masks, with_others=True), config, own, others)
-    without = loss_and_gradient(rollouts_of(masks, with_others=False), config, own, others)
-    torch.testing.assert_close(with_others, without, atol=1e-6, rtol=1e-5)
+    numbers = {
+        name: -torch.rand(count, generator=generator) * 2 for name in ("old", "reference", "values", "now", "entropy")
+    }
+    numbers["predicted"] = torch.randn(count, generator=generator)
+    with_others = loss_and_gradient(rollouts_of(masks, with_others=True), config, numbers, filler)
+    without_others = loss_and_gradient(rollouts_of(masks, with_others=False), config, numbers, filler)
+    torch.testing.assert_close(with_others, without_others, atol=1e-6, rtol=1e-5)

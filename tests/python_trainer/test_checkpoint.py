@@ -34,10 +34,10 @@ def test_round_trip():
         "items": [],
     }
     tensors = {}
-    back = decode(encode(state, tensors), tensors)
-    assert list(back) == list(state) and back["a"] == state["a"] and back["items"] == []
-    assert torch.equal(back[3]["nested"], state[3]["nested"]) and back[3]["empty"].shape == (0,)
-    assert back["tensor"].dtype == torch.bfloat16 and back["tensor"][0] == 1.5 and back["tensor"][1].isnan()
+    decoded = decode(encode(state, tensors), tensors)
+    assert list(decoded) == list(state) and decoded["a"] == state["a"] and decoded["items"] == []
+    assert torch.equal(decoded[3]["nested"], state[3]["nested"]) and decoded[3]["empty"].shape == (0,)
+    assert decoded["tensor"].dtype == torch.bfloat16 and decoded["tensor"][0] == 1.5 and decoded["tensor"][1].isnan()
     with pytest.raises(TypeError, match="a checkpoint holds tensors.* got set"):
         encode({"x": {1}}, {})
 
@@ -98,11 +98,12 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
     assert max(row["rpo/hit_rate"] for row in read_metrics(tmp_path / "parts")[1:]) > 0
 
 
-CRITIC, ADAPTERS = {"algorithm": {"advantage": "gae"}}, {"model": {"lora": {"r": 4, "target_modules": ["q_proj"]}}}
+CRITIC = {"algorithm": {"advantage": "gae"}}
+ADAPTERS = {"model": {"lora": {"r": 4, "target_modules": ["q_proj"]}}}
 OTHER_MODEL = "is of another model than the settings"
 
 
-@pytest.mark.parametrize(("begun", "resumed", "message"), [
+@pytest.mark.parametrize(("first_settings", "resumed", "message"), [
     ({}, {"accelerators": {"enabled": ["rpo"]}}, r"run with the accelerators \[\], not \['rpo'\]"),
     ({"max_steps": 2}, {}, "run has done 2 steps, and these settings make 1: raise max_steps, or"),
     (CRITIC, {}, "was run with a critic: algorithm.advantage must be gae, got group"),
@@ -113,24 +114,25 @@ OTHER_MODEL = "is of another model than the settings"
     (ADAPTERS, {"model": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}}, OTHER_MODEL),
     (ADAPTERS, {"model": {"lora": {"r": 2, "target_modules": ["q_proj"]}}}, OTHER_MODEL),
 ])  # fmt: skip
-def test_a_run_does_not_go_on_as_another(make_config, tmp_path, begun, resumed, message):
-    train(make_config(**{"max_steps": 1} | begun), tmp_path / "run")
-    before = (tmp_path / "run" / "config.yaml").read_text()
+def test_a_run_does_not_go_on_as_another(make_config, tmp_path, first_settings, resumed, message):
+    train(make_config(**{"max_steps": 1} | first_settings), tmp_path / "run")
+    settings_text = (tmp_path / "run" / "config.yaml").read_text()
     with pytest.raises(UserError, match=message):
         Trainer(make_config(**{"max_steps": 1} | resumed), tmp_path / "run", resume=True, console=QUIET)
-    assert (tmp_path / "run" / "config.yaml").read_text() == before
+    assert (tmp_path / "run" / "config.yaml").read_text() == settings_text
 
 
 def test_what_accelerators_know_is_of_their_prompts(make_config, jsonl_files, tmp_path):
     """Kept by the numbers of prompts, it would be taken for knowledge of others; plain training has none of it."""
     lines = jsonl_files[0].read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(lines[::-1]))
-    rpo, said = {"accelerators": {"enabled": ["rpo"]}}, Console(file=io.StringIO())
+    rpo = {"accelerators": {"enabled": ["rpo"]}}
+    console = Console(file=io.StringIO())
     train(make_config(max_steps=2), tmp_path / "plain")
     train(make_config(max_steps=2, **rpo), tmp_path / "rpo")
     changed = {"max_steps": 3, "task": {"train_path": str(tmp_path / "other.jsonl")}}
-    assert Trainer(make_config(**changed), tmp_path / "plain", resume=True, console=said).run()["steps"] == 3
-    assert "prompts are others than before" in said.file.getvalue()
+    assert Trainer(make_config(**changed), tmp_path / "plain", resume=True, console=console).run()["steps"] == 3
+    assert "prompts are others than before" in console.file.getvalue()
     with pytest.raises(UserError, match="other training prompts.*'rpo'.*model.path="):
         Trainer(make_config(**changed, **rpo), tmp_path / "rpo", resume=True, console=QUIET)
 
@@ -146,8 +148,8 @@ def test_the_first_run_of_a_process_does_not_count_the_import_of_tensorboard(tmp
 @pytest.mark.parametrize("size", [100, 40_000])
 def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path, size):
     save_checkpoint(tmp_path, 1, {"w": torch.ones(4)}, keep=2)
-    said = "step-000002 cannot be written: .*too large.*; the newest there is step-000001"
-    with full_disk(size), pytest.raises(UserError, match=said):
+    message = "step-000002 cannot be written: .*too large.*; the newest there is step-000001"
+    with full_disk(size), pytest.raises(UserError, match=message):
         save_checkpoint(tmp_path, 2, {"w": torch.ones(40_000)}, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert torch.equal(load_checkpoint(tmp_path / "step-000001")["w"], torch.ones(4))
@@ -162,9 +164,9 @@ def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
             return original(self, number)
 
     monkeypatch.setattr(Trainer, "step", step)
-    code, said = run({"save": {"save_steps": 1}})
-    assert code == 2 and "error: " in said and "metrics.jsonl" in said
-    assert "step 2 is saved" in said and "Traceback" not in said
+    code, errors = run({"save": {"save_steps": 1}})
+    assert code == 2 and "error: " in errors and "metrics.jsonl" in errors
+    assert "step 2 is saved" in errors and "Traceback" not in errors
     monkeypatch.setattr(Trainer, "step", original)
     assert run({}, "--resume")[0] == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
@@ -172,8 +174,8 @@ def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
 
 def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Logger, "write_summary", full_disk(10)(Logger.write_summary))
-    code, said = run({"max_steps": 1})
-    assert code == 2 and f"too large: '{tmp_path / 'run' / 'summary.json'}'\n" in said
+    code, errors = run({"max_steps": 1})
+    assert code == 2 and f"too large: '{tmp_path / 'run' / 'summary.json'}'\n" in errors
 
 
 def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
@@ -199,16 +201,16 @@ def test_one_folder_has_one_trainer(make_config, tmp_path):
     folder = tmp_path / "run"
     trainer = Trainer(make_config(max_steps=1), folder, console=QUIET)  # both were started before either wrote
     folder.mkdir()
-    hold = [sys.executable, "-c", HOLD, str(folder)]
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"in use by another run, process {other.pid} on "):
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by another run, process {holder.pid} on "):
             trainer.run()
         for resume in (False, True):
             with pytest.raises(UserError, match="in use by another run"):
                 Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET)
         assert [p.name for p in folder.iterdir()] == [".lock"]
-        other.kill()  # the lock goes with it
+        holder.kill()  # the lock goes with it
     Trainer(make_config(max_steps=1), folder, console=QUIET).run()
     with locked(folder):
         pass
@@ -225,24 +227,27 @@ def test_a_run_that_another_one_took_further_meanwhile_is_refused(make_config, t
 def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     config = make_config(max_steps=1, model={"lora": {"r": 2}})
     Trainer(config, tmp_path / "run", console=QUIET).run()
-    aside = tmp_path / "run" / ".model.tmp"
-    aside.mkdir()
-    (aside / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
-    old = (tmp_path / "run" / "adapter").rename(tmp_path / "run" / ".old-adapter")  # the new one was not in place yet
+    temporary = tmp_path / "run" / ".model.tmp"
+    temporary.mkdir()
+    (temporary / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
+    old_adapter = (tmp_path / "run" / "adapter").rename(
+        tmp_path / "run" / ".old-adapter"
+    )  # the new one was not in place yet
     umask = os.umask(0o022)
     try:
         Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
     finally:
         os.umask(umask)
     written = [path for folder in ("model", "adapter") for path in (tmp_path / "run" / folder).iterdir()]
-    assert not old.exists() and not aside.exists()
+    assert not old_adapter.exists() and not temporary.exists()
     assert "model-00001-of-00009.safetensors" not in [path.name for path in written]
     assert {path.stat().st_mode & 0o777 for path in written} == {0o644}
 
 
 def test_folders_of_a_run_may_lie_elsewhere(make_config, tmp_path):
     """Checkpoints and the model on another disk: links stay, a checkpoint that is moved is not in the way."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
+    run = tmp_path / "run"
+    disk = tmp_path / "disk"
     run.mkdir()
     disk.mkdir()
     for name in ("checkpoints", "model", "config.yaml"):  # which lead nowhere yet
@@ -251,8 +256,8 @@ def test_folders_of_a_run_may_lie_elsewhere(make_config, tmp_path):
     Trainer(config, run, console=QUIET).run()
     moved = (disk / "checkpoints" / "step-000001").rename(disk / "moved")
     (disk / "checkpoints" / "step-000001").symlink_to(moved)
-    more = make_config(max_steps=3, save={"save_steps": 1, "save_total_limit": 2})
-    Trainer(more, run, resume=True, console=QUIET).run()
+    longer = make_config(max_steps=3, save={"save_steps": 1, "save_total_limit": 2})
+    Trainer(longer, run, resume=True, console=QUIET).run()
     assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert (moved / "state.json").exists()  # not ours to remove
     assert all((run / name).is_symlink() for name in ("checkpoints", "model", "config.yaml"))
@@ -274,15 +279,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path,
     flip(folder / "step-000004" / "tensors.safetensors")
     trainer = Trainer(config, tmp_path / "parts", resume=True)
     assert trainer.state.step == 2
-    said = "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002"
-    assert said in capsys.readouterr().err
+    message = "step-000004 is damaged (tensors.safetensors is other than it was written): continuing from step-000002"
+    assert message in capsys.readouterr().err
     trainer.run()
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
     assert sorted(p.name for p in folder.iterdir()) == ["damaged-step-000004", "step-000002", "step-000004"]
     for path in list_checkpoints(folder):
         flip(path / "state.json")
-    said = "no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is damaged"
-    with pytest.raises(UserError, match=said):
+    message = "no checkpoint in .* can be used: .*step-000004 is damaged.*step-000002 is damaged"
+    with pytest.raises(UserError, match=message):
         Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
 
 
@@ -296,7 +301,8 @@ def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
 @pytest.fixture(scope="module")
 def sealed(tiny_policy, jsonl_files, tmp_path_factory):
     """Settings of three steps, and the checkpoint of the first two."""
-    rollout, critic = {"schedule": "history"}, {"algorithm": {"advantage": "gae"}}
+    rollout = {"schedule": "history"}
+    critic = {"algorithm": {"advantage": "gae"}}
     settings = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 2, "rollout": rollout} | critic)
     folder = tmp_path_factory.mktemp("sealed")
     train(load_config(settings), folder)
@@ -361,14 +367,14 @@ JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights":
 @pytest.fixture
 def grades(monkeypatch):
     """Accuracies that evaluations find, by step."""
-    found = [0.1, 0.2, 0.6, 0.3, 0.4]
+    accuracies = [0.1, 0.2, 0.6, 0.3, 0.4]
 
-    def answer(evaluator, asked, rows):
-        accuracy = found[evaluator.prompts.state.step]
+    def answer(evaluator, split, rows):
+        accuracy = accuracies[evaluator.prompts.state.step]
         return Scores({}, [-accuracy] * 6, [accuracy] * 6), []
 
     monkeypatch.setattr(Evaluator, "_answer", answer)
-    return found
+    return accuracies
 
 
 def test_best_of_those_that_are_there():
@@ -393,15 +399,15 @@ def test_rewards_decide_between_all_checkpoints_once_nothing_is_right_or_wrong(m
 def test_the_best_checkpoint_is_kept_and_written_as_a_model(make_config, tmp_path, grades):
     save = {"save_steps": 1, "save_total_limit": 1}
     finished = train(make_config(task=JUDGED, evaluation={"eval_steps": 1}, save=save), tmp_path / "run")
-    kept = list_checkpoints(finished.checkpointer.checkpoints)
-    assert [path.name for path in kept] == ["step-000002", "step-000004"]
-    for name, checkpoint in (("best", kept[0]), ("model", kept[1])):
+    checkpoints = list_checkpoints(finished.checkpointer.checkpoints)
+    assert [path.name for path in checkpoints] == ["step-000002", "step-000004"]
+    for name, checkpoint in (("best", checkpoints[0]), ("model", checkpoints[1])):
         folder = finished.folder / name
         saved = load_checkpoint(checkpoint)["model"]
-        got = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        assert all(torch.equal(got[name], value) for name, value in saved.items())
+        weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in saved.items())
         assert AutoTokenizer.from_pretrained(folder)("AB")["input_ids"] == finished.policy.encode(["AB"])[0]
-    last = load_checkpoint(kept[1])["model"]
+    last = load_checkpoint(checkpoints[1])["model"]
     assert all(torch.equal(p, last[name]) for name, p in finished.policy.model.named_parameters() if name in last)
 
 

@@ -33,8 +33,8 @@ from python_trainer.trainer import Trainer
 def test_help_is_shown(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
-    told = " ".join(capsys.readouterr().out.split())
-    assert exit.value.code == 0 and all(word in told for word in words)
+    output = " ".join(capsys.readouterr().out.split())
+    assert exit.value.code == 0 and all(word in output for word in words)
 
 
 def without_eos(folder):
@@ -86,8 +86,8 @@ def test_a_model_that_is_no_good_is_named(run, tmp_path, damage, words):
     folder = save_tiny_policy(tmp_path / "policy")
     if isinstance(damage, dict):
         weights = load_file(folder / "model.safetensors") | damage
-        there = {name: weight for name, weight in weights.items() if weight is not None}
-        save_file(there, folder / "model.safetensors", {"format": "pt"})
+        present = {name: weight for name, weight in weights.items() if weight is not None}
+        save_file(present, folder / "model.safetensors", {"format": "pt"})
     elif isinstance(damage, str):
         for path in folder.glob(damage):
             path.unlink()
@@ -140,11 +140,11 @@ def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path):
     (tmp_path / "mine" / "config.yaml").touch()
     lines = [[name, "--config", str(path), "--output-dir", "run", *arguments] for name, arguments, _ in MISTAKES]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", LIGHT], input=json.dumps(lines), env=env, cwd=tmp_path,
+    process = subprocess.run([sys.executable, "-c", LIGHT], input=json.dumps(lines), env=env, cwd=tmp_path,
                           capture_output=True, text=True, check=True)  # fmt: skip
-    assert done.stdout == "2 []\n" * len(lines) and "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == len(MISTAKES), done.stderr
+    assert process.stdout == "2 []\n" * len(lines) and "Traceback" not in process.stderr
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(MISTAKES), process.stderr
     for error, (*_, words) in zip(errors, MISTAKES):
         assert words in error
 
@@ -159,10 +159,10 @@ def test_a_reader_that_has_seen_enough(tmp_path):
 def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path, capsys):
     """Without it, a finished run stays as it is."""
     assert "has no checkpoint to resume" in run({"max_steps": 1}, "--resume")[1]
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, error = run()
     assert code == 2 and "already holds a run" in error and "--resume" in error
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics
     assert "resumed with" not in run({}, "--resume")[1]
     _, error = run({"max_steps": 2, "optimizer": {"learning_rate": 0.25}}, "--resume")
     assert "resumed with other settings than before: max_steps: 1 -> 2, optimizer.learning_rate: " in error
@@ -190,8 +190,8 @@ def test_output_dir_that_cannot_be_made(run, tmp_path, monkeypatch, folder, reas
         monkeypatch.setattr(os, "access", lambda *_: False)
     if folder == "locked":  # stands for the lock of another user, which cannot be opened either
         (tmp_path / folder / ".lock").mkdir(parents=True)
-    told = f"--output-dir must be a folder that can be written, got {tmp_path / folder}"
-    one_clear_line(run(folder=folder), tmp_path, told, reason)
+    message = f"--output-dir must be a folder that can be written, got {tmp_path / folder}"
+    one_clear_line(run(folder=folder), tmp_path, message, reason)
 
 
 def test_output_dir_that_fails_only_when_it_is_written(make_config, tmp_path):
@@ -242,11 +242,11 @@ def test_as_a_program(settings, tmp_path):
     path.write_text(yaml.safe_dump(settings | {"max_steps": 1}))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/python_trainer:{ROOT}/tests"}
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(path), "--output-dir", "run"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    note, *lines = done.stderr.splitlines()
+    process = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    note, *lines = process.stderr.splitlines()
     assert "an answer got a reward that is neither 0 nor 1" in note
-    assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in done.stdout
+    assert [line.split("  ")[0] for line in lines] == ["train 0/1", "train 1/1"] and "accuracy after" in process.stdout
 
 
 @pytest.mark.parametrize("program", ["python_trainer", "rlkernels"])
@@ -254,17 +254,17 @@ def test_a_deleted_current_folder_is_named(tmp_path, program):
     """Otherwise MKL ends the process and says that libtorch_cpu.so cannot be loaded."""
     command = f"mkdir gone && cd gone && rmdir ../gone && exec {sys.executable} -m {program} report {tmp_path}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, shell=True, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "the current folder no longer exists: change to one that does, by cd" in done.stderr
+    process = subprocess.run(command, shell=True, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 2 and process.stderr.count("\n") == 1, process.stderr
+    assert "the current folder no longer exists: change to one that does, by cd" in process.stderr
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "python_trainer.command_line.commands", None)  # as where one of its imports fails
     assert main(["train", "--help-settings"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "python_trainer.command_line.commands" in said
-    assert "pip install --no-build-isolation -e '.[train]'" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "python_trainer.command_line.commands" in errors
+    assert "pip install --no-build-isolation -e '.[train]'" in errors
 
 
 def test_messages_need_a_chat_template(run, tmp_path):
@@ -305,7 +305,8 @@ def sleepy(completions, **_):
 
 def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path):
     """In the first evaluation, then in the first step; neither run holds its folder."""
-    sleepy.calls, line = 0, sleepy.__code__.co_firstlineno + 3
+    sleepy.calls = 0
+    line = sleepy.__code__.co_firstlineno + 3
     changes = {"task": {"reward": "test_cli:sleepy"}, "max_steps": 1, "save": {"save_steps": 1}}
     one_clear_line(run(changes), tmp_path, "RuntimeError: the judge is asleep (", f"test_cli.py:{line})")
     code, error = run()

@@ -186,17 +186,17 @@ def test_wrong_files_are_named(tmp_path, text, message):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
     assert isinstance(load_config(path), Config)
-    known = {key for key, *_ in describe_settings()}
+    keys = {key for key, *_ in describe_settings()}
     flat = flatten(yaml.safe_load(path.read_text()))
-    assert {"task.columns" if key.startswith("task.columns.") else key for key in flat} <= known
+    assert {"task.columns" if key.startswith("task.columns.") else key for key in flat} <= keys
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
     """As from an installed package, without a clone; a file in the current folder comes first."""
     names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    wanted = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "sums")}
+    expected = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "sums")}
     monkeypatch.chdir(tmp_path)
-    assert {name: load_config(name) for name in wanted} == wanted
+    assert {name: load_config(name) for name in expected} == expected
     shipped = f"those that are shipped go by name: {', '.join(names)}"
     with pytest.raises(UserError, match=f"nowhere: No such file.*; {shipped}"):
         load_config("nowhere")
@@ -208,7 +208,7 @@ def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
 
 def test_settings_of_free_form_and_sections_that_are_off_count_as_changed(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(load_config(None)))
-    other = load_config({"model": {"lora": {"r": 4}}, "task": {"chat_template_kwargs": {"thinking": False}}})
-    told = changed_settings(tmp_path, other)
-    assert "model.lora: null -> -" in told and "model.lora.r: - -> 4" in told
-    assert "task.chat_template_kwargs.thinking: - -> false" in told and len(told) == 6
+    config = load_config({"model": {"lora": {"r": 4}}, "task": {"chat_template_kwargs": {"thinking": False}}})
+    changes = changed_settings(tmp_path, config)
+    assert "model.lora: null -> -" in changes and "model.lora.r: - -> 4" in changes
+    assert "task.chat_template_kwargs.thinking: - -> false" in changes and len(changes) == 6

@@ -50,7 +50,7 @@ def run(history_run, tmp_path, monkeypatch):
     return make
 
 
-def found(tmp_path, folder):
+def count_rehearsed(tmp_path, folder):
     """How many answers of earlier runs were trained on first, each three times."""
     return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder)) / 3
 
@@ -64,22 +64,27 @@ def test_a_run_begins_with_the_answers_of_earlier_ones(run, tmp_path):
     for recorded, folder, enabled in zip(database.runs(), ("first", "plain"), (["rhyme"], []), strict=True):
         assert recorded.task == "jsonl" and recorded.settings["optimizer"]["learning_rate"] == 1e-2
         assert recorded.settings["accelerators"] == enabled, "nothing that could hold a password"
-        known = [(record.step, record.reward) for record in database.trajectory(recorded.id)]
+        recorded_rewards = [(record.step, record.reward) for record in database.trajectory(recorded.id)]
         rows = read_metrics(tmp_path / folder)[1:]
-        assert known == [(row["step"], pytest.approx(row["reward"])) for row in rows] and len(rows) == 4
+        assert recorded_rewards == [(row["step"], pytest.approx(row["reward"])) for row in rows] and len(rows) == 4
     assert {answer.run_id for answer in answers} == {1, 2}
     assert all(answer.response_ids[0] % 2 and not answer.logprobs.isnan().any() for answer in answers)
     assert all(answer.reward > 0.5 and len(answer.response_ids) == len(answer.logprobs) for answer in answers)
     second = run("second", seed=1)
     rows = read_metrics(tmp_path / "second")[1:]
-    assert found(tmp_path, "first") == 0 < found(tmp_path, "second") == rows[1]["rhyme/rehearsed_answers"] / 3
+    assert (
+        count_rehearsed(tmp_path, "first")
+        == 0
+        < count_rehearsed(tmp_path, "second")
+        == rows[1]["rhyme/rehearsed_answers"] / 3
+    )
     tokens = sum(step.generated_tokens for run_id in (1, 2) for step in database.trajectory(run_id))
     assert rows[1]["rhyme/earlier_tokens"] == tokens > 0
-    spent = [database.trajectory(run_id)[-1].seconds for run_id in (1, 2)]
-    assert rows[1]["rhyme/earlier_seconds"] == pytest.approx(sum(spent))
-    for seconds, folder in zip(spent, ("first", "plain"), strict=True):
-        before, last = (row["time/training_s"] for row in read_metrics(tmp_path / folder)[-2:])
-        assert before < seconds <= last, "on the clock of the run, until its last step was over"
+    run_seconds = [database.trajectory(run_id)[-1].seconds for run_id in (1, 2)]
+    assert rows[1]["rhyme/earlier_seconds"] == pytest.approx(sum(run_seconds))
+    for seconds, folder in zip(run_seconds, ("first", "plain"), strict=True):
+        earlier, last = (row["time/training_s"] for row in read_metrics(tmp_path / folder)[-2:])
+        assert earlier < seconds <= last, "on the clock of the run, until its last step was over"
     assert not any("rhyme/rehearsed_answers" in row for row in (rows[0], *rows[2:]))
     assert rows[1]["tokens/trained"] > rows[0]["tokens/trained"] > 0
     assert json.loads((tmp_path / "second" / "summary.json").read_text())["generated_tokens"] == sum(
@@ -96,25 +101,25 @@ def test_rehearsal_is_a_share_of_the_run(run, tmp_path, monkeypatch):
         run(f"share {share}", seed=1, steps=2)
     rows = [read_metrics(tmp_path / f"share {share}")[2] for share in (0.0, 0.5, 10.0)]
     rehearsed = [row.get("rhyme/rehearsed_answers", 0) for row in rows]
-    assert rehearsed[0] == 0 < rehearsed[1] <= 16 < 3 * found(tmp_path, "share 10.0") == rehearsed[2]
+    assert rehearsed[0] == 0 < rehearsed[1] <= 16 < 3 * count_rehearsed(tmp_path, "share 10.0") == rehearsed[2]
 
 
 def test_what_rehearsal_has_brought_is_seen_at_once(run, tmp_path):
     run("first")
     for name, every, rehearsals in ("with", 3, 1), ("without", 3, 0), ("never", 0, 1):
         run(name, seed=1, steps=4, rehearsals=rehearsals, evaluation={"eval_steps": every})
-    seen = {
+    evaluated_steps = {
         name: [row["step"] for row in read_metrics(tmp_path / name) if "eval/accuracy" in row]
         for name in ("with", "without", "never")
     }
-    assert seen == {"with": [0, 2, 3, 4], "without": [0, 3, 4], "never": [0, 4]}
+    assert evaluated_steps == {"with": [0, 2, 3, 4], "without": [0, 3, 4], "never": [0, 4]}
 
 
 def test_rehearsal_makes_right_answers_more_likely(run, tmp_path):
     run("first", steps=6)
-    many = {"num_generations": 32, "prompts_per_step": 4}
-    run("with", steps=2, seed=1, rehearsals=20, rollout=many)
-    run("without", steps=2, seed=1, rehearsals=0, rollout=many)
+    rollout = {"num_generations": 32, "prompts_per_step": 4}
+    run("with", steps=2, seed=1, rehearsals=20, rollout=rollout)
+    run("without", steps=2, seed=1, rehearsals=0, rollout=rollout)
     accuracy = {name: read_metrics(tmp_path / name)[2]["accuracy"] for name in ("with", "without")}
     assert accuracy["with"] > accuracy["without"] + 0.2
 
@@ -124,14 +129,16 @@ def test_the_newest_different_answers_are_taken(run, make_config, tmp_path, monk
     run("first", steps=1, enabled=[])
     task = make_config().task.load()
     database = RetrospectiveDatabase(str(tmp_path / "history.db"))
-    facts, known = database.runs()[0], database.samples()[0]
-    record, key = database.trajectory(1)[0], prompt_hash(task.train[0].prompt)
+    facts = database.runs()[0]
+    sample = database.samples()[0]
+    record = database.trajectory(1)[0]
+    key = prompt_hash(task.train[0].prompt)
     later = database.add_run(facts)
     texts = ["1", "3", "1", "5", "3"]  # what was said in steps 1 to 5
     for step, text in enumerate(texts, 1):
         ids = load_policy(make_config().model).tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens = {"response_ids": torch.tensor(ids), "logprobs": -torch.ones(len(ids))}
-        answer = replace(known, prompt_key=key, text=text, **tokens)
+        answer = replace(sample, prompt_key=key, text=text, **tokens)
         database.add_step(later, replace(record, step=step), [replace(answer, step=step)], created=facts.created)
     trainer = run("second", steps=1, seed=1, task={"reward": "test_dynamic_sampling:always"})
     (tmp_path / "third").mkdir()
@@ -167,20 +174,20 @@ def test_what_each_prompt_was_answered_with_is_counted(run, tmp_path):
 def test_a_critic_learns_nothing_of_right_answers_alone(run, tmp_path):
     run("first")
     algorithm = {"advantage": "gae", "num_iterations": 2}
-    before, after = (
+    plain, rehearsed = (
         run(f"{times}", steps=2, seed=1, rehearsals=times, algorithm=algorithm, optimizer={"learning_rate": 1e-12})
         for times in (0, 3)
     )
     assert read_metrics(tmp_path / "3")[2]["rhyme/rehearsed_answers"] > 0
-    torch.testing.assert_close(after.learner.critic.state_dict(), before.learner.critic.state_dict())
+    torch.testing.assert_close(rehearsed.learner.critic.state_dict(), plain.learner.critic.state_dict())
 
 
 def test_other_rewards_judge_again(run, tmp_path):
     run("first")
     run("second", seed=1, task={"reward": "test_dynamic_sampling:coins"})
-    assert found(tmp_path, "second") == 0
+    assert count_rehearsed(tmp_path, "second") == 0
     run("third", seed=1, task={"reward": "conftest:digits"})  # nothing is right or wrong
-    assert found(tmp_path, "third") == 0
+    assert count_rehearsed(tmp_path, "third") == 0
 
 
 def settings_of_ranks(settings, database, steps):
@@ -197,7 +204,8 @@ def settings_of_ranks(settings, database, steps):
 
 
 def train_ranks(settings, folder):
-    replay.clearly_better, accelerator.REHEARSAL_SHARE = Mock(return_value=True), 10  # in this process
+    replay.clearly_better = Mock(return_value=True)
+    accelerator.REHEARSAL_SHARE = 10  # in this process
     for kind in KINDS:
         database = str(folder / f"{kind}.db")
         for steps in (2, 3):
@@ -217,17 +225,17 @@ def test_the_first_rank_alone_reads_and_writes_and_all_rehearse(run, settings, t
     (tmp_path / "notes.db").write_text("no database at all")
     run_on_ranks(tmp_path, train_ranks, settings, tmp_path)
     train(settings_of_ranks(settings, str(tmp_path / "none.db"), 3), tmp_path / "none")
-    one = load_file(tmp_path / "none" / "weights.safetensors")
+    expected = load_file(tmp_path / "none" / "weights.safetensors")
     for kind in KINDS:
-        several = load_file(tmp_path / kind / "weights.safetensors")
-        torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
+        weights = load_file(tmp_path / kind / "weights.safetensors")
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
         for key in ("rhyme/rehearsed_answers", "rhyme/stored_answers"):
             rows = [[row.get(key, 0) for row in read_metrics(tmp_path / name)] for name in ("none", kind)]
             assert rows[0] == rows[1] and sum(rows[0]) > 0, key
         database = RetrospectiveDatabase(str(tmp_path / f"{kind}.db"))
         assert len(database.runs()) == 2 and [record.step for record in database.trajectory(2)] == [1, 2, 3]
-        alone = RetrospectiveDatabase(str(tmp_path / "none.db"))
-        assert [record.reward for record in database.trajectory(2)] == [r.reward for r in alone.trajectory(2)]
+        one_process = RetrospectiveDatabase(str(tmp_path / "none.db"))
+        assert [record.reward for record in database.trajectory(2)] == [r.reward for r in one_process.trajectory(2)]
     plain = RetrospectiveDatabase(str(tmp_path / "plain.db"))
     assert [len(plain.trajectory(stored.id)) for stored in plain.runs()] == [1, 1]
 
@@ -259,43 +267,46 @@ def test_the_last_visit_of_each_prompt_counts():
 
 
 def test_damaged_steps_are_refused():
-    whole = outcomes([(number, 8, 3) for number in range(16)])
+    complete = outcomes([(number, 8, 3) for number in range(16)])
     sketch = {name: torch.ones(bins) for name, bins in PARTS.items()}
-    record = StepRecord(1, 0.5, 0.5, sketch, outcomes=whole)
-    assert len(last_shares([whole])) == len(curve_of(1, [record]).shares) == 16
-    for damaged in (
-        {"outcomes": {"answers": whole["answers"]}},
-        {"outcomes": whole | {"right": whole["right"][:3]}},
-        {"outcomes": whole | {"prompts": whole["prompts"].float()}},
-        {"outcomes": whole | {"prompts": torch.tensor(3)}},
-        {"outcomes": whole | {"right": whole["right"] + 9}},
+    record = StepRecord(1, 0.5, 0.5, sketch, outcomes=complete)
+    assert len(last_shares([complete])) == len(curve_of(1, [record]).shares) == 16
+    for changes in (
+        {"outcomes": {"answers": complete["answers"]}},
+        {"outcomes": complete | {"right": complete["right"][:3]}},
+        {"outcomes": complete | {"prompts": complete["prompts"].float()}},
+        {"outcomes": complete | {"prompts": torch.tensor(3)}},
+        {"outcomes": complete | {"right": complete["right"] + 9}},
         {"sketch": sketch | {"ngrams": -sketch["ngrams"]}},
         {"sketch": sketch | {"lengths": torch.ones(31)}},
         {"sketch": {name: sketch[name] for name in sketch if name != "ngrams"}},
     ):
         with pytest.raises(UserError, match="steps of run 1 in the retrospective database are damaged"):
-            curve_of(1, [replace(record, **damaged)])
+            curve_of(1, [replace(record, **changes)])
 
 
 def test_few_prompts_tell_nothing_and_more_a_clear_gain():
-    own = {str(i): 0.25 for i in range(MIN_PROMPTS_TO_COMPARE)}
-    theirs = {str(i): 0.75 for i in range(MIN_PROMPTS_TO_COMPARE)} | {"another": 0.0}
-    assert clearly_better(theirs, own) and not clearly_better(own, own)
-    del own["0"]
-    assert not clearly_better(theirs, own)
+    shares = {str(i): 0.25 for i in range(MIN_PROMPTS_TO_COMPARE)}
+    better_shares = {str(i): 0.75 for i in range(MIN_PROMPTS_TO_COMPARE)} | {"another": 0.0}
+    assert clearly_better(better_shares, shares) and not clearly_better(shares, shares)
+    del shares["0"]
+    assert not clearly_better(better_shares, shares)
 
 
 def test_runs_that_are_as_good_seldom_seem_better():
     generator = torch.Generator().manual_seed(5)
-    p = torch.rand(2000, 16, 1, generator=generator).expand(-1, -1, 8)
-    rows = [torch.bernoulli(p, generator=generator).mean(2).tolist() for _ in range(2)]
-    seen = [clearly_better(*(dict(enumerate(shares)) for shares in pair)) for pair in zip(*rows)]
+    probs = torch.rand(2000, 16, 1, generator=generator).expand(-1, -1, 8)
+    rows = [torch.bernoulli(probs, generator=generator).mean(2).tolist() for _ in range(2)]
+    verdicts = [clearly_better(*(dict(enumerate(shares)) for shares in pair)) for pair in zip(*rows)]
     # a normal variable exceeds two deviations in 2.3 % of the cases, Student's with 15 degrees of freedom in 3.2 %
-    assert MIN_STANDARD_ERRORS == 2 and 0.01 < sum(seen) / len(seen) < 0.045
-    p = torch.rand(2000, 16, 1, generator=generator) * 0.5
-    worse, better = (torch.bernoulli(q.expand(-1, -1, 8), generator=generator).mean(2).tolist() for q in (p, p + 0.3))
-    seen = [clearly_better(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(better, worse)]
-    assert sum(seen) / len(seen) > 0.99
+    assert MIN_STANDARD_ERRORS == 2 and 0.01 < sum(verdicts) / len(verdicts) < 0.045
+    probs = torch.rand(2000, 16, 1, generator=generator) * 0.5
+    worse, better = (
+        torch.bernoulli(group_probs.expand(-1, -1, 8), generator=generator).mean(2).tolist()
+        for group_probs in (probs, probs + 0.3)
+    )
+    verdicts = [clearly_better(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(better, worse)]
+    assert sum(verdicts) / len(verdicts) > 0.99
 
 
 @pytest.fixture
@@ -326,35 +337,37 @@ def test_a_worse_run_changes_nothing_to_the_bit_and_a_better_one_is_learned_from
     samples = len(database.samples())
     judged_otherwise(database, 0.0)
     assert len(database.samples()) == samples > 0
-    alone, after = (judged_run(name, seed=1, steps=6, database=db) for name, db in (("alone", None), ("worse", url)))
-    assert same(alone, after) and found(tmp_path, "worse") == 0
-    assert after.accelerators[0].compared and after.accelerators[0].use is not HistoryUse.USED
+    without_history, with_worse = (
+        judged_run(name, seed=1, steps=6, database=db) for name, db in (("alone", None), ("worse", url))
+    )
+    assert same(without_history, with_worse) and count_rehearsed(tmp_path, "worse") == 0
+    assert with_worse.accelerators[0].compared and with_worse.accelerators[0].use is not HistoryUse.USED
     forget_the_second(database)
     judged_otherwise(database, 1.0)
     better = judged_run("better", seed=1, steps=6, database=url)
-    assert not same(alone, better) and found(tmp_path, "better") > 0
-    taken = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("rhyme/rehearsed_answers")]
-    assert taken == [3]  # eight prompts are answered after two steps
+    assert not same(without_history, better) and count_rehearsed(tmp_path, "better") > 0
+    rehearsed_steps = [row["step"] for row in read_metrics(tmp_path / "better") if row.get("rhyme/rehearsed_answers")]
+    assert rehearsed_steps == [3]  # eight prompts are answered after two steps
     forget_the_second(database)
     judged_run("parts", seed=1, steps=2, database=url)  # ends before it has learned from it
-    parts = judged_run("parts", seed=1, steps=6, resume=True, database=url)
-    assert same(parts, better)
+    resumed = judged_run("parts", seed=1, steps=6, resume=True, database=url)
+    assert same(resumed, better)
 
 
-@pytest.mark.parametrize(("done", "right"), [(1, 1.0), (2, 0.0), (2, 1.0), (3, 1.0)])
-def test_what_others_write_while_a_run_is_stopped_is_not_for_it(judged_run, tmp_path, done, right):
+@pytest.mark.parametrize(("interrupted_at", "right"), [(1, 1.0), (2, 0.0), (2, 1.0), (3, 1.0)])
+def test_what_others_write_while_a_run_is_stopped_is_not_for_it(judged_run, tmp_path, interrupted_at, right):
     url = str(tmp_path / "history.db")
     judged_run("first", database=url)
     database = RetrospectiveDatabase(url)
     judged_otherwise(database, right)
     shutil.copy(tmp_path / "history.db", tmp_path / "whole.db")
-    whole = judged_run("whole", seed=1, steps=4, database=str(tmp_path / "whole.db"))
-    judged_run("parts", seed=1, steps=done, database=url)
+    uninterrupted = judged_run("whole", seed=1, steps=4, database=str(tmp_path / "whole.db"))
+    judged_run("parts", seed=1, steps=interrupted_at, database=url)
     judged_otherwise(database, 1 - right)
     judged_run("others", seed=2, database=url)
     judged_otherwise(database, 1.0, run_id=3)
-    parts = judged_run("parts", seed=1, steps=4, resume=True, database=url)
-    assert same(whole, parts)
-    summaries = [trainer.accelerators[0].summary() for trainer in (whole, parts)]
-    assert summaries[0] == summaries[1] and (found(tmp_path, "parts") > 0) == (right == 1.0)
-    assert (parts.accelerators[0].better == [1]) == (right == 1.0)
+    resumed = judged_run("parts", seed=1, steps=4, resume=True, database=url)
+    assert same(uninterrupted, resumed)
+    summaries = [trainer.accelerators[0].summary() for trainer in (uninterrupted, resumed)]
+    assert summaries[0] == summaries[1] and (count_rehearsed(tmp_path, "parts") > 0) == (right == 1.0)
+    assert (resumed.accelerators[0].better == [1]) == (right == 1.0)

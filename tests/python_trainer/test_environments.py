@@ -54,12 +54,12 @@ class Failing(Echo):
     """Fails in the second turn of every third prompt: by an error, by leaving, or by never coming back."""
 
     def step(self, text):
-        found = super().step(text)
+        observation = super().step(text)
         if self.kind and self.left == 1:
             if self.kind == 3:
                 threading.Event().wait()
             raise {1: ValueError("out of order"), 2: SystemExit(3)}[self.kind]
-        return found
+        return observation
 
     def reset(self, example):
         self.kind = example.columns.get("kind")
@@ -92,93 +92,99 @@ def model():
 def turns_of(rollout):
     """(whether the policy wrote them, tokens) of each stretch of an answer."""
     pairs = zip(rollout.response_mask, rollout.response_ids, strict=True)
-    return [(own, [token for _, token in stretch]) for own, stretch in groupby(pairs, lambda pair: pair[0])]
+    return [(by_policy, [token for _, token in stretch]) for by_policy, stretch in groupby(pairs, lambda pair: pair[0])]
 
 
 def test_turns_masks_and_logprobs(model):
     """Each turn stands as it was generated, what was said as it was said; every log-probability is of its place."""
-    asked = groups()
-    rollouts = episodes(model).generate(asked, SAMPLING)
+    requests = groups()
+    rollouts = episodes(model).generate(requests, SAMPLING)
     assert len(rollouts) == 9 and any(r.episode.turns == 4 for r in rollouts)
     for number, rollout in enumerate(rollouts):
-        turns = asked[number // 3].example.columns["turns"]
+        turns = requests[number // 3].example.columns["turns"]
         stretches = turns_of(rollout)
-        assert [own for own, _ in stretches] == [i % 2 == 0 for i in range(len(stretches))]
-        for (_, before), (_, said) in zip(stretches[::2], stretches[1::2]):
-            assert said == before[::-1] and before[-1] in EOS
+        assert [by_policy for by_policy, _ in stretches] == [i % 2 == 0 for i in range(len(stretches))]
+        for (_, turn), (_, reply) in zip(stretches[::2], stretches[1::2]):
+            assert reply == turn[::-1] and turn[-1] in EOS
         if rollout.finish_reason == "stop":
             assert rollout.episode.turns == turns and rollout.episode.reward == 0.5 * turns
             assert len(stretches) == 2 * turns - 1
         else:
             assert len(rollout.response_ids) == 70 or stretches[-1][0]
         expected = own_logprobs(model, rollout.prompt_ids, rollout.response_ids, SAMPLING)
-        for own, found, wanted in zip(rollout.response_mask, rollout.logprobs, expected):
-            assert not own or found == pytest.approx(wanted, abs=1e-3)
+        for by_policy, logprob, expected_logprob in zip(rollout.response_mask, rollout.logprobs, expected):
+            assert not by_policy or logprob == pytest.approx(expected_logprob, abs=1e-3)
     assert any(r.finish_reason == "stop" for r in rollouts)
     assert all(len(r.logprobs) == len(r.response_ids) for r in rollouts)
-    own = sum(rollout.response_mask.count(True) for rollout in rollouts)  # what it was told is not generated
+    num_generated = sum(rollout.response_mask.count(True) for rollout in rollouts)  # without replies
     row = rollout_statistics(rollouts)
-    assert row["completions/generated_length"] == own / 9 < row["completions/mean_length"]
+    assert row["completions/generated_length"] == num_generated / 9 < row["completions/mean_length"]
 
 
 def test_a_later_turn_computes_only_what_is_new(model):
     """Blocks of earlier turns are found in the prefix cache; without keeping them they are computed again."""
-    spent = {}
-    for keep in (True, False):
-        engine, asked = episodes(model), groups()
-        engine.inner.keep_answers = keep
-        rollouts = engine.generate(asked, SAMPLING)
-        spent[keep] = engine.stats
-    begun = sum(len(group.prompt_ids) for group in asked)
-    said, later = sum(r.response_mask.count(False) for r in rollouts), sum(r.episode.turns - 1 for r in rollouts)
-    assert later >= 4
+    stats = {}
+    for keep_answers in (True, False):
+        engine = episodes(model)
+        requests = groups()
+        engine.inner.keep_answers = keep_answers
+        rollouts = engine.generate(requests, SAMPLING)
+        stats[keep_answers] = engine.stats
+    prompt_tokens = sum(len(group.prompt_ids) for group in requests)
+    reply_tokens = sum(r.response_mask.count(False) for r in rollouts)
+    later_turns = sum(r.episode.turns - 1 for r in rollouts)
+    assert later_turns >= 4
     # the last token of a turn is computed with what was said, and so is what does not fill a block of 4
-    assert begun + said + later <= spent[True]["prefill_tokens"] <= begun + said + later * 4
-    assert spent[False]["prefill_tokens"] > begun + said + later * 4
-    together = [counts["prefill_tokens"] + counts["cached_tokens"] for counts in spent.values()]
-    assert together[0] == together[1]
+    new_tokens = prompt_tokens + reply_tokens
+    max_tokens = new_tokens + later_turns * 4
+    assert new_tokens + later_turns <= stats[True]["prefill_tokens"] <= max_tokens < stats[False]["prefill_tokens"]
+    prompt_totals = [counts["prefill_tokens"] + counts["cached_tokens"] for counts in stats.values()]
+    assert prompt_totals[0] == prompt_totals[1]
 
 
 def test_neither_pace_nor_company_nor_drafts_change_an_answer(model):
-    wanted = content(episodes(model).generate(groups(), SAMPLING))
-    engine, found = episodes(model, Slow), []
+    expected = content(episodes(model).generate(groups(), SAMPLING))
+    engine = episodes(model, Slow)
+    finished = []
     rollouts = engine.submit(groups(), SAMPLING)
-    while some := engine.poll():
-        assert all(rollout.finish_reason for rollout in some)
-        found += some
-    assert sorted(map(id, found)) == sorted(map(id, rollouts)) and content(rollouts) == wanted
-    alone = [content(episodes(model).generate([group], SAMPLING)) for group in groups()]
-    assert [row for rows in alone for row in rows] == wanted
-    assert content(episodes(model, blocks=40).generate(groups(), SAMPLING)) == wanted  # preempts
-    engine, history = episodes(model), RolloutHistory()
-    for group, row in zip([g for g in groups() for _ in range(3)], wanted):
+    while polled := engine.poll():
+        assert all(rollout.finish_reason for rollout in polled)
+        finished += polled
+    assert sorted(map(id, finished)) == sorted(map(id, rollouts)) and content(rollouts) == expected
+    single = [content(episodes(model).generate([group], SAMPLING)) for group in groups()]
+    assert [row for rows in single for row in rows] == expected
+    assert content(episodes(model, blocks=40).generate(groups(), SAMPLING)) == expected  # preempts
+    engine = episodes(model)
+    history = RolloutHistory()
+    for group, row in zip([g for g in groups() for _ in range(3)], expected):
         history.add(group.prompt_ids, row[0])
     engine.drafter = Drafter(history, pass_overhead=1000.0)
-    assert content(engine.generate(groups(), SAMPLING)) == wanted and engine.stats["accepted_tokens"] > 20
+    assert content(engine.generate(groups(), SAMPLING)) == expected and engine.stats["accepted_tokens"] > 20
 
 
 def test_a_failing_environment_ends_its_own_answer(model):
     """Raising, leaving and hanging; the others are as they would be."""
-    asked = groups(turns=(3, 3, 3), samples=2)
-    wanted = episodes(model).generate(copy.deepcopy(asked), SAMPLING)
-    for group, kind in zip(asked, (1, 2, 3)):
+    requests = groups(turns=(3, 3, 3), samples=2)
+    expected = episodes(model).generate(copy.deepcopy(requests), SAMPLING)
+    for group, kind in zip(requests, (1, 2, 3)):
         group.example.columns["kind"] = kind
     plain = copy.deepcopy(groups(turns=(4,), samples=2)[0])
     plain.sample_id = 90
     engine = episodes(model, Failing, timeout=0.5)
-    rollouts = engine.generate([*asked, plain], SAMPLING)
+    rollouts = engine.generate([*requests, plain], SAMPLING)
     reasons = [r.episode.failure for r in rollouts]
-    for rollout, whole, reason in zip(rollouts, wanted, reasons):
-        if whole.episode.turns < 2 or (whole.episode.turns == 2 and whole.finish_reason == "length"):
+    for rollout, full_rollout, reason in zip(rollouts, expected, reasons):
+        turns = full_rollout.episode.turns
+        if turns < 2 or (turns == 2 and full_rollout.finish_reason == "length"):
             continue
         count = len(rollout.response_ids)
         assert rollout.finish_reason == "length" and rollout.episode.turns == 2 and reason
-        assert rollout.response_ids == whole.response_ids[:count] and rollout.episode.reward == 0.5
+        assert rollout.response_ids == full_rollout.response_ids[:count] and rollout.episode.reward == 0.5
     assert {"ValueError: out of order", "SystemExit: 3"} <= set(reasons)
     assert "TimeoutError: no answer within 0.5 s, the timeout of its class" in reasons
-    alone = episodes(model).generate([plain], SAMPLING)
-    assert content(rollouts[-2:]) == content(alone) and reasons[-2:] == ["", ""]
-    assert content(engine.generate([plain], SAMPLING)) == content(alone)  # and it goes on
+    expected_plain = episodes(model).generate([plain], SAMPLING)
+    assert content(rollouts[-2:]) == content(expected_plain) and reasons[-2:] == ["", ""]
+    assert content(engine.generate([plain], SAMPLING)) == content(expected_plain)  # and it goes on
 
 
 def test_limits_of_an_answer(model):
@@ -232,9 +238,9 @@ def playing(tiny_policy):
     return merged(settings, changes)
 
 
-def reached(state, wanted):
+def reached(state, target):
     """Whether the run has had its steps, or an evaluation of this accuracy."""
-    return state.step == 120 or any(accuracy >= wanted for _, accuracy, _ in state.evaluations)
+    return state.step == 120 or any(accuracy >= target for _, accuracy, _ in state.evaluations)
 
 
 @pytest.mark.slow
@@ -264,6 +270,6 @@ def test_a_game_is_learned_by_what_is_said(playing, tmp_path):
 
 def test_an_interrupted_game_goes_on_as_if_nothing_had_been(playing, tmp_path):
     config = load_config(playing)
-    whole = train(config, tmp_path / "whole")
+    uninterrupted = train(config, tmp_path / "whole")
     train(config.model_copy(update={"max_steps": 2}), tmp_path / "part")
-    assert same(train(config, tmp_path / "part", resume=True), whole)
+    assert same(train(config, tmp_path / "part", resume=True), uninterrupted)

@@ -22,16 +22,16 @@ from python_trainer.trainer import Trainer
 def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(samples, right):
     answers = [True] * right + [False] * (samples - right)
     for k in range(1, samples + 1):
-        chosen = [any(some) for some in combinations(answers, k)]
-        assert pass_at_k(samples, right, k) == pytest.approx(sum(chosen) / len(chosen))
+        successes = [any(choice) for choice in combinations(answers, k)]
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(successes) / len(successes))
 
 
 def test_metrics_known_values():
     scores = Scores({}, [1.0, 0.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.5], [1, 0, 0, 0, 1, 1, 0, 0])
-    found = metrics_of(scores, EvaluationConfig(samples=4))
+    metrics = metrics_of(scores, EvaluationConfig(samples=4))
     # of 1 right in 4: 1/4, 1/2, 1; of 2 right in 4: 1/2, 5/6, 1
     expected = {"accuracy": 0.375, "reward": 0.5, "pass@1": 0.375, "pass@2": (1 / 2 + 5 / 6) / 2, "pass@4": 1.0}
-    assert found == pytest.approx(expected) and by_prompt(scores.accuracy, 4) == [0.25, 0.5]
+    assert metrics == pytest.approx(expected) and by_prompt(scores.accuracy, 4) == [0.25, 0.5]
 
 
 def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
@@ -43,12 +43,15 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     assert [len(call.args[0]) for call in generate.call_args_list] == [3, 3], "as during the run"
     generate.reset_mock()
     trainer.run()
-    asked = [call.args for call in generate.call_args_list]
-    own, other = asked[:2]
-    assert [r.num_generations for r in own[0]] == [3] * 4 and [r.sample_id for r in own[0]] == [0, 3, 6, 9]
-    assert len(other[0]) == 4 and {own[1].seed, other[1].seed} == {o[1].seed for o in asked[-2:]}
-    assert [r.prompt_ids for r in other[0]] == trainer.prompts.ids["train"][:4] and own[1].seed != other[1].seed
-    rows, summary = read_metrics(tmp_path / "run"), json.loads((tmp_path / "run" / "summary.json").read_text())
+    calls = [call.args for call in generate.call_args_list]
+    test_call, train_call = calls[:2]
+    assert [r.num_generations for r in test_call[0]] == [3] * 4 and [r.sample_id for r in test_call[0]] == [0, 3, 6, 9]
+    assert len(train_call[0]) == 4 and {test_call[1].seed, train_call[1].seed} == {o[1].seed for o in calls[-2:]}
+    assert [r.prompt_ids for r in train_call[0]] == trainer.prompts.ids["train"][:4] and test_call[
+        1
+    ].seed != train_call[1].seed
+    rows = read_metrics(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     names = {"accuracy", "reward", "pass@1", "pass@2", "train/accuracy", "train/reward"}
     for row, name in ((rows[0], "start"), (rows[1], "final")):
         assert {f"eval/{key}" for key in names} <= row.keys()

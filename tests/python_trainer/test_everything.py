@@ -42,28 +42,28 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("combination", OTHERS)
 @pytest.mark.parametrize("name", ACCELERATORS.names)
-def test_each_works_or_says_why_not(make_config, gate_task, tmp_path, monkeypatch, name, other):
+def test_each_works_or_says_why_not(make_config, gate_task, tmp_path, monkeypatch, name, combination):
     accelerators = SETTINGS | {"enabled": [name]}
-    changes = merged(OTHERS[other], {"task": gate_task})
+    changes = merged(OTHERS[combination], {"task": gate_task})
     if name == "rpo":  # which remembers answers that have room to end
         changes = merged(changes, {"rollout": {"max_completion_length": 40}})
     with ExitStack() as running:
-        if other == "vLLM servers":
+        if combination == "vLLM servers":
             server = running.enter_context(serving())
             server.answers["/v1/completions"] = draw
             changes = merged(changes, {"rollout": {"vllm_server": server.url}})
-        elif other == "vLLM in process":
+        elif combination == "vLLM in process":
             install(monkeypatch, sleeps=False)
             shared = SimpleNamespace(share_history=lambda *args, **options: None)
             monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", shared)
-        if (name, other) in REFUSED:
-            with pytest.raises(UserError, match=REFUSED[name, other]):
+        if (name, combination) in REFUSED:
+            with pytest.raises(UserError, match=REFUSED[name, combination]):
                 make_config(accelerators=accelerators, **changes)
             return
         config = make_config(max_steps=6, accelerators=accelerators, **changes)
         train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
-    metric = WORK.get(f"{name}, {other}", WORK[name])
+    metric = WORK.get(f"{name}, {combination}", WORK[name])
     assert max(row.get(metric, 0) for row in rows) > 0, metric

@@ -78,7 +78,8 @@ def test_what_is_lost_is_seen(make_config, tmp_path):
     ],
 )
 def test_what_a_run_must_not_end_with(tmp_path, ended, problem):
-    place, outcome = Place(tmp_path, Case("x", "plain", 0, lambda place, case: Outcome())), Outcome()
+    place = Place(tmp_path, Case("x", "plain", 0, lambda place, case: Outcome()))
+    outcome = Outcome()
     place.check_end(outcome, ended, 0, 2)
     assert bool(outcome.problems) == bool(problem)
     assert problem is None or any(text.startswith(problem) for text in outcome.problems)
@@ -86,8 +87,8 @@ def test_what_a_run_must_not_end_with(tmp_path, ended, problem):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_whatever_comes_is_accepted_or_refused_by_one_line(name):
-    found = run_target(TARGETS[name], 60)
-    assert found["refused"] and (found["accepted"] or name == "the command line")
+    verdicts = run_target(TARGETS[name], 60)
+    assert verdicts["refused"] and (verdicts["accepted"] or name == "the command line")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), UserError(""), OSError(28, "full")])

@@ -39,7 +39,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.addresses, self.texts = [], [], [], []
+        self.open = []
+        self.tags = []
+        self.addresses = []
+        self.texts = []
         self.feed(text)
         assert self.open == []
 
@@ -106,27 +109,29 @@ def test_earlier_runs_are_charged(runs):
     """Their cost moves the curve, and is part of the totals, of the cost to the target and of the verdict."""
     (runs / "a&b").rename(runs / "baseline")
     other = runs / "other"
-    before = {run.name: run for run in find_runs([runs])}
+    runs_before = {run.name: run for run in find_runs([runs])}
     summary = json.loads((other / "summary.json").read_text()) | {"seconds_to_target": 2.0, "tokens_to_target": 10.0}
     (other / "summary.json").write_text(json.dumps(summary))
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         row |= {"rhyme/earlier_tokens": 3e6, "rhyme/earlier_seconds": 450.0}  # three runs, each found in another step
     (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = find_runs([runs])
+    runs_after = find_runs([runs])
     line = "other learned from earlier runs: their 9,000,000 tokens and 1,350 s count as its own"
-    assert line in caveats(found)
-    for axes, (x, cost) in zip(draw_curves(found).axes, (("time/training_s", 1350.0), ("total/generated_tokens", 9e6))):
+    assert line in caveats(runs_after)
+    for axes, (x, cost) in zip(
+        draw_curves(runs_after).axes, (("time/training_s", 1350.0), ("total/generated_tokens", 9e6))
+    ):
         curve = axes.lines[1]
         assert list(curve.get_xdata()) == [row[x] + cost for row in rows if "eval/accuracy" in row]
         assert curve.get_label() == "other, after an earlier run"
-    table = {name: cells for name, *cells in summary_rows(found)}
-    tokens, seconds = (before["other"].summary[key] for key in ("generated_tokens", "training_s"))
+    table = {name: cells for name, *cells in summary_rows(runs_after)}
+    tokens, seconds = (runs_before["other"].summary[key] for key in ("generated_tokens", "training_s"))
     assert table["generated tokens"][1] == f"{tokens + 9e6:,.0f}"
     assert table["seconds without evaluation"][1] == f"{seconds + 1350:.1f}"
     assert table["seconds to target"][1] == "1352.0" and table["tokens to target"][1] == "9,000,010"
-    (verdict,) = verdicts(found)
-    plain = before["baseline"].summary["generated_tokens"]
+    (verdict,) = verdicts(runs_after)
+    plain = runs_before["baseline"].summary["generated_tokens"]
     assert verdict.startswith(f"other: {(tokens + 9e6) / plain - 1:.0%} more generated tokens, "), verdict
 
 
@@ -146,9 +151,9 @@ def test_answers_before_and_after_are_shown(runs, jsonl_files):
     report([runs], console)
     assert "before: " not in console.file.getvalue() and "another" not in (runs / "report.html").read_text()
     report([runs / "other"], console)
-    said = console.file.getvalue()
-    assert f"prompt: {prompts[0]}\n  before: {escape_controls(EVIL)}\n  after:  right and so on and so on" in said
-    assert max(map(len, said.splitlines())) < 300
+    output = console.file.getvalue()
+    assert f"prompt: {prompts[0]}\n  before: {escape_controls(EVIL)}\n  after:  right and so on and so on" in output
+    assert max(map(len, output.splitlines())) < 300
     text = (runs / "other" / "report.html").read_text()
     page = Page(text)
     assert "script" not in page.tags and "<script>alert(1)</script>&<b>\\x1b[2J" in page.texts
@@ -164,16 +169,16 @@ def test_variants_have_a_verdict_and_one_order(runs, capsys):
     (runs / "baseline" / "summary.json").unlink()
     with (runs / "baseline" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "time/training_s": 60.0, "time/wall_s": 61.0, "reward": None}) + "\n")
-    found = find_runs([runs])
-    assert [run.ended for run in found] == [True, False] and list(by_variant(found)) == ["baseline", "a&b"]
+    found_runs = find_runs([runs])
+    assert [run.ended for run in found_runs] == [True, False] and list(by_variant(found_runs)) == ["baseline", "a&b"]
     evaluations = {part: {"eval/reward": value} for part, value in (("start", 0.25), ("final", 0.5))}
-    graded = replace(found[0], summary=found[0].summary | {
+    graded = replace(found_runs[0], summary=found_runs[0].summary | {
         "eval_accuracy_start": 0.0, "eval_accuracy_final": 0.0, "evaluation": evaluations,
     })  # fmt: skip
     assert verdicts([graded])[0].startswith("a&b: reward 0.250 -> 0.500 in 3 steps, ")  # nothing is right or wrong
-    (verdict,) = verdicts(found)
+    (verdict,) = verdicts(found_runs)
     assert verdict.startswith("a&b: ") and "generated tokens, " in verdict and "less time, accuracy " in verdict
-    ended, steps = caveats(found)
+    ended, steps = caveats(found_runs)
     assert ended.startswith("baseline has not ended: ") and "4 steps" in ended
     assert "different numbers of steps (baseline 4, a&b 3)" in steps
     report([runs], QUIET)
@@ -186,17 +191,20 @@ def test_unfinished_runs_have_the_summary_of_their_steps(runs):
     """What is added up from the rows is what the run itself says at its end, but for what happens between steps."""
     (run,) = find_runs([runs / "other", runs / "other", runs / "other" / "."])
     (runs / "other" / "summary.json").unlink()
-    (again,) = find_runs([runs / "other"])
-    assert run.ended and not again.ended and again.summary.keys() < run.summary.keys()
+    (unfinished,) = find_runs([runs / "other"])
+    assert run.ended and not unfinished.ended and unfinished.summary.keys() < run.summary.keys()
     for key in ("steps", "generated_tokens", "trained_tokens", "eval_accuracy_start", "eval_accuracy_final"):
-        assert again.summary[key] == run.summary[key], key
+        assert unfinished.summary[key] == run.summary[key], key
     for key in ("training_s", "rollout_s", "train_s"):
-        assert 0.5 * run.summary[key] < again.summary[key] <= run.summary[key], key
+        assert 0.5 * run.summary[key] < unfinished.summary[key] <= run.summary[key], key
     metrics = runs / "other" / "metrics.jsonl"
     metrics.write_text("".join(line for line in metrics.open() if '"step": 3' not in line))  # without its evaluation
-    (begun,) = find_runs([runs / "other"])
-    assert begun.summary["steps"] == 2 and begun.summary["eval_accuracy_start"] == run.summary["eval_accuracy_start"]
-    assert begun.summary["eval_accuracy_final"] is None and "% -> - in 2 steps" in verdicts([begun])[0]
+    (two_steps,) = find_runs([runs / "other"])
+    assert (
+        two_steps.summary["steps"] == 2
+        and two_steps.summary["eval_accuracy_start"] == run.summary["eval_accuracy_start"]
+    )
+    assert two_steps.summary["eval_accuracy_final"] is None and "% -> - in 2 steps" in verdicts([two_steps])[0]
     with pytest.raises(UserError, match=r"no run \(metrics.jsonl\)"):
         find_runs([runs / "other" / "checkpoints"])
     for place in ("nowhere", "other/config.yaml"):
@@ -216,10 +224,10 @@ def test_tensorboard_has_every_metric(runs):
 def test_tensorboard_forgets_a_run_that_begins_anew(tmp_path):
     """A kill before the first checkpoint has left its curves."""
     for second, values in enumerate(([1.0, 2.0, 3.0], [4.0, 5.0])):
-        told = Logger(tmp_path, 3, console=QUIET)
-        with told.recording():
+        logger = Logger(tmp_path, 3, console=QUIET)
+        with logger.recording():
             for step, value in enumerate(values):
-                told.log(step, {"reward": value})
+                logger.log(step, {"reward": value})
         (file,) = (tmp_path / "tensorboard").glob("events.out.*")
         file.rename(file.with_name(f"{second}.tfevents"))  # names have whole seconds
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -233,7 +241,7 @@ def rollout(accuracy, *, text="42", cap=None):
 
 
 def chosen(rollouts):
-    return choose_samples(rollouts, str, lambda one: str(one.prompt_ids))
+    return choose_samples(rollouts, str, lambda sample: str(sample.prompt_ids))
 
 
 def test_samples_show_right_and_wrong():
@@ -261,20 +269,20 @@ def test_samples_of_a_task_without_right_and_wrong_are_neither():
 
 def test_samples_are_of_different_prompts():
     rollouts = [rollout(0.0, text=f"{group}{i}") for group in range(3) for i in range(3)]
-    for i, one in enumerate(rollouts):
-        one.group = i // 3
+    for i, sample_rollout in enumerate(rollouts):
+        sample_rollout.group = i // 3
     rollouts[5].accuracy = 1.0
-    samples = choose_samples(rollouts, str, lambda one: f"prompt {one.group}")
+    samples = choose_samples(rollouts, str, lambda sample_rollout: f"prompt {sample_rollout.group}")
     assert [(sample["prompt"], sample["answer"]) for sample in samples] == [
         ("prompt 0", "00"), ("prompt 0", "01"), ("prompt 1", "12"), ("prompt 2", "20"),
     ]  # fmt: skip
 
 
 def test_samples_of_a_resumed_run_are_those_of_its_steps(tmp_path):
-    told = Logger(tmp_path, 100, console=QUIET)
-    with told.recording():
+    logger = Logger(tmp_path, 100, console=QUIET)
+    with logger.recording():
         for step in range(1, 6):
-            told.log_samples(step, [{"answer": str(step)}])
+            logger.log_samples(step, [{"answer": str(step)}])
     assert read_samples(tmp_path) == {step: [{"answer": str(step)}] for step in range(1, 6)}
     with Logger(tmp_path, 100, console=QUIET).recording(after_step=3):
         assert list(read_samples(tmp_path)) == [1, 2, 3]
@@ -314,5 +322,5 @@ def test_pictures_name_a_run_in_the_current_folder_as_it_is(runs, monkeypatch, n
 def test_runs_of_one_name_in_other_folders_are_not_seeds_of_a_variant(runs, tmp_path):
     for place in ("x", "y"):
         shutil.copytree(runs / "other", tmp_path / place / "run")
-    found = find_runs([tmp_path / "x", tmp_path / "y"])
-    assert [(run.name, run.label) for run in found] == [("x/run", "x/run"), ("y/run", "y/run")]
+    found_runs = find_runs([tmp_path / "x", tmp_path / "y"])
+    assert [(run.name, run.label) for run in found_runs] == [("x/run", "x/run"), ("y/run", "y/run")]

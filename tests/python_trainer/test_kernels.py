@@ -20,13 +20,14 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """A GPU as far as this looks at it; what is proved, by ops and workload."""
-    asked, facts = [], dict(GPU)
+    proofs = []
+    facts = dict(GPU)
 
     def prove(ops, *, device, workload, say):
-        asked.append((ops, workload))
-        won = {op: {"backend": "triton" if op != "write_kv" else "torch"} for op in ops if op != "sample_tokens"}
-        won["paged_attention"] = {"backend": "torch", "candidates": {"triton": {"cases": {"decode": {}}}}}
-        return {"verdicts": won, "left_out": {"sample_tokens": "no time left of 60 s"}}
+        proofs.append((ops, workload))
+        choices = {op: {"backend": "triton" if op != "write_kv" else "torch"} for op in ops if op != "sample_tokens"}
+        choices["paged_attention"] = {"backend": "torch", "candidates": {"triton": {"cases": {"decode": {}}}}}
+        return {"verdicts": choices, "left_out": {"sample_tokens": "no time left of 60 s"}}
 
     monkeypatch.setenv("RLKERNELS_CACHE", str(tmp_path / "cache"))
     for name in ("RLKERNELS_BACKEND", "RLKERNELS_PROVE"):
@@ -39,7 +40,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "device_facts", lambda index: facts)
     monkeypatch.setattr(kernels, "prove", prove)
     backend.use({})
-    yield SimpleNamespace(asked=asked, facts=facts)
+    yield SimpleNamespace(proofs=proofs, facts=facts)
     backend.use({})
 
 
@@ -50,50 +51,50 @@ def settle(*overrides, saved=None, ranks=None):
 
 
 def test_a_run_proves_what_it_needs_for_its_shapes(gpu):
-    found, notes = settle()
-    ((ops, workload),) = gpu.asked
+    saved, notes = settle()
+    ((ops, workload),) = gpu.proofs
     assert "verify_drafts" in ops and "token_logprobs" in ops and not {"dtw", "top1_deltas"} & {*ops}
     assert workload == Workload("bfloat16", 3, 1, 32, 96, 259, 8, 4, 256, 32)
     assert backend.choose("paged_attention", CUDA) == "triton" and backend.choose("write_kv", CUDA) == "torch"
     assert backend.choose("dtw", CUDA) == backend.choose("sample_tokens", CUDA) == "torch"
-    assert found["backends"].keys() == {*PROVABLE} and found["device"] == GPU
+    assert saved["backends"].keys() == {*PROVABLE} and saved["device"] == GPU
     assert "NVIDIA X" in notes[0] and "sample_tokens: no time left of 60 s; the run takes torch" in notes
 
 
 def test_shapes_may_have_other_names(gpu, tmp_path):
     GPT2Config(n_embd=96, n_head=6, vocab_size=99).save_pretrained(tmp_path)
     settle(f"model.path={tmp_path}", "model.dtype=float32")
-    assert gpu.asked[0][1] == Workload("float32", 6, 6, 16, 96, 99, 8, 4, 256, 32)
+    assert gpu.proofs[0][1] == Workload("float32", 6, 6, 16, 96, 99, 8, 4, 256, 32)
 
 
 def test_a_run_that_goes_on_keeps_its_kernels(gpu, tmp_path):
     first, _ = settle()
     saved = load_checkpoint(save_checkpoint(tmp_path, 1, {"kernels": first}, keep=1))
     backend.use({})
-    again, notes = settle(saved=saved)
-    assert again == first and len(gpu.asked) == 1 and not notes
+    resumed, notes = settle(saved=saved)
+    assert resumed == first and len(gpu.proofs) == 1 and not notes
     assert backend.choose("paged_attention", CUDA) == "triton"
     gpu.facts["gpu"] = "NVIDIA Y"
     settle(saved=saved)
-    assert len(gpu.asked) == 2, "on another GPU they are proved anew"
+    assert len(gpu.proofs) == 2, "on another GPU they are proved anew"
     settle(saved={})
-    assert len(gpu.asked) == 3
+    assert len(gpu.proofs) == 3
 
 
 def test_the_proof_can_be_skipped(gpu, monkeypatch):
     monkeypatch.setenv("RLKERNELS_PROVE", "off")
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {"token_logprobs": "triton"}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = settle()[0]["backends"]
-    assert not gpu.asked and found["token_logprobs"] == "triton" and found["dtw"] == "torch"
+    backends = settle()[0]["backends"]
+    assert not gpu.proofs and backends["token_logprobs"] == "triton" and backends["dtw"] == "torch"
     monkeypatch.delenv("RLKERNELS_PROVE")
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
     settle()
-    assert not gpu.asked
+    assert not gpu.proofs
 
 
 def test_ranks_on_different_gpus_take_the_kernels_of_torch(gpu):
     pair = RankGroup()
     pair.gather = lambda value: [value, {**value, "gpu": "NVIDIA Y"}]
-    found, notes = settle(ranks=pair)
-    assert set(found["backends"].values()) == {"torch"} and not gpu.asked and "different GPUs" in notes[0]
+    saved, notes = settle(ranks=pair)
+    assert set(saved["backends"].values()) == {"torch"} and not gpu.proofs and "different GPUs" in notes[0]

@@ -34,9 +34,9 @@ def gradients(policy, packed):
     with policy.packed_attention():
         logprobs, entropy, states = policy.score(packed, 0.8)
         (logprobs.square().sum() + entropy.sum() + states.sin().sum()).backward()
-    found = {name: p.grad for name, p in policy.model.named_parameters()}
+    grads = {name: p.grad for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
-    return logprobs.detach(), entropy.detach(), states.detach(), found
+    return logprobs.detach(), entropy.detach(), states.detach(), grads
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,40 +45,41 @@ def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, la
     """At most twice the model's own error, both against float64 with the same weights; by tensor."""
     policy = stirred_policy(kind, tokenizer)
     policy.model.to(dtype)
-    packed, exact = pack(answers, range(len(answers))), copy.deepcopy(policy)
+    packed = pack(answers, range(len(answers)))
+    exact = copy.deepcopy(policy)
     exact.model.double()
     exact.fused = False
-    wanted = gradients(exact, packed)
+    expected = gradients(exact, packed)
     assert policy.fused and policy.model.dtype == dtype
-    ours = gradients(policy, packed)
+    fused = gradients(policy, packed)
     policy.fused = False
-    plain = gradients(policy, packed)
+    model_pass = gradients(policy, packed)
 
-    def errors(found):
+    def errors(results):
         """Relative, of outputs and of gradients."""
-        both = zip([*found[:3], *found[3].values()], [*wanted[:3], *wanted[3].values()], strict=True)
-        return [((x.double() - gold).norm() / gold.norm()).item() for x, gold in both]
+        pairs = zip([*results[:3], *results[3].values()], [*expected[:3], *expected[3].values()], strict=True)
+        return [((x.double() - gold).norm() / gold.norm()).item() for x, gold in pairs]
 
-    pairs = list(zip(errors(ours), errors(plain), strict=True))
-    assert all(mine <= 2 * allowed for mine, allowed in pairs), pairs
-    assert 0 < max(mine for mine, _ in pairs) < largest
+    pairs = list(zip(errors(fused), errors(model_pass), strict=True))
+    assert all(error <= 2 * allowed for error, allowed in pairs), pairs
+    assert 0 < max(error for error, _ in pairs) < largest
 
 
 def test_hooks_and_checkpointing_take_the_model_itself(tokenizer, monkeypatch):
-    none_wanted = AssertionError("the model's own forward was to run")
-    monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", Mock(side_effect=none_wanted))
+    unexpected = AssertionError("the model's own forward was to run")
+    monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", Mock(side_effect=unexpected))
     packed = pack([Rollout([1, 2], [3, 4])], [0])
     policy = stirred_policy("Qwen2", tokenizer)
     with policy.packed_attention():
         with pytest.raises(AssertionError, match="own forward"):
             policy.score(packed, 1.0)
-        seen = []
-        hook = policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+        calls = []
+        hook = policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
         policy.score(packed, 1.0)
         hook.remove()
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.score(packed, 1.0)
-    assert seen == [1]
+    assert calls == [1]
 
 
 MIXED = [1, 0, 0, 1] + [1] * 4 + [0] * 4 + [0, 0, 0, 1]
@@ -89,25 +90,27 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
     make_config, tmp_path, monkeypatch, algorithm
 ):
     config = make_config(algorithm=algorithm, optimizer={"adam_epsilon": 1e-4})  # or rounding of zeros grows to steps
-    ours, other = (Trainer(config, tmp_path / name, console=QUIET) for name in ("ours", "other"))
-    other.learner._have_gradient = lambda batch: [True] * len(batch.rollouts)
-    score, seen = ours.policy.score, []
+    trainer, reference = (Trainer(config, tmp_path / name, console=QUIET) for name in ("ours", "other"))
+    reference.learner._have_gradient = lambda batch: [True] * len(batch.rollouts)
+    score = trainer.policy.score
+    passes = []
 
     def counted(packed, temperature):
-        seen.append((torch.is_grad_enabled(), packed.ids.numel()))
+        passes.append((torch.is_grad_enabled(), packed.ids.numel()))
         return score(packed, temperature)
 
-    monkeypatch.setattr(ours.policy, "score", counted)
+    monkeypatch.setattr(trainer.policy, "score", counted)
     for number, rewards in ((1, MIXED), (2, [1] * 16)):  # the second has nothing to teach: momentum alone moves weights
-        seen.clear()
-        row, wanted = (trainer.learner.update(graded(rewards), number) for trainer in (ours, other))
+        passes.clear()
+        row = trainer.learner.update(graded(rewards), number)
+        expected_row = reference.learner.update(graded(rewards), number)
         trained = row["tokens/trained"]
-        assert trained == sum(tokens for graded, tokens in seen if graded) < wanted["tokens/trained"]
+        assert trained == sum(tokens for has_grad, tokens in passes if has_grad) < expected_row["tokens/trained"]
         # log-probabilities of before the update, once, and no others
-        assert sum(tokens for graded, tokens in seen if not graded) == (trained / 2 if algorithm else 0)
+        assert sum(tokens for has_grad, tokens in passes if not has_grad) == (trained / 2 if algorithm else 0)
         for key in ("loss", "grad_norm", "learning_rate", "clip_ratio/low_mean", "clip_ratio/high_mean"):
-            assert row[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
-    weights, expected = (trainer.policy.model.state_dict() for trainer in (ours, other))
+            assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-5), key
+    weights, expected = (trainer.policy.model.state_dict() for trainer in (trainer, reference))
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -137,7 +140,8 @@ def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monk
     algorithm = {"beta": 0.1, "advantage": "gae"}
     config = make_config(model={"dtype": dtype}, algorithm=algorithm, critic={"separate": True})
     learner = Trainer(config, tmp_path, console=QUIET).learner
-    held, found = {id(p) for p in learner.policy.model.parameters()}, []
+    policy_ids = {id(p) for p in learner.policy.model.parameters()}
+    totals = []
 
     def count():
         tensors = [*learner.reference.model.parameters(), *learner.critic.parameters()]
@@ -145,15 +149,17 @@ def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monk
         for optimizer in (learner.optimizer, learner.critic.optimizer):
             tensors += optimizer.masters.values()
             tensors += [x for state in optimizer.adamw.state.values() for x in state.values() if x.ndim]
-        found.append(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if id(x) not in held))
+        totals.append(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if id(x) not in policy_ids))
 
     step = learner.critic.optimizer.step
     monkeypatch.setattr(learner.critic.optimizer, "step", lambda lr: count() or step(lr))
-    masters, gradients, plain = learner.optimizer.masters.values(), [], learner.optimizer.step
+    masters = learner.optimizer.masters.values()
+    gradients = []
+    optimizer_step = learner.optimizer.step
 
     def count_and_step(lr):
         gradients.append(sum(master.grad.nbytes for master in masters))  # which are gone when the critic takes its step
-        return plain(lr)
+        return optimizer_step(lr)
 
     monkeypatch.setattr(learner.optimizer, "step", count_and_step)
     for number in (1, 2):  # the critic has no moments before its first step
@@ -161,7 +167,7 @@ def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monk
         learner.optimizer.adamw.zero_grad()
     memory = plan_memory(config, Device("cpu", 1 << 40), model=learner.policy.model)
     expected = memory.reserved - memory.parts["activations"]
-    assert found[1] + gradients[1] == pytest.approx(expected, rel=0.02)  # the critic's last layer
+    assert totals[1] + gradients[1] == pytest.approx(expected, rel=0.02)  # the critic's last layer
 
 
 def test_the_cache_leaves_room_for_what_training_takes(monkeypatch):
@@ -177,15 +183,17 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, 
     """Each answer is a micro-batch; what each leaves by itself adds up to what all leave together."""
     config = make_config(model={"dtype": "bfloat16"}, optimizer={"micro_batch_tokens": 1})
     learner = Trainer(config, tmp_path, console=QUIET).learner
-    masters, plain, pieces = learner.optimizer.masters, learner._step, []
+    masters = learner.optimizer.masters
+    step = learner._step
+    pieces = []
     assert all(p.dtype == torch.bfloat16 for p in learner.policy.model.parameters())
 
     def in_pieces(minibatch, *args):
         for index in minibatch.samples:
-            plain(Minibatch(minibatch.batch, minibatch.indices, [index]), *args)
+            step(Minibatch(minibatch.batch, minibatch.indices, [index]), *args)
             pieces.append({name: master.grad for name, master in masters.items()})
             learner.optimizer.adamw.zero_grad()
-        return plain(minibatch, *args)
+        return step(minibatch, *args)
 
     monkeypatch.setattr(learner, "_step", in_pieces)
     monkeypatch.setattr(learner.optimizer, "step", lambda lr: 0.0)

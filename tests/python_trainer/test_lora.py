@@ -48,18 +48,19 @@ def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, ans
     weights = trainer.policy.model.named_parameters()
     frozen = [(name.replace(".base_layer.", "."), p) for name, p in weights if not is_adapter(name)]
     assert len(frozen) == len(start) and all(torch.equal(p, start[name]) for name, p in frozen)
-    own, inference = {p.data_ptr() for p in trainer.policy.model.parameters()}, trainer.policy.inference_model
-    apart = {name for name, p in inference.named_parameters() if p.data_ptr() not in own}
+    trained_storage = {p.data_ptr() for p in trainer.policy.model.parameters()}
+    inference = trainer.policy.inference_model
+    copied = {name for name, p in inference.named_parameters() if p.data_ptr() not in trained_storage}
     assert not any(p.requires_grad for p in inference.parameters())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     merged = merged_weights(trainer.policy.model)
-    parts = "self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"
-    assert apart == set(merged) == {f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts}
+    adapted = "self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"
+    assert copied == set(merged) == {f"model.layers.{i}.{part}.weight" for i in range(2) for part in adapted}
     for name, p in exported.named_parameters():
         assert torch.equal(p, merged.get(name, start[name])), name
         assert torch.equal(p, start[name]) == (name not in merged), name
-    again = Policy(exported, trainer.policy.tokenizer, name="exported")
-    torch.testing.assert_close(scores(again, answers), scores(trainer.policy, answers), rtol=1e-4, atol=1e-4)
+    exported_policy = Policy(exported, trainer.policy.tokenizer, name="exported")
+    torch.testing.assert_close(scores(exported_policy, answers), scores(trainer.policy, answers), rtol=1e-4, atol=1e-4)
 
 
 def test_activations_are_recomputed_beside_a_reference_and_a_critic(make_config, tmp_path, tiny_policy, answers):
@@ -82,7 +83,8 @@ def test_activations_are_recomputed_beside_a_reference_and_a_critic(make_config,
     assert passes == {"policy": 4, "critic": 4}  # in each step forwards, and once more in the backward pass
     first, second = (row["kl"] for row in read_metrics(tmp_path)[1:])
     assert first == pytest.approx(0, abs=1e-6) and second > 1e-6, "from the policy as it began"
-    plain, trained = load_policy(ModelConfig(path=str(tiny_policy), device="cpu")), scores(trainer.policy, answers)
+    plain = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
+    trained = scores(trainer.policy, answers)
     plain.fused = False  # with adapters the model's own forward runs, whose numbers are rounded elsewhere
     with without_adapters(trainer.policy.model):
         assert torch.equal(scores(trainer.learner.reference, answers), scores(plain, answers))
@@ -92,20 +94,21 @@ def test_activations_are_recomputed_beside_a_reference_and_a_critic(make_config,
 @pytest.mark.parametrize("parallel", ["none", "ddp"])
 def test_updates_are_counted_and_progress_is_told(make_config, tmp_path, monkeypatch, parallel):
     """Once each, by whichever of the engines; also of a run that goes on."""
-    versions, told = [], []
+    versions = []
+    work_log = []
 
     class Seen(Callback):
         def on_rollouts(self, trainer, step, rollouts):
             versions.append(trainer.engine.policy_version)
 
-    monkeypatch.setattr(Logger, "log_work", lambda logger, *done: told.append((logger.work, *done)))
+    monkeypatch.setattr(Logger, "log_work", lambda logger, *counts: work_log.append((logger.work, *counts)))
     with start(parallel) as ranks:
         for steps, resume in ((2, False), (3, True)):
             config = make_config(max_steps=steps, model={"lora": LORA}, parallel=parallel)
             trainer = Trainer(config, tmp_path, console=QUIET, callbacks=[Seen], resume=resume, ranks=ranks)
             trainer.run()
     assert versions == [0, 1, 2] and trainer.engine.policy_version == 3
-    assert [told.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]
+    assert [work_log.count(work) for work in (("answers", 16, 16), ("evaluation", 6, 6))] == [3, 3]
 
 
 def test_low_precision_adapters_have_float32_masters(make_config, tmp_path):
@@ -134,10 +137,11 @@ def test_all_linear_adapts_what_it_can_of_a_mixture_of_experts(make_config, tmp_
     plain.save_pretrained(folder)
     options = {"model": {"path": str(folder), "lora": {"r": 2, "target_modules": "all-linear"}}}
     trainer = train(make_config(max_steps=2, **options), tmp_path / "run")
-    wanted = {n for n, m in plain.named_modules() if type(m) is torch.nn.Linear} - {"lm_head"}
-    assert {name for name, _ in adapted_layers(trainer.policy.model)} == wanted
-    start, exported = plain.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
-    assert {n for n, p in exported.items() if not torch.equal(p, start[n])} == {f"{name}.weight" for name in wanted}
+    adapted = {n for n, m in plain.named_modules() if type(m) is torch.nn.Linear} - {"lm_head"}
+    assert {name for name, _ in adapted_layers(trainer.policy.model)} == adapted
+    start = plain.state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
+    assert {n for n, p in exported.items() if not torch.equal(p, start[n])} == {f"{name}.weight" for name in adapted}
 
 
 def test_bad_settings_are_named(tiny_policy, monkeypatch):
@@ -158,26 +162,28 @@ def logits(model):
 
 
 def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_config, tmp_path, tiny_policy):
-    lora, optimizer = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}, {"learning_rate": 0.05}
+    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    optimizer = {"learning_rate": 0.05}
     train(make_config(max_steps=2, model={"lora": lora}, optimizer=optimizer), tmp_path / "run")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     base = AutoModelForCausalLM.from_pretrained(tiny_policy)
     assert (logits(merged) - logits(base)).abs().max() > 1e-2
     adapter = tmp_path / "run" / "adapter"
-    wanted = json.loads((adapter / "adapter_config.json").read_text())
-    assert sorted(wanted["target_modules"]) == ["down_proj", "q_proj"]
-    assert wanted["base_model_name_or_path"] == str(tiny_policy)
-    ours = load_policy(ModelConfig(path=str(adapter), device="cpu")).model
-    for model in (ours, PeftModel.from_pretrained(base, adapter)):
+    adapter_config = json.loads((adapter / "adapter_config.json").read_text())
+    assert sorted(adapter_config["target_modules"]) == ["down_proj", "q_proj"]
+    assert adapter_config["base_model_name_or_path"] == str(tiny_policy)
+    reloaded = load_policy(ModelConfig(path=str(adapter), device="cpu")).model
+    for model in (reloaded, PeftModel.from_pretrained(base, adapter)):
         torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-4)
-    again = make_config(max_steps=1, model={"path": str(adapter), "lora": lora}, optimizer=optimizer)
-    train(again, tmp_path / "again")
-    further = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
-    assert not torch.equal(logits(further), logits(merged))
-    upon = load_policy(ModelConfig(path=str(tmp_path / "again" / "adapter"), device="cpu"))  # an adapter upon another
-    torch.testing.assert_close(logits(upon.model), logits(further), rtol=1e-4, atol=1e-4)
+    config = make_config(max_steps=1, model={"path": str(adapter), "lora": lora}, optimizer=optimizer)
+    train(config, tmp_path / "again")
+    twice_trained = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
+    assert not torch.equal(logits(twice_trained), logits(merged))
+    stacked = load_policy(ModelConfig(path=str(tmp_path / "again" / "adapter"), device="cpu"))
+    torch.testing.assert_close(logits(stacked.model), logits(twice_trained), rtol=1e-4, atol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
-    tokenizer.eos_token, tokenizer.chat_template = "A", "{{ messages }}"
+    tokenizer.eos_token = "A"
+    tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(adapter)  # as trainers of adapters do
     policy = load_policy(ModelConfig(path=str(adapter), device="cpu"))
     assert policy.eos_token_ids == [17, 63] and policy.tokenizer.chat_template
@@ -185,8 +191,8 @@ def test_an_adapter_is_that_of_the_merged_model_and_can_be_trained_from(make_con
     save_file({name: weight * torch.nan for name, weight in weights.items()}, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match=f"4 weights of {adapter} hold NaN or infinity"):
         load_policy(ModelConfig(path=str(adapter), device="cpu"))
-    other = {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}
-    save_file(other, adapter / "adapter_model.safetensors")
+    foreign = {"base_model.model.other.lora_A.weight": torch.zeros(4, 4)}
+    save_file(foreign, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match="does not fit its model: Found missing adapter keys"):
         load_policy(ModelConfig(path=str(adapter), device="cpu"))
 

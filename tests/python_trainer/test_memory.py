@@ -47,16 +47,16 @@ def test_what_is_told_is_what_a_process_takes(tmp_path):
 
 
 # gigabytes, worked out by hand
-@pytest.mark.parametrize(("size", "gpus", "parallel", "parts"), [
+@pytest.mark.parametrize(("size", "gpus", "parallel", "expected"), [
     ("0.5b", "24", "none", {"weights": 0.99, "moments and masters": 5.93, "gradients": 1.98}),
     ("7b", "8x80", "fsdp2",
      {"copy for generation": 15.23, "weights": 3.81, "moments and masters": 7.62, "gradients": 3.81}),
 ])  # fmt: skip
-def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, parts):
+def test_parts_worked_out_by_hand(tmp_path, size, gpus, parallel, expected):
     values = {"model": {"path": str(qwen(size, tmp_path))}, "parallel": parallel}
     values |= {"rollout": {"memory_bytes": 1 << 32}, "optimizer": {"micro_batch_tokens": 512}}
     memory = plan_memory(load_config(values), parse_gpus(gpus))
-    assert {name: round(memory.parts[name] / 1e9, 2) for name in parts} == parts
+    assert {name: round(memory.parts[name] / 1e9, 2) for name in expected} == expected
     token = {"0.5b": 12_288, "7b": 57_344}[size]
     assert memory.cache_tokens == (1 << 32) // token and memory.parts["KV cache"] == 1 << 32
 
@@ -66,7 +66,8 @@ def test_activations_worked_out_by_hand(tmp_path):
     values = {"model": {"path": str(qwen("0.5b", tmp_path))}, "optimizer": {"micro_batch_tokens": 512}}
     memory = plan_memory(load_config(values), parse_gpus("24"))
     layer = 2 * (4 * 896 + 2 * (896 + 128) + 4 * 4864) + 8 * 896  # bytes for each token
-    logits, head = 256 * 151_936, 151_936 * 896
+    logits = 256 * 151_936
+    head = 151_936 * 896
     assert memory.parts["activations"] == 24 * layer * 512 + 24 * logits + 2 * head
 
 
@@ -111,7 +112,8 @@ def test_copies_of_the_weights_for_deltas(small):
     pytest.importorskip("zstandard", reason="this machine lacks zstandard")
     servers = {"rollout": {"engine": "vllm", "vllm_server": "http://127.0.0.1:8000"}}
     cpu = replace(parse_gpus("24"), kind="cpu")
-    name, history = "weights before, for deltas", {"save": {"weight_history": 1}}
+    name = "weights before, for deltas"
+    history = {"save": {"weight_history": 1}}
     for changes, copies in ({}, 0), (history, 1), (servers, 1), (history | servers, 2):
         values = merged(small, {"model": {"dtype": "float32"}} | changes)
         parts = plan_memory(load_config(values), cpu, prompt=20).parts
@@ -128,32 +130,32 @@ def dry_run(values, tmp_path, capsys, *arguments):
 
 def test_a_dry_run_prints_settings_and_memory_and_writes_nothing(small, tmp_path, capsys):
     (tmp_path / "policy" / "model.safetensors").unlink()  # weights are not read
-    before = sorted(tmp_path.rglob("*"))
-    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24", "--set", "max_steps=7")
-    assert code == 0 and not said.err
-    assert "\nmax_steps: 7\n" in said.out and "  micro_batch_tokens: 4096\n" in said.out
+    files = sorted(tmp_path.rglob("*"))
+    code, output = dry_run(small, tmp_path, capsys, "--gpus", "24", "--set", "max_steps=7")
+    assert code == 0 and not output.err
+    assert "\nmax_steps: 7\n" in output.out and "  micro_batch_tokens: 4096\n" in output.out
     for words in ("24.0 GB", "moments and masters", "most in the update", "answers of full length in the KV cache: "):
-        assert words in " ".join(said.out.split()), said.out
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "settings.yaml"])
+        assert words in " ".join(output.out.split()), output.out
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "settings.yaml"])
     assert main(["train", "--config", str(tmp_path / "settings.yaml")]) == 2
     assert "train needs --output-dir DIR, or --dry-run" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_ends_with_code_2(small, tmp_path, capsys):
     small["model"]["gradient_checkpointing"] = "auto"
-    most = max(plan_of(small, "24").phases.values()) / 1e9
-    code, said = dry_run(small, tmp_path, capsys, "--gpus", f"{0.8 * most:.6f}")
-    assert code == 0 and "gradient_checkpointing: auto recomputes" in said.out
-    code, said = dry_run(small, tmp_path, capsys, "--gpus", f"{0.01 * most:.6f}")
-    assert code == 2 and "gradient_checkpointing: true" in said.out
-    assert said.err.count("\n") == 1 and "smaller optimizer.micro_batch_tokens" in said.err
+    peak_gb = max(plan_of(small, "24").phases.values()) / 1e9
+    code, output = dry_run(small, tmp_path, capsys, "--gpus", f"{0.8 * peak_gb:.6f}")
+    assert code == 0 and "gradient_checkpointing: auto recomputes" in output.out
+    code, output = dry_run(small, tmp_path, capsys, "--gpus", f"{0.01 * peak_gb:.6f}")
+    assert code == 2 and "gradient_checkpointing: true" in output.out
+    assert output.err.count("\n") == 1 and "smaller optimizer.micro_batch_tokens" in output.err
 
 
 @pytest.mark.parametrize(("engine", "weights"), [("auto", False), ("vllm", True)])
 def test_the_engine_is_the_one_that_a_run_would_take(small, tmp_path, capsys, engine, weights):
     small["rollout"] |= {"engine": engine}
-    code, said = dry_run(small, tmp_path, capsys, "--gpus", "24")
-    assert code == 0 and ("weights of vLLM" in said.out) == weights
+    code, output = dry_run(small, tmp_path, capsys, "--gpus", "24")
+    assert code == 0 and ("weights of vLLM" in output.out) == weights
 
 
 @pytest.mark.parametrize("text", ["", "8x", "x80", "0x80", "80GB", "-1", "0"])
@@ -173,13 +175,15 @@ def test_checkpointing_by_need(make_config, tmp_path, monkeypatch, setting, memo
     """``auto`` on a device that is said to be a GPU; the run itself is on the CPU."""
     model = {"gradient_checkpointing": setting, "dtype": "float32"}
     config = make_config(max_steps=1, model=model, rollout={"memory_bytes": 1 << 20})  # else a smaller cache makes room
-    kept = make_config(max_steps=1, model=model | {"gradient_checkpointing": False}, rollout={"memory_bytes": 1 << 20})
-    bytes_kept = plan_memory(kept, Device("cuda", 24 << 30)).phases["the update"]
-    here = Device("cuda", int(bytes_kept * memory))
+    without_recomputing = make_config(
+        max_steps=1, model=model | {"gradient_checkpointing": False}, rollout={"memory_bytes": 1 << 20}
+    )
+    peak_bytes = plan_memory(without_recomputing, Device("cuda", 24 << 30)).phases["the update"]
+    device = Device("cuda", int(peak_bytes * memory))
     with monkeypatch.context() as patched:
         patched.setattr(python_trainer.loop.memory, "choose_device", lambda name: torch.device("cuda"))
-        patched.setattr(python_trainer.loop.parts, "device_here", lambda name, ranks: here)
-        assert needs_recomputing(config, here) == (expected and setting == "auto")
+        patched.setattr(python_trainer.loop.parts, "device_here", lambda name, ranks: device)
+        assert needs_recomputing(config, device) == (expected and setting == "auto")
         trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert recomputes(trainer.policy.model) == expected
     trainer.run()

@@ -47,9 +47,11 @@ def test_entropy_counts_every_generated_token_once():
 
 def test_entropy_of_a_run_estimates_that_of_all_answers(make_config, model, tmp_path):
     trainer = train(make_config(max_steps=1, task={"reward": "test_metric_coverage:last_is_even"}), tmp_path / "run")
-    row, (rollouts,) = read_metrics(tmp_path / "run")[1], trainer.updates
+    row = read_metrics(tmp_path / "run")[1]
+    (rollouts,) = trainer.updates
     assert 0 < row["frac_reward_zero_std"] < 1
-    surprisals, entropies = list[float](), list[float]()
+    surprisals = list[float]()
+    entropies = list[float]()
     for answer in rollouts:
         surprisals += [-x for x in own_logprobs(model, answer.prompt_ids, answer.ids, SamplingParams())]
         with torch.no_grad():
@@ -64,7 +66,8 @@ def test_dropped_groups_count_in_what_was_generated(make_config, tmp_path):
     rollout = {"num_generations": 2, "prompts_per_step": 3, "dynamic_sampling": True, "max_sampling_rounds": 8}
     config = make_config(max_steps=1, rollout=rollout, task={"reward": "test_metric_coverage:last_is_even"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    generate, answers = trainer.generate, list[Rollout]()
+    generate = trainer.generate
+    answers = list[Rollout]()
 
     def record(*arguments):
         rollouts = generate(*arguments)
@@ -88,7 +91,8 @@ def test_one_answer_has_no_spread(make_config, tmp_path):
 
 
 def test_a_step_that_teaches_nothing_has_no_ratios(make_config, tmp_path):
-    task, algorithm = {"reward": "test_metric_coverage:always"}, {"importance_sampling": "token_mask"}
+    task = {"reward": "test_metric_coverage:always"}
+    algorithm = {"importance_sampling": "token_mask"}
     train(make_config(max_steps=1, task=task, algorithm=algorithm), tmp_path / "run")
     row = read_metrics(tmp_path / "run")[1]
     assert row["frac_reward_zero_std"] == 1 and row["loss"] == row["grad_norm"] == row["clip_ratio/low_mean"] == 0
@@ -112,25 +116,28 @@ def test_what_is_not_computed_is_missing(make_config, tmp_path, algorithm, missi
 def test_clipped_tokens_are_a_share_of_all(make_config, tmp_path):
     """As in TRL: those of answers without advantage are never clipped, and count in the denominator."""
     config = make_config(algorithm={"num_iterations": 3, "epsilon": 0.01})
-    ours, other = (Trainer(config, tmp_path / name, console=QUIET).learner for name in ("ours", "other"))
-    other._have_gradient = lambda batch: [True] * len(batch.rollouts)
-    found, wanted = (learner.update(graded([1, 0, 0, 1] + [1] * 12), 1) for learner in (ours, other))
+    learner, reference = (Trainer(config, tmp_path / name, console=QUIET).learner for name in ("ours", "other"))
+    reference._have_gradient = lambda batch: [True] * len(batch.rollouts)
+    row = learner.update(graded([1, 0, 0, 1] + [1] * 12), 1)
+    expected = reference.update(graded([1, 0, 0, 1] + [1] * 12), 1)
     for name in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
-        assert 0 < found[name] < 0.2 and found[name] == pytest.approx(wanted[name], rel=1e-3)
+        assert 0 < row[name] < 0.2 and row[name] == pytest.approx(expected[name], rel=1e-3)
 
 
 @pytest.mark.parametrize("stored", [[], [0.5, 0.5]])
 def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     """Half of the squared errors 1 and 0.5, returns less values, of two fresh answers; stored ones add nothing."""
-    more = len(stored)
+    num_stored = len(stored)
     batch = step_batch(
-        {"advantage": "gae", "scale_rewards": "none", "cliprange_value": None}, [1.0, 0.0] + [1.0] * more,
-        [1, 1] + [3] * more, stored=enumerate(stored, start=2), old_logprobs=[[0.0]] * 2 + [[0.0] * 3] * more,
-        values=[[0.0], [0.5]] + [[0.25] * 3] * more,
+        {"advantage": "gae", "scale_rewards": "none", "cliprange_value": None}, [1.0, 0.0] + [1.0] * num_stored,
+        [1, 1] + [3] * num_stored, stored=enumerate(stored, start=2),
+        old_logprobs=[[0.0]] * 2 + [[0.0] * 3] * num_stored,
+        values=[[0.0], [0.5]] + [[0.25] * 3] * num_stored,
     )  # fmt: skip
     batch.set_advantages()
-    minibatch, packed = Minibatch(batch, range(2 + more)), batch.pack(range(2 + more))
-    values = torch.tensor([[0.0], [0.5]] + [[0.25]] * more).expand(packed.mask.shape)
+    minibatch = Minibatch(batch, range(2 + num_stored))
+    packed = batch.pack(range(2 + num_stored))
+    values = torch.tensor([[0.0], [0.5]] + [[0.25]] * num_stored).expand(packed.mask.shape)
     zeros = torch.zeros(packed.mask.shape)
     _, numbers = minibatch.loss(packed, zeros, zeros, values)
     row = mean_metrics([numbers], [minibatch], torch.device("cpu"), RankGroup())

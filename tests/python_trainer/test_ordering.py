@@ -45,8 +45,8 @@ def test_given_prefixes_count_in_what_is_seen_and_not_in_what_is_left():
 def test_every_work_is_done_once_and_no_part_has_much_more_than_the_mean(items, count):
     tokens = [length * samples for length, samples in items]
     plan = balance([length for length, _ in items], tokens, count)
-    assert len(plan) == count and sorted(i for part in plan for i in part) == list(range(len(items)))
-    loads = [sum(tokens[i] for i in part) for part in plan]
+    assert len(plan) == count and sorted(i for share in plan for i in share) == list(range(len(items)))
+    loads = [sum(tokens[i] for i in share) for share in plan]
     assert max(loads) <= sum(loads) / count + max(tokens, default=0)
 
 

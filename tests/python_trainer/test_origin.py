@@ -27,7 +27,7 @@ from python_trainer.trainer import Trainer
 
 
 @pytest.fixture
-def other(tiny_policy, tmp_path):
+def changed_policy(tiny_policy, tmp_path):
     """A policy of the same shapes, one of whose weights differs in its last bit."""
     folder = shutil.copytree(tiny_policy, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
@@ -37,28 +37,30 @@ def other(tiny_policy, tmp_path):
     return folder
 
 
-def test_a_digest_of_weights_is_of_names_types_shapes_and_bits(tiny_policy, other, tmp_path):
+def test_a_digest_of_weights_is_of_names_types_shapes_and_bits(tiny_policy, changed_policy, tmp_path):
     """Neither the number of files nor of threads counts."""
-    digest, weights = digest_weights(tiny_policy), load_file(tiny_policy / "model.safetensors")
-    assert digest_weights(other) != digest
-    parts = shutil.copytree(tiny_policy, tmp_path / "parts")
-    (parts / "model.safetensors").unlink()
-    names, places = sorted(weights), {}
+    digest = digest_weights(tiny_policy)
+    weights = load_file(tiny_policy / "model.safetensors")
+    assert digest_weights(changed_policy) != digest
+    sharded = shutil.copytree(tiny_policy, tmp_path / "parts")
+    (sharded / "model.safetensors").unlink()
+    names = sorted(weights)
+    places = {}
     for number in range(3):
         shard = {name: weights[name] for name in names[number::3]}
-        save_file(shard, parts / f"model-{number}.safetensors")
+        save_file(shard, sharded / f"model-{number}.safetensors")
         places |= dict.fromkeys(shard, f"model-{number}.safetensors")
-    (parts / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert digest_weights(parts) == digest
+        assert digest_weights(sharded) == digest
     finally:
         torch.set_num_threads(threads)
     name = "model.norm.weight"
-    for changed in ({name: weights[name].half()}, {name: weights[name].view(4, 8)}, {"x": weights[name].clone()}):
-        save_file(weights | changed, other / "model.safetensors")
-        assert digest_weights(other) != digest
+    for changes in ({name: weights[name].half()}, {name: weights[name].view(4, 8)}, {"x": weights[name].clone()}):
+        save_file(weights | changes, changed_policy / "model.safetensors")
+        assert digest_weights(changed_policy) != digest
 
 
 def test_a_digest_of_prompts_covers_what_rewards_get():
@@ -79,10 +81,10 @@ def test_places_may_differ_between_ranks(make_config, tmp_path):
     """Each node may have copies of its own; what they hold is compared."""
     names = {"model": {"path": "/a"}, "task": {"train_path": "/a"}, "rollout": {"vllm_server": "http://a:1"}}
     rhyme = {"accelerators": {"rhyme": {"database": "/a.db"}}, "evaluation": {"sets": {"hard": "/a"}}}
-    here = make_config(**names, **rhyme)
-    there = load_config(json.loads(here.model_dump_json().replace('"/a', '"/b').replace("//a:", "//b:")))
-    assert here != there and shared_values(here) == shared_values(there)
-    assert shared_values(here) != shared_values(make_config(**names, evaluation={"sets": {"hard": "/a"}}))
+    config = make_config(**names, **rhyme)
+    other_config = load_config(json.loads(config.model_dump_json().replace('"/a', '"/b').replace("//a:", "//b:")))
+    assert config != other_config and shared_values(config) == shared_values(other_config)
+    assert shared_values(config) != shared_values(make_config(**names, evaluation={"sets": {"hard": "/a"}}))
 
 
 CHANGES = {
@@ -97,24 +99,24 @@ CHANGES = {
 def set_ups_that_differ(settings, folder):
     """On each of two ranks, of which the second has one thing that differs."""
     for parallel, kind in KINDS.items():
-        for name, (changes, said) in CHANGES.items():
+        for name, (changes, message) in CHANGES.items():
             if parallel == "fsdp2" and name == "weights":
                 continue  # all ranks get those of rank 0
             values = settings | {"parallel": parallel}
             if dist.get_rank() == 1:
                 local = {
-                    part: {key: str(folder / value) if "path" in key else value for key, value in values_.items()}
-                    if isinstance(values_, dict) else values_
-                    for part, values_ in changes.items()
+                    part: {key: str(folder / value) if "path" in key else value for key, value in section.items()}
+                    if isinstance(section, dict) else section
+                    for part, section in changes.items()
                 }  # fmt: skip
                 values = merged(values, local)
-            with pytest.raises(UserError, match=f"^process 1 of 2 differs from process 0 in {said}$") as caught:
+            with pytest.raises(UserError, match=f"^process 1 of 2 differs from process 0 in {message}$") as caught:
                 Trainer(load_config(values), folder / "run", console=QUIET, ranks=kind())
             assert is_shared(caught.value), name
 
 
 @pytest.mark.slow  # two processes
-def test_ranks_that_begin_differently_end_with_one_line(tiny_policy, jsonl_files, other, tmp_path):
+def test_ranks_that_begin_differently_end_with_one_line(tiny_policy, jsonl_files, changed_policy, tmp_path):
     settings = run_settings(tiny_policy, jsonl_files)
     lines = Path(jsonl_files[0]).read_text().splitlines(keepends=True)
     (tmp_path / "prompts.jsonl").write_text("".join(lines[::-1]))
@@ -138,39 +140,45 @@ LORA = {"model": {"lora": {"r": 2, "alpha": 4}}}
 BETA = {"algorithm": {"beta": 0.1}}
 
 
-@pytest.mark.parametrize("begun", [LORA, BETA], ids=["lora", "beta"])
+@pytest.mark.parametrize("first_settings", [LORA, BETA], ids=["lora", "beta"])
 @pytest.mark.parametrize("place", ["another path", "the same path"])
-def test_a_resumed_run_finds_its_base_weights(make_config, tiny_policy, other, tmp_path, begun, place):
+def test_a_resumed_run_finds_its_base_weights(
+    make_config, tiny_policy, changed_policy, tmp_path, first_settings, place
+):
     base = shutil.copytree(tiny_policy, tmp_path / "base")
-    config = make_config(**merged(begun | {"max_steps": 1}, {"model": {**begun.get("model", {}), "path": str(base)}}))
-    train(config, tmp_path / "run")
+    first_settings = first_settings | {"model": {**first_settings.get("model", {}), "path": str(base)}}
+    train(make_config(**first_settings, max_steps=1), tmp_path / "run")
     moved = base.rename(tmp_path / "moved")
     path = moved if place == "another path" else base
-    again = {"model": {**begun.get("model", {}), "path": str(path)}, "max_steps": 2}
+    resumed_settings = {"model": {**first_settings.get("model", {}), "path": str(path)}, "max_steps": 2}
     if place == "the same path":
-        shutil.copytree(other, base)  # the files behind it were replaced
+        shutil.copytree(changed_policy, base)  # the files behind it were replaced
     else:
-        train(make_config(**merged(begun, again)), tmp_path / "run", resume=True)  # the same weights
-        again["model"]["path"] = str(other)
+        config = make_config(**merged(first_settings, resumed_settings))
+        train(config, tmp_path / "run", resume=True)  # with the same weights
+        resumed_settings["model"]["path"] = str(changed_policy)
+    config = make_config(**merged(first_settings, resumed_settings | {"max_steps": 3}))
     with pytest.raises(UserError, match="run began with another weights than model.path has now"):
-        Trainer(make_config(**merged(begun, again | {"max_steps": 3})), tmp_path / "run", resume=True, console=QUIET)
+        Trainer(config, tmp_path / "run", resume=True, console=QUIET)
 
 
-def test_all_weights_of_a_run_are_in_its_checkpoint(make_config, other, tmp_path):
+def test_all_weights_of_a_run_are_in_its_checkpoint(make_config, changed_policy, tmp_path):
     """Then it goes on without the model that it began with."""
     train(make_config(max_steps=1), tmp_path / "run")
-    resumed = train(make_config(max_steps=2, model={"path": str(other)}), tmp_path / "run", resume=True)
+    resumed = train(make_config(max_steps=2, model={"path": str(changed_policy)}), tmp_path / "run", resume=True)
     assert resumed.state.step == 2
 
 
-@pytest.mark.parametrize(("begun", "now", "said"), [
+@pytest.mark.parametrize(("first_settings", "changes", "message"), [
     ({}, {"seed": 1}, "seed must be 0, with which .*run began, got 1"),
     (LORA, {"model": {"lora": {"r": 2, "alpha": 8}}}, "model.lora.alpha must be 4.0, with which .*run began, got 8.0"),
 ])  # fmt: skip
-def test_a_resumed_run_keeps_its_seed_and_the_scale_of_its_adapters(make_config, tmp_path, begun, now, said):
-    train(make_config(max_steps=1, **begun), tmp_path / "run")
-    with pytest.raises(UserError, match=said):
-        Trainer(make_config(max_steps=2, **now), tmp_path / "run", resume=True, console=QUIET)
+def test_a_resumed_run_keeps_its_seed_and_the_scale_of_its_adapters(
+    make_config, tmp_path, first_settings, changes, message
+):
+    train(make_config(max_steps=1, **first_settings), tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        Trainer(make_config(max_steps=2, **changes), tmp_path / "run", resume=True, console=QUIET)
 
 
 def test_a_resumed_run_finds_its_tokenizer(make_config, tiny_policy, tmp_path):
@@ -197,6 +205,6 @@ def test_an_older_checkpoint_goes_on_with_a_note(make_config, tmp_path):
     saved = load_checkpoint(newest)
     del saved["origin"]
     save_checkpoint(newest.parent, 1, saved, keep=1)
-    said = Console(file=io.StringIO(), width=200)
-    assert Trainer(make_config(max_steps=2), tmp_path / "run", resume=True, console=said).run()["steps"] == 2
-    assert "does not tell with which seed, tokenizer and base weights the run began" in said.file.getvalue()
+    console = Console(file=io.StringIO(), width=200)
+    assert Trainer(make_config(max_steps=2), tmp_path / "run", resume=True, console=console).run()["steps"] == 2
+    assert "does not tell with which seed, tokenizer and base weights the run began" in console.file.getvalue()

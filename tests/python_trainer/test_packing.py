@@ -29,24 +29,25 @@ def plain_score(policy, answer, temperature=1.0):
 
 def test_micro_batches_keep_to_the_budget(answers):
     for max_tokens in (1, 10, 25, 60, 1000):
-        parts = list(micro_batches(answers, range(len(answers)), max_tokens))
-        assert [index for part in parts for index in part] == list(range(len(answers)))
-        sizes = [pack(answers, part).ids.numel() for part in parts]
-        assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, parts))
+        batches = list(micro_batches(answers, range(len(answers)), max_tokens))
+        assert [index for samples in batches for index in samples] == list(range(len(answers)))
+        sizes = [pack(answers, samples).ids.numel() for samples in batches]
+        assert all(size <= max_tokens or len(samples) == 1 for size, samples in zip(sizes, batches))
     assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
     assert list(micro_batches(answers, [], 10)) == []
 
 
 def test_the_tokens_of_a_rollout_become_an_array_once(answers, monkeypatch):
     """For sorting, planning and packing; once more when the rollout has grown."""
-    rollouts, made = [replace(answer) for answer in answers], []
-    monkeypatch.setattr(packing, "token_ids", lambda name, ids: made.append(len(ids)) or token_ids(name, ids))
+    rollouts = [replace(answer) for answer in answers]
+    array_sizes = []
+    monkeypatch.setattr(packing, "token_ids", lambda name, ids: array_sizes.append(len(ids)) or token_ids(name, ids))
     for _ in range(2):
         order = sorted_by_tokens(rollouts, range(len(rollouts)))
         for stretch in split_evenly(rollouts, order, 2):
-            for part in micro_batches(rollouts, stretch, 60):
-                pack(rollouts, part)
-    assert sorted(made) == sorted(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+            for samples in micro_batches(rollouts, stretch, 60):
+                pack(rollouts, samples)
+    assert sorted(array_sizes) == sorted(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
     rollouts[0].response_ids = [*rollouts[0].response_ids, 7]
     assert pack(rollouts, [0]).targets[-1] == 7
 
@@ -72,10 +73,10 @@ def test_recomputing_activations_leaves_dropout_off(tokenizer, answers, kind):
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     layer.self_attn.register_forward_hook(lambda *_: forwards.append(layer.training))
     with policy.packed_attention():
-        found = policy.score(pack(answers, [0]), 1.0)[0][0]
-        found.sum().backward()
+        logprobs = policy.score(pack(answers, [0]), 1.0)[0][0]
+        logprobs.sum().backward()
     assert forwards == [False, False], "once more in the backward pass"
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-5)
     assert not any(module.training for module in model.modules())
@@ -91,8 +92,8 @@ def scored(monkeypatch):
     """scored(policy, packed, most) -> log-probabilities, entropies, states, all gradients; rows of logits at a time."""
     monkeypatch.setattr(policy_module, "linear_token_logprobs", partial(linear_token_logprobs, chunk=10))
 
-    def score(policy, packed, most):
-        monkeypatch.setattr(policy_module, "LARGEST_LOGITS", most)
+    def score(policy, packed, max_logits):
+        monkeypatch.setattr(policy_module, "LARGEST_LOGITS", max_logits)
         with policy.packed_attention(), Launches() as launches:
             logprobs, entropy, states = policy.score(packed, 0.7)
             loss = (logprobs * torch.linspace(-1, 2, logprobs.shape[1]) + 0.1 * entropy).sum()
@@ -104,7 +105,7 @@ def scored(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "further", "scale"),
+    ("kind", "options", "scale"),
     [
         ("Qwen2", {"tie_word_embeddings": True}, 1.0),
         ("Qwen2", {"tie_word_embeddings": False}, 1.0),
@@ -112,17 +113,19 @@ def scored(monkeypatch):
         ("Cohere", {"logit_scale": 0.25}, 0.25),
     ],
 )
-def test_logits_that_are_too_many_are_not_held(answers, scored, tokenizer, kind, further, scale):
+def test_logits_that_are_too_many_are_not_held(answers, scored, tokenizer, kind, options, scale):
     """Scores and gradients are the same; Qwen2 is fused."""
-    policy, packed = of_shape(kind, tokenizer, **further), pack(answers, range(len(answers)))
+    policy = of_shape(kind, tokenizer, **options)
+    packed = pack(answers, range(len(answers)))
     assert policy.traits.logit_scale == scale and policy.fused == (kind == "Qwen2")
-    (whole, all_rows), (blocks, rows) = (scored(policy, packed, most) for most in (1 << 20, 0))
+    (expected, all_rows), (blocks, rows) = (scored(policy, packed, max_logits) for max_logits in (1 << 20, 0))
     assert rows <= 3 < all_rows == packed.targets.numel()
-    torch.testing.assert_close(blocks, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(blocks, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
-    policy, packed = of_shape("Granite", tokenizer, logits_scaling=0.5), pack(answers, range(len(answers)))
+    policy = of_shape("Granite", tokenizer, logits_scaling=0.5)
+    packed = pack(answers, range(len(answers)))
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + 1)  # which no setting names
     policy.traits = find_traits(policy.model)
     assert policy.traits.logit_scale is None

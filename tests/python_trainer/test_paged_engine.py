@@ -41,12 +41,12 @@ def test_greedy_equals_generate(name, with_eos, fused):
     free = engine_for(model).generate(requests, GREEDY)
     eos = [free[2].ids[4], free[3].ids[9]] if with_eos else []
     engine = engine_for(model, eos=eos, fused=fused)
-    got = engine.generate(requests, GREEDY)
+    completions = engine.generate(requests, GREEDY)
     assert engine.fused == fused
-    for request, completion in zip(requests, got):
+    for request, completion in zip(requests, completions):
         assert completion.ids == own_greedy(model, request.prompt_ids, 30, eos)
         assert completion.finish_reason == ("stop" if completion.ids[-1] in eos else "length")
-    assert not with_eos or "stop" in [completion.finish_reason for completion in got]
+    assert not with_eos or "stop" in [completion.finish_reason for completion in completions]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,13 +70,15 @@ def test_logprobs_are_those_of_a_full_forward_pass(name, sampling):
 
 
 def test_batching_and_memory_do_not_change_samples():
-    model, requests, sampling = make(), mixed_requests(), SamplingParams(seed=5)
+    model = make()
+    requests = mixed_requests()
+    sampling = SamplingParams(seed=5)
     expected = engine_for(model).generate(requests, sampling)
     singles = engine_for(model)
     one_by_one = [completion for request in requests for completion in singles.generate([request], sampling)]
     assert_same(one_by_one, expected)
-    other = engine_for(model).generate(requests, SamplingParams(seed=6))
-    assert [c.ids for c in other] != [c.ids for c in expected]
+    other_seed = engine_for(model).generate(requests, SamplingParams(seed=6))
+    assert [c.ids for c in other_seed] != [c.ids for c in expected]
 
     changes = [{"fused": False}, {"max_sequences": 1}, {"max_sequences": 3}, {"block_size": 1}, {"block_size": 64}]
     for settings in (*changes, {"max_batch_tokens": 5, "max_sequences": 4}):
@@ -89,20 +91,22 @@ def test_batching_and_memory_do_not_change_samples():
 
 def test_requests_may_come_while_others_are_generated():
     """And every rollout is handed out once, as the very object that submit gave."""
-    model, requests, sampling = make(), mixed_requests(), SamplingParams(temperature=0.9, seed=5)
-    wanted = engine_for(model).generate(requests, sampling)
+    model = make()
+    requests = mixed_requests()
+    sampling = SamplingParams(temperature=0.9, seed=5)
+    expected = engine_for(model).generate(requests, sampling)
     engine = engine_for(model)
     first = engine.submit(requests[:2], sampling)
     assert not any(rollout.finish_reason for rollout in first)
-    done = engine.poll()
-    assert done and len(done) < len(first)
+    finished = engine.poll()
+    assert finished and len(finished) < len(first)
     later = engine.generate(requests[2:], sampling)  # waits for its own, and keeps what else ends for the next poll
-    assert_same(later, wanted[len(first) :])
-    while some := engine.poll():
-        assert all(rollout.finish_reason for rollout in some)
-        done += some
-    assert_same(first, wanted[: len(first)])
-    assert sorted(map(id, done)) == sorted(map(id, first))
+    assert_same(later, expected[len(first) :])
+    while polled := engine.poll():
+        assert all(rollout.finish_reason for rollout in polled)
+        finished += polled
+    assert_same(first, expected[: len(first)])
+    assert sorted(map(id, finished)) == sorted(map(id, first))
     assert engine.stats["generated_tokens"] == sum(len(r.logprobs) for r in [*first, *later])
 
 
@@ -120,7 +124,7 @@ def test_each_prompt_is_computed_once():
     computed = []
     embed = model.get_input_embeddings()
     embed.register_forward_hook(lambda module, inputs, output: computed.append(inputs[0].shape[-1]))
-    prompt, other = prompts([24, 9])
+    prompt, ending = prompts([24, 9])
     engine.generate([Request(prompt, num_generations=5, max_new_tokens=1)], GREEDY)
     assert sum(computed) == 24
     assert engine.stats["prefill_tokens"] == 24 and engine.stats["cached_tokens"] == 4 * 24
@@ -130,7 +134,7 @@ def test_each_prompt_is_computed_once():
     # a beginning that two requests of one call share
     computed.clear()
     fresh = [7, *prompt]
-    engine.generate([Request([*fresh[:16], *other], max_new_tokens=1), Request(fresh, max_new_tokens=1)], GREEDY)
+    engine.generate([Request([*fresh[:16], *ending], max_new_tokens=1), Request(fresh, max_new_tokens=1)], GREEDY)
     assert sum(computed) == 25 + 9
     assert engine.stats["generated_tokens"] == 8
     # a new policy: nothing is shared with the past
@@ -210,17 +214,18 @@ def test_hooks_are_run():
 
 
 def test_long_answers_first_are_the_same_answers_in_fewer_passes():
-    model, limits = make(), [3, 3, 3, 3, 40, 3, 3, 40]
+    model = make()
+    limits = [3, 3, 3, 3, 40, 3, 3, 40]
     requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts([5] * len(limits)), limits)]
     plain = engine_for(model, max_sequences=2)
-    wanted = plain.generate(requests, GREEDY)
+    expected = plain.generate(requests, GREEDY)
     engine = engine_for(model, max_sequences=2)
     engine.lengths = LengthHistory()
     for _ in range(2):  # nothing is known in the first round: max_new_tokens decides
-        before = engine.stats["forward_passes"]
-        assert_same(engine.generate(requests, GREEDY), wanted)
-        assert engine.stats["forward_passes"] - before < plain.stats["forward_passes"]
-        engine.lengths.observe(requests, wanted)
+        num_passes = engine.stats["forward_passes"]
+        assert_same(engine.generate(requests, GREEDY), expected)
+        assert engine.stats["forward_passes"] - num_passes < plain.stats["forward_passes"]
+        engine.lengths.observe(requests, expected)
     assert engine.lengths.predict([Request(requests[4].prompt_ids, max_new_tokens=99)]) == [40]
 
 
@@ -243,12 +248,13 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
         Request(a, num_generations=1, max_new_tokens=12, sample_id=30),
     ]
     sampling = SamplingParams(seed=3)
-    apart, engine = engine_for(model, **options | {"share_reads": False}), engine_for(model, **options)
+    unshared = engine_for(model, **options | {"share_reads": False})
+    engine = engine_for(model, **options)
     calls.clear()  # of the checks of the model
-    expected = apart.generate(requests, sampling)
+    expected = unshared.generate(requests, sampling)
     assert not calls
-    got = engine.generate(requests, sampling)
-    assert_same(got, expected)
+    completions = engine.generate(requests, sampling)
+    assert_same(completions, expected)
     assert calls and max(int(lens.max()) for lens in calls) >= 128
     assert (engine.stats["preemptions"] > 0) == (options["blocks"] == 75)
     calls.clear()
@@ -273,14 +279,14 @@ def test_launches_of_a_decode_pass_are_few(monkeypatch):
     engine.submit(
         [Request(prompt, max_new_tokens=8, num_generations=4) for prompt in prompts([9, 5])], SamplingParams()
     )
-    found = []
+    pass_counts = []
     with torch.no_grad(), attend_by(engine.model):
         run = engine._runner(17)
         for _ in range(3):
             with Launches() as launches:
                 engine._step(run)
-            found.append(launches.counts)
-    for counts in found[1:]:  # the first computes the prompts
+            pass_counts.append(launches.counts)
+    for counts in pass_counts[1:]:  # the first computes the prompts
         assert not {"sort", "argsort", "topk", "bitwise_xor"} & counts.keys(), "sorts, or random numbers"
         # 3 layers of Transformers with attention, sampling
         assert 100 < counts.total() <= 351, (counts.total(), counts)
@@ -288,55 +294,58 @@ def test_launches_of_a_decode_pass_are_few(monkeypatch):
 
 def test_recorded_passes_draw_the_same(monkeypatch):
     """A stand-in for CUDA graphs computes again what was recorded, from the tensors that were recorded."""
-    kept = []
+    recorded = []
 
     def record(run, pool):
-        kept.append(run())
-        return lambda result=kept[-1]: result.copy_(run()), kept[-1]
+        recorded.append(run())
+        return lambda result=recorded[-1]: result.copy_(run()), recorded[-1]
 
     monkeypatch.setattr(graphs, "record", record)
-    model, sampling = make(), SamplingParams(seed=3)
+    model = make()
+    sampling = SamplingParams(seed=3)
     plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
     engine.graphs = graphs.DecodeGraphs(model, engine.cache)
     assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
     sizes = {size for size, _ in engine.graphs.recorded}
-    assert len(kept) == len(engine.graphs.recorded) and max(sizes) == 8 and sizes <= {1, 2, 3, 4, 6, 8}
+    assert len(recorded) == len(engine.graphs.recorded) and max(sizes) == 8 and sizes <= {1, 2, 3, 4, 6, 8}
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.5)
-    for each in (plain, engine):
-        each.policy_updated()
+    for either in (plain, engine):
+        either.policy_updated()
     assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
-    before = len(kept)
+    num_recorded = len(recorded)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # lies elsewhere
     engine.generate(mixed_requests(), sampling)
-    assert len(kept) > before
+    assert len(recorded) > num_recorded
     engine.graphs = graphs.DecodeGraphs(model, engine.cache)
     refused = RuntimeError("operation not permitted when stream is capturing")
     monkeypatch.setattr(graphs, "record", Mock(side_effect=refused))
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: operation not permitted"):
-        got = engine.generate(mixed_requests(), sampling)
-    assert_same(got, plain.generate(mixed_requests(), sampling))
+        completions = engine.generate(mixed_requests(), sampling)
+    assert_same(completions, plain.generate(mixed_requests(), sampling))
 
 
 def test_recorded_passes_hold_a_bounded_memory(monkeypatch):
     """Each records 10 bytes, by a stand-in; 5 may be held."""
-    held, most = [0], []
+    held_bytes = [0]
+    peaks = []
 
     def record(run, pool):
-        held[0] += 10
+        held_bytes[0] += 10
         result = run()
         return lambda: result.copy_(run()), result
 
     monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(graphs, "held_bytes", lambda device: held[0])
-    model, sampling = make(), SamplingParams(seed=3)
+    monkeypatch.setattr(graphs, "held_bytes", lambda device: held_bytes[0])
+    model = make()
+    sampling = SamplingParams(seed=3)
     plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
     engine.graphs = graphs.DecodeGraphs(model, engine.cache)
     engine.graphs.most_bytes = 5
     lookup = engine.graphs.logits
-    monkeypatch.setattr(engine.graphs, "logits", lambda *args: most.append(engine.graphs.bytes) or lookup(*args))
+    monkeypatch.setattr(engine.graphs, "logits", lambda *args: peaks.append(engine.graphs.bytes) or lookup(*args))
     assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
-    assert max(most) == 10 < held[0], "the one that goes over the limit is held too; then all are forgotten"
+    assert max(peaks) == 10 < held_bytes[0], "the one that goes over the limit is held too; then all are forgotten"
 
 
 def test_absolute_positions_and_sliding_window():
@@ -344,14 +353,14 @@ def test_absolute_positions_and_sliding_window():
                                      initializer_range=0.3, bos_token_id=None, eos_token_id=None)  # fmt: skip
     gpt2 = transformers.GPT2LMHeadModel(config).eval()
     request = Request(prompts([11])[0], max_new_tokens=10)
-    got = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
-    assert got.ids == own_greedy(gpt2, request.prompt_ids, 10)
+    completion = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
+    assert completion.ids == own_greedy(gpt2, request.prompt_ids, 10)
     windowed = make("Mistral", sliding_window=24).eval()
     request = Request(prompts([20])[0], max_new_tokens=30)
-    wanted = own_greedy(windowed, request.prompt_ids, 30)
+    expected = own_greedy(windowed, request.prompt_ids, 30)
     for fused in (True, False):
-        several = engine_for(windowed, fused=fused).generate([request] * 3, GREEDY)  # that share the prompt
-        assert [one.ids for one in several] == [wanted] * 3
+        completions = engine_for(windowed, fused=fused).generate([request] * 3, GREEDY)  # that share the prompt
+        assert [completion.ids for completion in completions] == [expected] * 3
     assert longest_sequence(windowed, 24) == (24, "the model's sliding window"), "on a GPU the engine stops there"
 
 
@@ -400,19 +409,22 @@ def test_too_little_memory():
 @torch.no_grad()
 def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
     layers = [torch.nn.Linear(width, n, bias=bias).bfloat16() for n in outputs]
-    product, x = Product(*layers, pack=True), torch.randn(rows, width).bfloat16()
+    product = Product(*layers, pack=True)
+    x = torch.randn(rows, width).bfloat16()
     assert product.packed == packs_bfloat16()
-    found, plain = product(x), torch.cat([layer(x) for layer in layers], 1)
+    result = product(x)
+    plain = torch.cat([layer(x) for layer in layers], 1)
     exact = torch.cat([layer.double()(x.double()) for layer in layers], 1)
-    assert found.dtype == torch.bfloat16
-    error, allowed = ((out.double() - exact).abs().max().item() for out in (found, plain))
+    assert result.dtype == torch.bfloat16
+    error, allowed = ((out.double() - exact).abs().max().item() for out in (result, plain))
     assert error <= 2 * allowed
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])  # with biases, and with norms of heads
 def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
     """The error against float64 is at most twice that of the model's own layers, in the mean."""
-    model, sampling = make(name).bfloat16(), SamplingParams(seed=3)
+    model = make(name).bfloat16()
+    sampling = SamplingParams(seed=3)
     exact = make(name).bfloat16().double()
     errors = []
     for fused in (True, False):
@@ -421,22 +433,23 @@ def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
         error = []
         for answer in engine.generate(mixed_requests(), sampling):
             context = [*answer.prompt_ids, *answer.response_ids[: answer.prefix_len]]
-            gold = own_logprobs(exact, context, answer.ids, sampling)
-            error.append((torch.tensor(answer.logprobs) - torch.tensor(gold)).abs())
+            expected = own_logprobs(exact, context, answer.ids, sampling)
+            error.append((torch.tensor(answer.logprobs) - torch.tensor(expected)).abs())
         errors.append(torch.cat(error).mean().item())
     assert errors[0] <= 2 * errors[1] < 0.2
 
 
 def test_one_snapshot_until_the_weights_change(monkeypatch):
     """Polls in between take none."""
-    taken = []
-    monkeypatch.setattr(engine_module, "FusedDecoder", lambda *a, **k: taken.append(1) or FusedDecoder(*a, **k))
-    engine, short = engine_for(make().bfloat16(), max_sequences=2), prompts([4, 6, 9, 12])
+    snapshots = []
+    monkeypatch.setattr(engine_module, "FusedDecoder", lambda *a, **k: snapshots.append(1) or FusedDecoder(*a, **k))
+    engine = engine_for(make().bfloat16(), max_sequences=2)
+    short = prompts([4, 6, 9, 12])
     engine.submit([Request(ids, max_new_tokens=20 + i) for i, ids in enumerate(short[:3])], GREEDY)
     engine.poll(1)
     engine.submit([Request(short[3], max_new_tokens=60)], GREEDY)  # longer than any so far
-    assert len(engine.poll(4)) == 4 - 1 and len(taken) == 1
+    assert len(engine.poll(4)) == 4 - 1 and len(snapshots) == 1
     assert engine._decoder is None, "held while there is nothing to generate"
     engine.policy_updated()
     engine.generate([Request(short[0])], GREEDY)
-    assert len(taken) == 2
+    assert len(snapshots) == 2

@@ -58,15 +58,15 @@ def train_case(name, *args):
     with patch.object(policy, "LARGEST_LOGITS", largest):
         trainer = train(*args)
     weights = [] if trainer.ranks.sharded else [p.detach() for p in trainer.policy.model.parameters()]
-    for other in trainer.ranks.gather(weights):
-        assert all(map(torch.equal, weights, other)), "every rank has the same weights, to the bit"
+    for rank_weights in trainer.ranks.gather(weights):
+        assert all(map(torch.equal, weights, rank_weights)), "every rank has the same weights, to the bit"
 
 
 def train_all(settings, folder):
     for name, changes in CASES.items():
         for parallel in ["ddp"] if name in WHOLE else KINDS:
-            own = SHARDED.get(name, {}) if parallel == "fsdp2" else {}
-            train_case(name, merged(merged(settings, changes), own), folder / parallel / name, parallel)
+            further_settings = SHARDED.get(name, {}) if parallel == "fsdp2" else {}
+            train_case(name, merged(merged(settings, changes), further_settings), folder / parallel / name, parallel)
 
 
 @pytest.fixture(scope="module")
@@ -89,24 +89,26 @@ def runs(tmp_path_factory, tiny_policy, jsonl_files):
 )
 def test_same_weights_and_metrics_as_one_process(runs, name, parallel):
     """Up to the order in which gradients are added: two processes add their parts first."""
-    one, several = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
+    expected, weights = (load_file(runs / kind / name / "weights.safetensors") for kind in ("none", parallel))
     atol = 1e-5 if name.startswith("alpha") else 1e-6  # a jump takes differences further
-    torch.testing.assert_close(several, one, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=atol)
     rows = [read_metrics(runs / kind / name) for kind in ("none", parallel)]
     assert len(rows[0]) == len(rows[1]) == CASES[name].get("max_steps", 2) + 1
     for first, second in zip(*rows):
         clock = "time/", "_s", "per_second", "drafts/"
-        known = {k for k in first if not (k.startswith(clock) or k.endswith(clock))}
-        assert known <= set(second)
-        for key in known - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
+        keys = {k for k in first if not (k.startswith(clock) or k.endswith(clock))}
+        assert keys <= set(second)
+        for key in keys - {"tokens/trained", "tokens/prefill", "tokens/cached"}:  # of prompts that both compute
             # the first is a largest difference of log-probabilities: rounding of both is all that it is
             rounding = 5e-6 if key == "sampling/logp_difference/max" else 2e-6
             assert second[key] == pytest.approx(first[key], rel=1e-5, abs=rounding), key
 
 
 def test_cases_are_what_their_names_say(runs):
-    cut, some = (read_metrics(runs / "none" / name)[1:] for name in ("all cut off", "some answers teach nothing"))
-    assert any(row["completions/clipped_ratio"] == 1 and "grad_norm" not in row for row in cut)
-    assert all(0 < row["frac_reward_zero_std"] < 1 for row in some)
+    truncated, partial = (
+        read_metrics(runs / "none" / name)[1:] for name in ("all cut off", "some answers teach nothing")
+    )
+    assert any(row["completions/clipped_ratio"] == 1 and "grad_norm" not in row for row in truncated)
+    assert all(0 < row["frac_reward_zero_std"] < 1 for row in partial)
     for name, accepted in (("alpha, paper", 1), ("alpha, gated", 0)):  # two prompts show nothing
         assert read_metrics(runs / "none" / name)[4]["alpha/accepted"] == accepted

@@ -54,8 +54,8 @@ def fail(settings, folder, message):
 
 def a_reward_or_a_loss_that_fails(settings, folder):
     rewarded = merged(settings, {"task": {"reward": f"{__name__}:no_verdict"}})
-    said = fail(rewarded, folder / "reward", "reward function no_verdict raised ValueError: no verdict")
-    assert dist.get_rank() == 1 or said.startswith("process 1 of 2: ")
+    message = fail(rewarded, folder / "reward", "reward function no_verdict raised ValueError: no verdict")
+    assert dist.get_rank() == 1 or message.startswith("process 1 of 2: ")
     original = Minibatch.loss
 
     def loss(self, *args, **options):
@@ -81,9 +81,11 @@ def generation_that_fails(settings, folder):
     But for a bug: it does in the process where it came up.
     """
     changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.callbacks:Callback"], "max_steps": 2}
-    original, settings = PagedEngine._work, merged(settings, changes)
+    original = PagedEngine._work
+    settings = merged(settings, changes)
     for parallel, name in FAILURES:
-        calls, (error, kinds) = itertools.count(), ERRORS[name]
+        calls = itertools.count()
+        (error, kinds) = ERRORS[name]
 
         def work(self, count, calls=calls, error=error):
             if next(calls) == 3 and dist.get_rank() == 1:  # the evaluation at the start is in two parts
@@ -93,11 +95,11 @@ def generation_that_fails(settings, folder):
         with patch.object(PagedEngine, "_work", work), pytest.raises(Exception) as caught:
             train(settings, folder / f"{parallel}-{name}", parallel)
         assert is_shared(caught.value) and type(caught.value).__name__ == kinds[dist.get_rank()]
-        said = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        message = "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         text = f"{error}: optimizer.learning_rate 0.001 may be too high" if name == "finite" else str(error)
-        assert text in said and "step 1 is saved: --resume continues from it" in said
+        assert text in message and "step 1 is saved: --resume continues from it" in message
         if dist.get_rank() == 0:
-            assert "process 1 of 2: " in said
+            assert "process 1 of 2: " in message
             checkpoints = list_checkpoints(folder / f"{parallel}-{name}" / "checkpoints")
             assert [path.name for path in checkpoints] == ["step-000001"]
 
@@ -118,11 +120,12 @@ def several(settings, folder):
     train(settings, folder / "sharded to sharded", "fsdp2", resume=True)
     train(settings, folder / "one to sharded", "fsdp2", resume=True)
     train(settings, folder / "sharded", "fsdp2")
-    plain, moved = merged(settings, LOW_PRECISION), merged(settings, OFFLOAD)
+    plain = merged(settings, LOW_PRECISION)
+    moved = merged(settings, OFFLOAD)
     train(plain, folder / "plain", "fsdp2")
-    for name, first, then in (("plain to offloaded", plain, moved), ("offloaded to plain", moved, plain)):
+    for name, first, second in (("plain to offloaded", plain, moved), ("offloaded to plain", moved, plain)):
         train(first | {"max_steps": 1}, folder / name, "fsdp2")
-        train(then, folder / name, "fsdp2", resume=True)
+        train(second, folder / name, "fsdp2", resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -144,20 +147,23 @@ def runs(tmp_path_factory, settings):
 @pytest.mark.parametrize("name", ["one to sharded", "sharded to one", "sharded to ddp", "sharded to sharded"])
 def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     assert [row["step"] for row in read_metrics(runs / name)] == list(range(5))
-    whole, parts = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    expected, weights = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     saved = [load_whole(list_checkpoints(runs / folder / "checkpoints")[-1]) for folder in ("one", name)]
-    for part in ("model", "optimizer"):
-        assert saved[0][part].keys() == saved[1][part].keys() and saved[0]["critic"].keys() == saved[1]["critic"].keys()
+    for section in ("model", "optimizer"):
+        assert (
+            saved[0][section].keys() == saved[1][section].keys()
+            and saved[0]["critic"].keys() == saved[1]["critic"].keys()
+        )
 
 
 @pytest.mark.parametrize(
-    ("whole", "parts"),
+    ("uninterrupted", "resumed"),
     [("sharded", "sharded to sharded"), ("plain", "plain to offloaded"), ("plain", "offloaded to plain")],
 )
-def test_resume_is_exact_in_the_same_processes_offloaded_or_not(runs, whole, parts):
-    found = [text.split()[0] for text in differences(runs / whole, runs / parts)]
-    assert found == ["evaluations", "rows"], "the one at the end of the first part"
+def test_resume_is_exact_in_the_same_processes_offloaded_or_not(runs, uninterrupted, resumed):
+    sections = [text.split()[0] for text in differences(runs / uninterrupted, runs / resumed)]
+    assert sections == ["evaluations", "rows"], "the one at the end of the first part"
 
 
 def test_only_shards_of_the_weights_are_written(runs):
@@ -228,7 +234,7 @@ def test_processes_must_be_shared_as_the_settings_say(settings, tmp_path):
     with pytest.raises(UserError, match=r"kind that config.parallel names \(ddp\), got none: use .*distributed.start"):
         Trainer(config, tmp_path / "run")
     config = load_config(settings)
-    said = r"kind that config.parallel names \(none\), got ddp"
-    with start("ddp") as ranks, pytest.raises(UserError, match=said):
+    message = r"kind that config.parallel names \(none\), got ddp"
+    with start("ddp") as ranks, pytest.raises(UserError, match=message):
         Trainer(config, tmp_path / "run", ranks=ranks)
     assert not (tmp_path / "run").exists()

@@ -33,14 +33,16 @@ def environment():
 @pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(settings, tmp_path):
     """SIGTERM to one of two; then the same run in a single process, to an exported model."""
-    run, config = tmp_path / "run", tmp_path / "config.yaml"
+    run = tmp_path / "run"
+    config = tmp_path / "config.yaml"
     settings |= {"max_steps": 100_000, "parallel": "fsdp2", "save": {"save_steps": 0}}
     config.write_text(yaml.safe_dump(settings))
     arguments = [*TRAIN, "--config", str(config), "--output-dir", str(run)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     process = subprocess.Popen(torchrun, env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        deadline, metrics = time.monotonic() + 300, run / "metrics.jsonl"
+        deadline = time.monotonic() + 300
+        metrics = run / "metrics.jsonl"
         while not (metrics.exists() and len(read_metrics(run)) > 2):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -69,7 +71,7 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("error", "said"), [
+@pytest.mark.parametrize(("error", "message"), [
     (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of memory; CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     (UserError("model.path: there is no model here"), "model.path: there is no model here"),
@@ -77,7 +79,7 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
     (OSError(errno.EACCES, "Permission denied"), "[Errno 13] Permission denied"),  # the runs of somebody else
     (RuntimeError(LOST), "another process has ended: its own message says why, or the report of torchrun"),
 ])  # fmt: skip
-def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, said):
+def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, message):
     """Of what all raise together the first tells; what one has alone the others may never know."""
     raised = type(error)(*error.args)
     raised.add_note("step 2 is saved")
@@ -87,9 +89,10 @@ def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, caps
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["report", str(tmp_path)]) == 2
-    told = f"{said}; step 2 is saved\n"
-    alone, together = f"error: process {rank} of 2: {told}", {"0": f"error: {told}", "1": ""}[rank]
-    assert capsys.readouterr().err == (together if shared else alone)
+    line = f"{message}; step 2 is saved\n"
+    unshared_output = f"error: process {rank} of 2: {line}"
+    shared_output = {"0": f"error: {line}", "1": ""}[rank]
+    assert capsys.readouterr().err == (shared_output if shared else unshared_output)
 
 
 def test_a_single_process_has_lost_no_other(tmp_path, monkeypatch):
@@ -111,7 +114,7 @@ def test_what_runs_in_one_process_refuses_several(tmp_path, monkeypatch, capsys,
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(("name", "value", "said"), [
+@pytest.mark.parametrize(("name", "value", "message"), [
     ("WORLD_SIZE", "abc", "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
     ("WORLD_SIZE", "0", "WORLD_SIZE must be an integer of at least 1, got '0'"),
     ("WORLD_SIZE", "2.0", "WORLD_SIZE must be an integer of at least 1, got '2.0'"),
@@ -124,26 +127,26 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "1
     ("MASTER_PORT", "70000", "MASTER_PORT must be an integer from 1 to 65535, got '70000'"),
     ("MASTER_ADDR", "", "MASTER_ADDR must be set where WORLD_SIZE is above 1"),
 ])  # fmt: skip
-def test_a_wrong_variable_of_the_launcher_is_named(tmp_path, monkeypatch, capsys, name, value, said):
+def test_a_wrong_variable_of_the_launcher_is_named(tmp_path, monkeypatch, capsys, name, value, message):
     monkeypatch.setattr(errors, "HEAD_START", 0.0)
     for variable, text in {**LAUNCHED, name: value}.items():
         monkeypatch.delenv(variable, raising=False) if text is None else monkeypatch.setenv(variable, text)
     arguments = ["--config", "smoke", "--set", "parallel=ddp", "--output-dir", str(tmp_path / "run")]
     assert main(["train", *arguments]) == 2
     error = capsys.readouterr().err
-    assert f"{said}: torchrun sets it" in error and error.count("\n") == 1
+    assert f"{message}: torchrun sets it" in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 def test_a_port_that_another_program_has_is_named(monkeypatch):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
+    with socket.socket() as program:
+        program.bind(("127.0.0.1", 0))
+        program.listen()
+        port = str(program.getsockname()[1])
         for variable, text in {**LAUNCHED, "MASTER_PORT": port}.items():
             monkeypatch.setenv(variable, text)
-        said = rf"cannot meet at 127.0.0.1:{port} \(MASTER_ADDR:MASTER_PORT\): .*address already in use"
-        with pytest.raises(UserError, match=said), start("ddp", "cpu"):
+        message = rf"cannot meet at 127.0.0.1:{port} \(MASTER_ADDR:MASTER_PORT\): .*address already in use"
+        with pytest.raises(UserError, match=message), start("ddp", "cpu"):
             pass
 
 
@@ -155,13 +158,13 @@ def test_one_process_needs_no_meeting_point(monkeypatch):
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--config", "nowhere.yaml"], "nowhere.yaml"),
     (["--config", "smoke", "--set", "max_steps=0"], "max_steps"),
     (["--config", "smoke"], "parallel is none, but torchrun started 2 processes"),
     (["--config"], "--config"),
 ])  # fmt: skip
-def test_what_each_process_finds_is_told_by_the_first(tmp_path, monkeypatch, capsys, arguments, said, local_rank):
+def test_what_each_process_finds_is_told_by_the_first(tmp_path, monkeypatch, capsys, arguments, message, local_rank):
     """Of a host. The others wait until torchrun ends them; one that still lives then has it alone, and tells."""
     events = []
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: events.append((seconds, capsys.readouterr().err)))
@@ -172,6 +175,6 @@ def test_what_each_process_finds_is_told_by_the_first(tmp_path, monkeypatch, cap
         code = main(["train", "--output-dir", str(tmp_path / "run"), *arguments])
     except SystemExit as ended:  # as argparse does it
         code = ended.code
-    assert code == 2 and said in capsys.readouterr().err
+    assert code == 2 and message in capsys.readouterr().err
     assert [seconds for seconds, _ in events] == ([] if local_rank == "0" else [errors.HEAD_START])
-    assert not any(said in before for _, before in events)
+    assert not any(message in output for _, output in events)

@@ -68,11 +68,13 @@ def unwritten_checkpoints(folder):
     """Of the second step, where a process can write files of so many bytes at most."""
     for parallel, kind in KINDS.items():
         ranks = kind()
-        whole = torch.ones(64, 1024)
-        weight = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]) if ranks.sharded else whole
+        full_weight = torch.ones(64, 1024)
+        weight = (
+            distribute_tensor(full_weight, init_device_mesh("cpu", (2,)), [Shard(0)]) if ranks.sharded else full_weight
+        )
         learned = {"model": {"w": weight}, "optimizer": {}, "critic": None}
-        parts = {"shards": learned, "state": {}} if ranks.sharded else {"state": learned}
-        save = partial(save_checkpoint, **parts, keep=2, ranks=ranks)
+        contents = {"shards": learned, "state": {}} if ranks.sharded else {"state": learned}
+        save = partial(save_checkpoint, **contents, keep=2, ranks=ranks)
         for rank, size in FULL:
             place = folder / f"{parallel}-{rank}-{size}"
             save(place, 1)
@@ -83,11 +85,11 @@ def unwritten_checkpoints(folder):
             else:
                 with full, pytest.raises(UserError) as caught:
                     save(place, 2)
-                said = str(caught.value)
-                assert is_shared(caught.value) and f"checkpoint {place}/step-000002 cannot be written: " in said
-                assert "too large" in said or size == 10_000, "torch's own words are others"
-                assert "the newest there is step-000001: make room there" in said
-                assert said.count("cannot be written") == 1 and "\n" not in said
+                message = str(caught.value)
+                assert is_shared(caught.value) and f"checkpoint {place}/step-000002 cannot be written: " in message
+                assert "too large" in message or size == 10_000, "torch's own words are others"
+                assert "the newest there is step-000001: make room there" in message
+                assert message.count("cannot be written") == 1 and "\n" not in message
         save(folder / f"{parallel}-after", 3)  # all still go together
 
 
@@ -96,29 +98,29 @@ def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
     for parallel in KINDS:
         for rank, size in FULL:
             if (parallel, rank) != ("ddp", 1):
-                (kept,) = (tmp_path / f"{parallel}-{rank}-{size}").iterdir()
-                assert kept.name == "step-000001" and load_whole(kept)["model"]["w"].shape == (64, 1024)
+                (checkpoint,) = (tmp_path / f"{parallel}-{rank}-{size}").iterdir()
+                assert checkpoint.name == "step-000001" and load_whole(checkpoint)["model"]["w"].shape == (64, 1024)
         assert list_checkpoints(tmp_path / f"{parallel}-after")
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
     """Not where one rank may have failed already, and by those that have nothing to answer too."""
-    seen = MagicMock()
-    seen.ranks.configure_mock(rank=1, size=2)
-    seen.ranks.gather.side_effect = lambda value: [([], {}), value]
-    seen.inner.configure_mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
-    seen.inner.generate.return_value = []
-    engine = RankedEngine(seen.inner, SimpleNamespace(streams_weights=streams), seen.ranks)
+    mocks = MagicMock()
+    mocks.ranks.configure_mock(rank=1, size=2)
+    mocks.ranks.gather.side_effect = lambda value: [([], {}), value]
+    mocks.inner.configure_mock(stats={}, lengths=None, on_first_rank=False, policy_version=0)
+    mocks.inner.generate.return_value = []
+    engine = RankedEngine(mocks.inner, SimpleNamespace(streams_weights=streams), mocks.ranks)
     engine.submit([], SamplingParams())
     engine.poll()
-    together = [
+    answer_calls = [
         "ranks.fail_together",
         "ranks.fail_together().__enter__",
         "inner.generate",
         "ranks.fail_together().__exit__",
     ]
-    assert [name for name, *_ in seen.mock_calls] == ["inner.load_weights"] * streams + [*together, "ranks.gather"]
+    assert [name for name, *_ in mocks.mock_calls] == ["inner.load_weights"] * streams + [*answer_calls, "ranks.gather"]
 
 
 class OnFirst(Environment):
@@ -131,11 +133,14 @@ class OnFirst(Environment):
 
 
 def answers_whose_environment_fails(settings, folder):
-    config, said = load_config(settings), io.StringIO()
-    trainer = Trainer(config, folder, console=Console(file=said, width=200), ranks=KINDS["ddp"]())
+    config = load_config(settings)
+    output = io.StringIO()
+    trainer = Trainer(config, folder, console=Console(file=output, width=200), ranks=KINDS["ddp"]())
     trainer.run()
-    wanted = "the environment test_parallel_failures:OnFirst failed in turn 1 of an answer, which ends there: OSError: "
-    assert said.getvalue().count(f"{wanted}no tool here; ") == (1 if dist.get_rank() == 0 else 0)
+    message = (
+        "the environment test_parallel_failures:OnFirst failed in turn 1 of an answer, which ends there: OSError: "
+    )
+    assert output.getvalue().count(f"{message}no tool here; ") == (1 if dist.get_rank() == 0 else 0)
 
 
 def test_an_environment_that_fails_in_another_process_is_told(tmp_path, tiny_policy, jsonl_files):
@@ -148,7 +153,7 @@ SHARED = UserError("told to all")
 mark_shared(SHARED)
 
 
-@pytest.mark.parametrize(("error", "size", "left"), [
+@pytest.mark.parametrize(("error", "size", "leaves"), [
     (MemoryError("of one process"), "2", True),
     (KeyboardInterrupt(), "2", True),
     (MemoryError("of one process"), "1", False),
@@ -156,16 +161,16 @@ mark_shared(SHARED)
     (Interrupted("SIGTERM"), "2", False),
     (None, "2", False),
 ])  # fmt: skip
-def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, left):
+def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, leaves):
     """As NCCL would where only one of them ends its group."""
     calls = []
     monkeypatch.setattr(distributed, "_join", lambda *_: calls.append("joined"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, value, group: found.__setitem__(0, value))
+    monkeypatch.setattr(dist, "all_gather_object", lambda values, value, group: values.__setitem__(0, value))
     monkeypatch.setenv("WORLD_SIZE", size)
     with nullcontext() if error is None else pytest.raises(type(error)), start("ddp", "cpu"):
         if error is not None:
             raise error
-    assert calls == (["joined"] if left else ["joined", "left"])
+    assert calls == (["joined"] if leaves else ["joined", "left"])

@@ -38,8 +38,12 @@ class Interrupt:
     """Sends a signal to rank 1, and lets both wait in their rewards, or in an evaluation after an update."""
 
     def __init__(self, folder, place):
-        self.folder, self.place, self.current = folder, place, 0
-        self.step, self.update, self.evaluate = Trainer.step, Learner.update, Trainer.evaluate_if_due
+        self.folder = folder
+        self.place = place
+        self.current = 0
+        self.step = Trainer.step
+        self.update = Learner.update
+        self.evaluate = Trainer.evaluate_if_due
 
     def send(self):
         if dist.get_rank() == 1:
@@ -71,9 +75,9 @@ def interrupted(settings, folder, parallel, place):
     interrupt = Interrupt(folder, place)
     config = load_config(settings | {"parallel": parallel})
     with (
-        patch.object(Trainer, "step", lambda *given: interrupt.note_step(*given)),
-        patch.object(Trainer, "evaluate_if_due", lambda *given: interrupt.during_evaluation(*given)),
-        patch.object(Learner, "update", lambda *given: interrupt.during_update(*given)),
+        patch.object(Trainer, "step", lambda *arguments: interrupt.note_step(*arguments)),
+        patch.object(Trainer, "evaluate_if_due", lambda *arguments: interrupt.during_evaluation(*arguments)),
+        patch.object(Learner, "update", lambda *arguments: interrupt.during_update(*arguments)),
         patch("tiny.digits", interrupt.reward),
         pytest.raises(Interrupted, match="SIGTERM: stopped after step 3, which is saved"),
     ):

@@ -51,17 +51,19 @@ SERVED = {
 
 
 def train_and_tell(settings, folder, parallel=None, *, sleeps=None):
-    """Trains; every process writes what it was given to train on, and what became of its engine.
+    """Train; each process writes its training batches and the state of its engine to a report.
 
     ``sleeps``: whether the device of an engine in each process lets it sleep; None where they have servers.
     """
-    given, held, update = [], [], Learner.update
+    batches = []
+    held_bytes = []
+    update = Learner.update
 
     def recorded(self, rollouts, number):
         if sleeps is not None:
             FakeLLM.last.events.append("update")
-        held.append(sum(p.untyped_storage().nbytes() for p in self.policy.inference_model.parameters()))
-        given.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
+        held_bytes.append(sum(p.untyped_storage().nbytes() for p in self.policy.inference_model.parameters()))
+        batches.append([(r.prompt_ids, r.response_ids, r.logprobs, r.finish_reason) for r in rollouts])
         return update(self, rollouts, number)
 
     with patch.object(Learner, "update", recorded), pytest.MonkeyPatch.context() as patches:
@@ -69,16 +71,17 @@ def train_and_tell(settings, folder, parallel=None, *, sleeps=None):
             install(patches, sleeps=sleeps)
         trainer = train(settings, folder, parallel)
     engine = trainer.engine
-    told = {"given": given, "held": held, "version": engine.policy_version, "positions": engine.max_positions}
-    told["stats"] = {name: n for name, n in engine.stats.items() if sleeps is None or name != "weight_bytes"}
-    told["lengths"] = engine.lengths and vars(engine.lengths)
+    report = {"given": batches, "held": held_bytes, "version": engine.policy_version, "positions": engine.max_positions}
+    report["stats"] = {name: n for name, n in engine.stats.items() if sleeps is None or name != "weight_bytes"}
+    report["lengths"] = engine.lengths and vars(engine.lengths)
     if sleeps is not None:
-        llm, saved = FakeLLM.last, dict(checkpoint_weights(trainer.policy.inference_model))
+        llm = FakeLLM.last
+        saved = dict(checkpoint_weights(trainer.policy.inference_model))
         loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered
         assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
         assert llm.options["enable_sleep_mode"] == sleeps
-        told |= {"events": llm.events, "backend": llm.options.get("distributed_executor_backend")}
-    (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(told))
+        report |= {"events": llm.events, "backend": llm.options.get("distributed_executor_backend")}
+    (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(report))
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +110,11 @@ def server_runs(tmp_path_factory, vllm_settings):
     """Run directories: KIND/CASE, of one process and of two, all with the same two servers."""
     folder = tmp_path_factory.mktemp("runs")
     with ExitStack() as running:
-        one, other, refusing = (running.enter_context(serving()) for _ in range(3))
-        one.answers["/v1/completions"] = other.answers["/v1/completions"] = draw
+        first, second, refusing = (running.enter_context(serving()) for _ in range(3))
+        first.answers["/v1/completions"] = second.answers["/v1/completions"] = draw
         refusing.answers["/v1/completions"] = 500
-        settings = merged(vllm_settings, {"rollout": {"vllm_server": urls([one, other])}})
-        broken = {"refuses": urls([one, refusing]), "is not there": [one.url, "http://127.0.0.1:1"]}
+        settings = merged(vllm_settings, {"rollout": {"vllm_server": urls([first, second])}})
+        broken = {"refuses": urls([first, refusing]), "is not there": [first.url, "http://127.0.0.1:1"]}
         run_on_ranks(folder, train_with_servers, settings, folder, broken)
         for name, changes in SERVED.items():
             train_and_tell(merged(settings, changes), folder / "none" / name)
@@ -122,28 +125,28 @@ def told(runs, kind, rank=0):
     return json.loads((runs / kind / f"rank-{rank}.json").read_text())
 
 
-def assert_told_alike(runs, alone, together):
-    """Both processes tell and train what one does by itself, which is returned."""
-    one, first, second = told(runs, alone), told(runs, together), told(runs, together, 1)
+def assert_told_alike(runs, single_name, several_name):
+    """Check that both processes report and train as one process does; return its report."""
+    expected, first, second = told(runs, single_name), told(runs, several_name), told(runs, several_name, 1)
     for name in ("given", "stats", "lengths", "version", "positions"):
-        assert one[name] == first[name] == second[name], name
-    assert len(one["given"]) == 2
-    single, several = (load_file(runs / name / "weights.safetensors") for name in (alone, together))
+        assert expected[name] == first[name] == second[name], name
+    assert len(expected["given"]) == 2
+    single, several = (load_file(runs / name / "weights.safetensors") for name in (single_name, several_name))
     torch.testing.assert_close(several, single, rtol=1e-5, atol=1e-6)
-    return one
+    return expected
 
 
 @pytest.mark.parametrize("parallel", KINDS)
 @pytest.mark.parametrize("name", SERVED)
 def test_several_trainers_are_given_the_same_and_end_as_one_does(server_runs, name, parallel):
-    one = assert_told_alike(server_runs, f"none/{name}", f"{parallel}/{name}")
+    expected_report = assert_told_alike(server_runs, f"none/{name}", f"{parallel}/{name}")
     if name == "environment":
-        assert any(EOS in ids[:-1] for step in one["given"] for _, ids, *_ in step)  # a second turn
+        assert any(EOS in ids[:-1] for step in expected_report["given"] for _, ids, *_ in step)  # a second turn
     first, second = (read_metrics(server_runs / kind / name) for kind in ("none", parallel))
-    for row, other in zip(first, second, strict=True):
-        known = {k for k in row if "time" not in k and "per_second" not in k}
-        for key in known - {"tokens/trained"}:  # of prompts that both compute
-            assert other[key] == pytest.approx(row[key], rel=1e-5, abs=2e-6), key
+    for row, other_row in zip(first, second, strict=True):
+        keys = {k for k in row if "time" not in k and "per_second" not in k}
+        for key in keys - {"tokens/trained"}:  # of prompts that both compute
+            assert other_row[key] == pytest.approx(row[key], rel=1e-5, abs=2e-6), key
     assert not (server_runs / parallel / name / ".vllm").exists()
 
 
@@ -165,8 +168,8 @@ def train_with_engines(settings, folder):
         adapted = merged(settings, {"model": {"lora": LORA}})
         train_and_tell(adapted, folder / f"{parallel}, adapters", parallel, sleeps=True)
     # the second process has nothing to answer, and takes part in gathering
-    few = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "task": {"test_size": 1}}
-    train_and_tell(merged(settings, few), folder / "one prompt", "fsdp2", sleeps=True)
+    one_prompt = {"max_steps": 1, "rollout": {"prompts_per_step": 1}, "task": {"test_size": 1}}
+    train_and_tell(merged(settings, one_prompt), folder / "one prompt", "fsdp2", sleeps=True)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,8 @@ def engine_runs(tmp_path_factory, vllm_settings):
 @pytest.mark.parametrize("parallel", KINDS)
 @pytest.mark.parametrize("kind", ["", ", adapters"])
 def test_each_process_has_an_engine_and_all_end_as_one_does(engine_runs, parallel, kind):
-    none, parallel = f"none{kind}", f"{parallel}{kind}"
+    none = f"none{kind}"
+    parallel = f"{parallel}{kind}"
     assert assert_told_alike(engine_runs, none, parallel)["backend"] is None
     assert {told(engine_runs, parallel, rank)["backend"] for rank in (0, 1)} == {"external_launcher"}
 
@@ -230,11 +234,13 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
         return {f"there.{name}": weight for name, weight in state.items()}
 
     with patch("transformers.core_model_loading.revert_weight_conversion", revert):
-        found = dict(policy.stream_checkpoint())
-    assert found.keys() == {f"there.{name}" for name in expected}
-    assert all(torch.equal(found[f"there.{name}"], weight) for name, weight in expected.items())
-    layers, others = ([names for names in calls if ("layers" in names[0]) == inside] for inside in (True, False))
-    assert len(layers) == policy.model.config.num_hidden_layers and all(len(names) == 1 for names in others)
+        streamed = dict(policy.stream_checkpoint())
+    assert streamed.keys() == {f"there.{name}" for name in expected}
+    assert all(torch.equal(streamed[f"there.{name}"], weight) for name, weight in expected.items())
+    layers, other_calls = (
+        [names for names in calls if ("layers" in names[0]) == in_layers] for in_layers in (True, False)
+    )
+    assert len(layers) == policy.model.config.num_hidden_layers and all(len(names) == 1 for names in other_calls)
     with pytest.raises(UserError, match="the policy's weights are in shards: .*restore_inference_model"):
         policy.save(tiny_policy / "never")
     policy.streams_weights = True
@@ -244,11 +250,13 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
 
 def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):
     """Those of training: an evaluation has prompts of its own, which are not drafted."""
-    seen, integration, made = [], Mock(), FakeLLM.generate
+    histories = []
+    integration = Mock()
+    generate_answers = FakeLLM.generate
 
     def generate(self, *args, **kwargs):
-        seen.append(integration.share_history.call_args.args[0])
-        return made(self, *args, **kwargs)
+        histories.append(integration.share_history.call_args.args[0])
+        return generate_answers(self, *args, **kwargs)
 
     install(monkeypatch, sleeps=False)
     monkeypatch.setitem(sys.modules, "rlkernels.integrations.vllm", integration)
@@ -258,7 +266,7 @@ def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkey
     history = train(config.model_dump(), tmp_path / "drafts").accelerators[0].history
     proposer = {"method": "custom_class", "model": "rlkernels.integrations.vllm.HistoryProposer"}
     assert FakeLLM.last.options["speculative_config"] == proposer | {"num_speculative_tokens": 5}
-    assert seen == [None, history, history, None] and history.stats["tokens"] > 0
+    assert histories == [None, history, history, None] and history.stats["tokens"] > 0
     assert integration.share_history.call_args.args == (None,), "let go of at the end"
     row = read_metrics(tmp_path / "drafts")[-1]
     assert row["drafts/tokens_per_step"] == 1 and "drafts/pass_overhead" not in row

@@ -31,10 +31,11 @@ def table(rows):
 
 def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, stored=(), **recorded):
     """A batch of answers with these rewards and lengths, and with recorded log-probabilities or values."""
-    kept, numbers = in_loss or [True] * len(lengths), groups or range(len(lengths))
+    finished = in_loss or [True] * len(lengths)
+    group_indices = groups or range(len(lengths))
     rollouts = [
         Rollout([1], [2] * n, unscored, [0.0] * (n - unscored), "stop" if k else "length", reward=reward, group=group)
-        for reward, n, k, group in zip(rewards, lengths, kept, numbers, strict=True)
+        for reward, n, k, group in zip(rewards, lengths, finished, group_indices, strict=True)
     ]
     for index, success_rate in dict(stored).items():
         rollouts[index].importance_cap = 1.0
@@ -49,10 +50,11 @@ def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscor
 def test_loss_and_gradients_of_ppo_known_values(stored):
     """Clipped surrogate and clipped value loss; stored answers, which are all right, are no target of the critic."""
     algorithm = {"advantage": "gae", "lam": 0.5, "scale_rewards": "none", "loss_type": "token-mean", "vf_coef": 0.5}
-    more, lengths = len(stored), [2, 1] + [1] * len(stored)
+    num_stored = len(stored)
+    lengths = [2, 1] + [1] * len(stored)
     batch = step_batch(
-        algorithm, [1.0, 0.0] + [1.0] * more, lengths, stored=enumerate(stored, start=2),
-        old_logprobs=[[-1.0, -1.0], [-1.0]] + [[0.0]] * more, values=[[0.5, 0.25], [0.5]] + [[0.75]] * more,
+        algorithm, [1.0, 0.0] + [1.0] * num_stored, lengths, stored=enumerate(stored, start=2),
+        old_logprobs=[[-1.0, -1.0], [-1.0]] + [[0.0]] * num_stored, values=[[0.5, 0.25], [0.5]] + [[0.75]] * num_stored,
     )  # fmt: skip
     row = batch.set_advantages()
     # first answer: last token 1 - 0.25 = 0.75; before it 0.25 - 0.5 + 0.5 * 0.75 = 0.125; second: 0 - 0.5
@@ -63,25 +65,29 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
     assert row["explained_variance"] == pytest.approx(1 - 0.78125 / returns)
     assert batch.returns[batch.present][3:].isnan().all()
-    packed = batch.pack(range(2 + more))
-    place = [packed.samples.index(i) for i in range(2 + more)]
-    ratios, seen = torch.ones(2 + more, 2), torch.zeros(2 + more, 2)
-    ratios[place[0]], ratios[place[1], 0] = torch.tensor([1.5, 1.1]), 0.5
-    seen[place[0]], seen[place[1], 0] = torch.tensor([0.8, 0.3]), 0.1
+    packed = batch.pack(range(2 + num_stored))
+    row_of = [packed.samples.index(i) for i in range(2 + num_stored)]
+    ratios = torch.ones(2 + num_stored, 2)
+    predicted = torch.zeros(2 + num_stored, 2)
+    ratios[row_of[0]] = torch.tensor([1.5, 1.1])
+    ratios[row_of[1], 0] = 0.5
+    predicted[row_of[0]] = torch.tensor([0.8, 0.3])
+    predicted[row_of[1], 0] = 0.1
     logprobs = (gather_rows(batch.old_logprobs, packed) + ratios.log()).requires_grad_()
-    values = seen.requires_grad_()
-    loss, _ = Minibatch(batch, range(2 + more)).loss(packed, logprobs, torch.zeros_like(logprobs), values)
+    values = predicted.requires_grad_()
+    loss, _ = Minibatch(batch, range(2 + num_stored)).loss(packed, logprobs, torch.zeros_like(logprobs), values)
     by_policy, by_critic = torch.autograd.grad(loss, (logprobs, values))
     # advantages 0.125, 0.75 | -0.5: -min(1.5, 1.2) x 0.125 = -0.15, -1.1 x 0.75 = -0.825 | -min(-0.25, -0.4) = 0.4.
     # returns 0.625, 1 | 0, values moved by at most 0.2: max(0.175^2, 0.075^2) / 2, 0.7^2 / 2 | max(0.1^2, 0.3^2) / 2
-    critic, tokens = (0.0153125 + 0.245 + 0.045) / 3, 3 + more
+    critic = (0.0153125 + 0.245 + 0.045) / 3
+    tokens = 3 + num_stored
     # an answer that joins a group has the advantage 1 - 0.75, one by itself that of chance 0.5, both at ratio 1
-    others = sum(-0.25 if expected is None else -0.5 for expected in stored)
-    assert loss.item() == pytest.approx((-0.15 - 0.825 + 0.4 + others) / tokens + 0.5 * critic, rel=1e-5)
-    torch.testing.assert_close(by_policy[place[0]], torch.tensor([0.0, -0.825 / tokens]))
-    torch.testing.assert_close(by_policy[place[1]], torch.zeros(2))  # clipped
-    torch.testing.assert_close(by_critic[place[0]], 0.5 / 3 * torch.tensor([0.175, -0.7]))
-    assert not by_critic[place[1:]].any()  # held back, and nobody's target
+    stored_loss = sum(-0.25 if expected is None else -0.5 for expected in stored)
+    assert loss.item() == pytest.approx((-0.15 - 0.825 + 0.4 + stored_loss) / tokens + 0.5 * critic, rel=1e-5)
+    torch.testing.assert_close(by_policy[row_of[0]], torch.tensor([0.0, -0.825 / tokens]))
+    torch.testing.assert_close(by_policy[row_of[1]], torch.zeros(2))  # clipped
+    torch.testing.assert_close(by_critic[row_of[0]], 0.5 / 3 * torch.tensor([0.175, -0.7]))
+    assert not by_critic[row_of[1:]].any()  # held back, and nobody's target
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("group", 1.0), ("rloo", 2.0)])
@@ -97,7 +103,8 @@ def test_kl_in_the_reward_of_groups_is_per_answer(kind, factor):
 
 def test_reinforce_plus_plus_known_values():
     """Global whitening of the discounted reward to come; truncated answers that are masked do not count."""
-    algorithm, answers = {"advantage": "reinforce++", "gamma": 0.5}, ([1.0, 0.0, 99.0], [2, 1, 1])
+    algorithm = {"advantage": "reinforce++", "gamma": 0.5}
+    answers = ([1.0, 0.0, 99.0], [2, 1, 1])
     batch = step_batch(algorithm, *answers, in_loss=[True, True, False])
     batch.set_advantages()
     # to come: 0.5, 1, 0 -> mean 0.5, variance (0 + 0.25 + 0.25) / 2 = 0.25, deviation 0.5
@@ -117,12 +124,13 @@ def test_kl_in_the_reward_is_per_token_and_a_given_prefix_takes_no_part_in_advan
         batch = step_batch(algorithm, [1.0], [3], unscored=1, **recorded, **values)
         row = batch.set_advantages()
         # KL 0.5 and -0.25, times 0.5: to come 0.875 and 1.125; minus the values 0.25 and 0.5; alone in its group
-        wanted = {"gae": [0.0, 0.625, 0.625], "reinforce++": [0.0, 0.875, 1.125], "group": [0.0, 0.0, 0.0]}[kind]
-        assert batch.advantages[batch.present].tolist() == pytest.approx(wanted) and row["kl"] == pytest.approx(0.125)
+        expected = {"gae": [0.0, 0.625, 0.625], "reinforce++": [0.0, 0.875, 1.125], "group": [0.0, 0.0, 0.0]}[kind]
+        assert batch.advantages[batch.present].tolist() == pytest.approx(expected) and row["kl"] == pytest.approx(0.125)
 
 
 def test_explained_variance():
-    returns, mask = torch.tensor([[0.0, 1.0, 2.0, math.nan]]), torch.tensor([[1, 1, 1, 0]])
+    returns = torch.tensor([[0.0, 1.0, 2.0, math.nan]])
+    mask = torch.tensor([[1, 1, 1, 0]])
     assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)  # a constant offset is not variance
     # errors 0, -1, -2 -> doubled values: returns - 2 returns: variance 1 = that of the returns
     assert explained_variance(2 * returns, returns, mask) == pytest.approx(0.0)
@@ -146,14 +154,15 @@ def test_values_are_those_of_the_state_before_each_token(policy, answers, separa
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
         critic.head.bias.fill_(0.3)
-    calls, total = [], 0.0
+    calls = []
+    total = 0.0
     model = critic.body if separate else policy.model.model
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     packed = pack(answers, range(len(answers)))
     with policy.packed_attention():
         values = critic(packed, policy.score(packed, 0.7)[2])
         weights = torch.randn(values.shape)
-        found = torch.autograd.grad((values * weights).sum(), [*model.parameters(), *critic.head.parameters()])
+        grads = torch.autograd.grad((values * weights).sum(), [*model.parameters(), *critic.head.parameters()])
     hook.remove()
     assert len(calls) == 1  # one pass for all tokens; with a value head it is the policy's own
     for row, sample in enumerate(packed.samples):
@@ -165,9 +174,9 @@ def test_values_are_those_of_the_state_before_each_token(policy, answers, separa
         torch.testing.assert_close(values[row, :n], expected, rtol=1e-4, atol=1e-5)
         assert not values[row, n:].any()
         total = total + (expected * weights[row, :n]).sum()
-    wanted = torch.autograd.grad(total, [*policy.model.model.parameters(), *critic.head.parameters()])
-    for gradient, other in zip(found, wanted, strict=True):
-        assert (gradient - other).norm() < 1e-5 * other.norm()
+    expected_grads = torch.autograd.grad(total, [*policy.model.model.parameters(), *critic.head.parameters()])
+    for gradient, expected_grad in zip(grads, expected_grads, strict=True):
+        assert (gradient - expected_grad).norm() < 1e-5 * expected_grad.norm()
 
 
 @pytest.mark.parametrize("separate", [False, True])

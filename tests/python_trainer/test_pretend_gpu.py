@@ -64,29 +64,30 @@ def test_a_run_on_a_gpu(make_config, tmp_path, name, monkeypatch):
         assert all(isinstance(x, GPUTensor) for x in weights)
         assert {x.dtype for x in trainer.policy.inference_model.parameters()} == {dtype}
         monkeypatch.setattr(kernels, "prove_kernels", None)  # the checkpoint names the kernels
-        again = train(config_of(make_config, name, 3), tmp_path / "run", resume=True)
-        assert again.state.step == 3
+        resumed = train(config_of(make_config, name, 3), tmp_path / "run", resume=True)
+        assert resumed.state.step == 3
 
 
 def test_a_gpu_is_pretended():
     """What a real one would refuse is refused, and results lie where the operands do."""
     with pretended() as waits:
-        there, here = torch.randn(3, 4).to("cuda"), torch.randn(4)
-        assert there.device.type == "cuda" and there.cpu().device.type == here.device.type == "cpu"
-        assert (there @ there.T).is_cuda and torch.zeros(2, device=there.device).is_cuda and not here.is_cuda
-        for wrong in (
-            lambda: there + here,
-            lambda: torch.cat([there[0], here]),
-            lambda: here[torch.tensor([1]).to("cuda")],
+        on_gpu = torch.randn(3, 4).to("cuda")
+        on_cpu = torch.randn(4)
+        assert on_gpu.device.type == "cuda" and on_gpu.cpu().device.type == on_cpu.device.type == "cpu"
+        assert (on_gpu @ on_gpu.T).is_cuda and torch.zeros(2, device=on_gpu.device).is_cuda and not on_cpu.is_cuda
+        for mixed_devices in (
+            lambda: on_gpu + on_cpu,
+            lambda: torch.cat([on_gpu[0], on_cpu]),
+            lambda: on_cpu[torch.tensor([1]).to("cuda")],
         ):
             with pytest.raises(RuntimeError, match="same device"):
-                wrong()
+                mixed_devices()
         with pytest.raises(TypeError, match="numpy"):
-            there.numpy()
+            on_gpu.numpy()
         waits.clear()
-        assert there.sum().item() == float(there.numbers.sum()) and waits.total() == 1
-        there[torch.tensor([0])] = here.to("cuda")
-        torch.testing.assert_close(there.cpu()[0], here)
+        assert on_gpu.sum().item() == float(on_gpu.numbers.sum()) and waits.total() == 1
+        on_gpu[torch.tensor([0])] = on_cpu.to("cuda")
+        torch.testing.assert_close(on_gpu.cpu()[0], on_cpu)
     assert not torch.cuda.is_available()
 
 
@@ -99,16 +100,16 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
         with pretended() if device == "cuda" else nullcontext():
             train(config, tmp_path / device)
         rows[device] = read_metrics(tmp_path / device)
-    for here, there in zip(rows["cpu"], rows["cuda"], strict=True):
-        for name in here.keys() & {"reward", "loss", "grad_norm", "entropy", "total/generated_tokens"}:
-            assert there[name] == pytest.approx(here[name], rel=2e-4, abs=1e-6), (name, here["step"])
+    for cpu_row, gpu_row in zip(rows["cpu"], rows["cuda"], strict=True):
+        for name in cpu_row.keys() & {"reward", "loss", "grad_norm", "entropy", "total/generated_tokens"}:
+            assert gpu_row[name] == pytest.approx(cpu_row[name], rel=2e-4, abs=1e-6), (name, cpu_row["step"])
     assert rows["cpu"][-1]["grad_norm"] > 0
 
 
 def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
     """For the lengths of the sequences, in the first layer, and for the tokens that it draws; not to find prefixes."""
     config = load_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}})
-    found = []
+    plans = []
     with pretended() as waits:
         policy = load_policy(config.model)
         engine = PagedEngine(policy.inference_model, eos_token_ids=policy.eos_token_ids)
@@ -119,35 +120,35 @@ def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
         assert passes >= 12 and waits.total() <= 2 * passes + 2, waits
 
         def counted(*args, **options):
-            before = waits.total()
-            made = page(*args, **options)
-            found.append((waits.total() - before, made.groups is not None))
-            return made
+            num_waits = waits.total()
+            plan = page(*args, **options)
+            plans.append((waits.total() - num_waits, plan.groups is not None))
+            return plan
 
         monkeypatch.setattr(engine_module, "page", counted)
         engine.share_from = 16  # as where there is a kernel
         engine.generate(requests[1:], SamplingParams(temperature=0.9, seed=1))
-    assert {shared for _, shared in found} == {True, False} and not any(count for count, _ in found), found
+    assert {shared for _, shared in plans} == {True, False} and not any(count for count, _ in plans), plans
 
 
 def test_supervised_steps_and_a_probe(lessons, tmp_path):
     config = load_config(merged(lessons, {"model": {"device": "cuda"}, "sft": {"epochs": 2}}))
     with pretended():
         Sft(config, tmp_path / "sft", console=QUIET).run()
-        found = probe(config, seconds=1)
+        figures = probe(config, seconds=1)
     assert json.loads((tmp_path / "sft/summary.json").read_text())["evaluation"]["final"]["held_out_loss"] > 0
-    assert len(found["p"]) == 4
+    assert len(figures["p"]) == 4
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_ops_on_a_gpu(name):
     """Their reference, which a GPU takes as long as nothing else is proven there, makes all it needs where it runs."""
     op = OPS[name]
-    given = op.make(torch.Generator().manual_seed(0), [3, 2, 4])
-    expected = op.call(**copy.deepcopy(given), backend="torch")
+    arguments = op.make(torch.Generator().manual_seed(0), [3, 2, 4])
+    expected = op.call(**copy.deepcopy(arguments), backend="torch")
     with pretended():
-        there = {key: x.to("cuda") if isinstance(x, torch.Tensor) else x for key, x in given.items()}
-        found = op.call(**there, backend="auto")
-        for ours, theirs in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-            if isinstance(ours, torch.Tensor):
-                torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
+        gpu_arguments = {key: x.to("cuda") if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+        result = op.call(**gpu_arguments, backend="auto")
+        for tensor, expected_tensor in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                torch.testing.assert_close(tensor.cpu(), expected_tensor, atol=1e-5, rtol=1e-5, equal_nan=True)

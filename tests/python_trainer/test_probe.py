@@ -19,31 +19,32 @@ def test_the_command(settings, tmp_path, monkeypatch, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(yaml.safe_dump(merged(settings, changes)))
     assert main(["probe", "--config", str(path), "--seconds", "5", "--json", str(tmp_path / "found.json")]) == 0
-    (said, progress), seen = capsys.readouterr(), json.loads((tmp_path / "found.json").read_text())
+    (output, progress) = capsys.readouterr()
+    figures = json.loads((tmp_path / "found.json").read_text())
     assert "probe 0/1  answers 16/16" in progress
     assert progress.index("answers 16/16") < progress.index("probe 0/1  update 0/1")
-    count = len(seen["p"])
-    assert 4 <= count <= 12 and len(seen["lengths"]) == count and seen["group_size"] == 4
-    assert len(set(seen["prompts"])) == count and set(seen["prompts"]) <= set(range(12))
-    assert all(x * 4 == pytest.approx(round(x * 4)) for x in seen["p"])
-    assert seen["spread"] == pytest.approx(sum(0 < x < 1 for x in seen["p"]) / count) == seen["reward_spread"]
-    assert seen["all_wrong"] == pytest.approx(seen["p"].count(0) / count)
-    assert seen["mean_length"] == pytest.approx(sum(seen["lengths"]) / count) and seen["mean_length"] <= 12
-    assert seen["epochs"] == 4 * 4 / 12 and min(seen["seconds"].values()) > 0
-    assert 0 <= seen["truncated"] <= 1 and seen["tokens_per_second"] > 0
-    assert f"{count} prompts, 4 answers each" in said and "groups of 4 with right and wrong answers: " in said
+    count = len(figures["p"])
+    assert 4 <= count <= 12 and len(figures["lengths"]) == count and figures["group_size"] == 4
+    assert len(set(figures["prompts"])) == count and set(figures["prompts"]) <= set(range(12))
+    assert all(x * 4 == pytest.approx(round(x * 4)) for x in figures["p"])
+    assert figures["spread"] == pytest.approx(sum(0 < x < 1 for x in figures["p"]) / count) == figures["reward_spread"]
+    assert figures["all_wrong"] == pytest.approx(figures["p"].count(0) / count)
+    assert figures["mean_length"] == pytest.approx(sum(figures["lengths"]) / count) and figures["mean_length"] <= 12
+    assert figures["epochs"] == 4 * 4 / 12 and min(figures["seconds"].values()) > 0
+    assert 0 <= figures["truncated"] <= 1 and figures["tokens_per_second"] > 0
+    assert f"{count} prompts, 4 answers each" in output and "groups of 4 with right and wrong answers: " in output
 
 
 def test_p_does_not_depend_on_how_prompts_are_parted(settings):
     config = load_config(merged(settings, {"task": {"reward": "conftest:even"}}))
-    few, many = (probe(config, seconds=seconds) for seconds in (-1, float("inf")))
-    assert len(few["p"]) == 4 and len(many["p"]) == 12 and many["p"][:4] == few["p"]
+    short, full = (probe(config, seconds=seconds) for seconds in (-1, float("inf")))
+    assert len(short["p"]) == 4 and len(full["p"]) == 12 and full["p"][:4] == short["p"]
 
 
 def test_where_nothing_is_right_or_wrong_groups_go_by_rewards(settings):
-    found = probe(load_config(settings), seconds=30)  # the share of digits
-    assert not found["judged"] and found["spread"] == found["reward_spread"] > 0.5 and found["all_wrong"] == 0
-    assert "nothing is right or wrong in this task" in "\n".join(lines(found))
+    figures = probe(load_config(settings), seconds=30)  # the share of digits
+    assert not figures["judged"] and figures["spread"] == figures["reward_spread"] > 0.5 and figures["all_wrong"] == 0
+    assert "nothing is right or wrong in this task" in "\n".join(lines(figures))
 
 
 def test_vllm_gives_its_memory_up_before_the_update(settings, monkeypatch):

@@ -76,7 +76,9 @@ def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     assert stored and all(rollout.filter_score == rollout.reward for rollout in stored)
     assert min(row["rhyme/failed_groups"] for row in rows) < 1  # by accuracy all groups always fail
     attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]
-    assert attempts and all(one["before"] < 0 for event in attempts for one in event["tries"])  # rewards, not accuracy
+    assert attempts and all(
+        candidate["before"] < 0 for event in attempts for candidate in event["tries"]
+    )  # rewards, not accuracy
     assert trainer.accelerators[-1].answered[-1][1] < 0
 
 
@@ -84,8 +86,8 @@ def test_rhyme_tells_that_it_stands_aside_where_nothing_is_right(length_config, 
     console = Console(record=True, width=400, file=io.StringIO())
     changes = {"accelerators": {"enabled": ["rhyme"]}}
     trainers = [
-        Trainer(length_config(max_steps=3, **more), tmp_path / name, console=console)
-        for name, more in (("plain", {}), ("rhyme", changes))
+        Trainer(length_config(max_steps=3, **options), tmp_path / name, console=console)
+        for name, options in (("plain", {}), ("rhyme", changes))
     ]
     for trainer in trainers:
         trainer.run()
@@ -129,30 +131,32 @@ def test_a_reward_model_judges_prompt_and_answer(judge, monkeypatch):
     monkeypatch.setattr(reward_model, "BATCH_TOKENS", 12)  # several passes
     model = REWARDS.resolve(f"reward_model:{judge}")
     texts = [("AB", "C"), ("H", "0123456789"), ("AAAA", "BB"), ("C", ""), ("C", "D")]
-    got = model([prompt for prompt, _ in texts], [said for _, said in texts], completion_ids=None, other=None)
-    assert got == pytest.approx([scored_alone(judge, prompt + said) for prompt, said in texts], rel=1e-4)
-    assert len(set(got)) == 5
+    scores = model([prompt for prompt, _ in texts], [answer for _, answer in texts], completion_ids=None, other=None)
+    assert scores == pytest.approx([scored_alone(judge, prompt + answer) for prompt, answer in texts], rel=1e-4)
+    assert len(set(scores)) == 5
     chat = model([[{"role": "user", "content": "AB"}]], [[{"role": "assistant", "content": "C"}]])
     assert chat == pytest.approx([scored_alone(judge, "UABAC")], rel=1e-4)
 
 
-@pytest.mark.parametrize("own", [None, 5])
-def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pads_with(judge, tmp_path, own):
+@pytest.mark.parametrize("pad_token_id", [None, 5])
+def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pads_with(judge, tmp_path, pad_token_id):
     """Here its pad token is its end token, in which the rows of a chat end."""
     tokenizer = AutoTokenizer.from_pretrained(judge)
     assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<eos>"
     tokenizer.save_pretrained(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1)
-    plain.config.pad_token_id = own
+    plain.config.pad_token_id = pad_token_id
     plain.save_pretrained(tmp_path)
     texts = [("AB", "C"), ("H", "0123456789"), ("AAAA", "B"), *(("A", letter) for letter in "0123456789BCDEFGH")]
-    asked = [[{"role": "user", "content": prompt}] for prompt, _ in texts]
-    got = REWARDS.resolve(f"reward_model:{tmp_path}")(asked, [[{"role": "a", "content": said}] for _, said in texts])
+    messages = [[{"role": "user", "content": prompt}] for prompt, _ in texts]
+    scores = REWARDS.resolve(f"reward_model:{tmp_path}")(
+        messages, [[{"role": "a", "content": answer}] for _, answer in texts]
+    )
     with torch.no_grad():
-        rows = [tokenizer(prompt + said + "<eos>", return_tensors="pt")["input_ids"] for prompt, said in texts]
-        last = [float(plain.score(plain.model(row).last_hidden_state)[0, -1]) for row in rows]
-    assert got == pytest.approx(last, rel=1e-4) and len({round(x, 5) for x in got}) > 5
+        rows = [tokenizer(prompt + answer + "<eos>", return_tensors="pt")["input_ids"] for prompt, answer in texts]
+        expected = [float(plain.score(plain.model(row).last_hidden_state)[0, -1]) for row in rows]
+    assert scores == pytest.approx(expected, rel=1e-4) and len({round(x, 5) for x in scores}) > 5
 
 
 def test_a_reward_model_gets_the_first_token_of_its_tokenizer_once(judge):
@@ -164,14 +168,14 @@ def test_a_reward_model_gets_the_first_token_of_its_tokenizer_once(judge):
     )
     rows = []
     hook = model.model.register_forward_pre_hook
-    hook(lambda _, args, given: rows.extend(given["input_ids"].tolist()), with_kwargs=True)
+    hook(lambda _, args, inputs: rows.extend(inputs["input_ids"].tolist()), with_kwargs=True)
     model(["1", "<eos>1", "<eos><eos>1"], ["2"] * 3)
     assert [[token for token in row if token] for row in rows] == [[end, 1, 2], [end, 1, 2], [end, end, 1, 2]]
 
 
 def test_no_pass_of_a_reward_model_lacks_a_token_to_pad_with():
-    parts = list(reward_model.batches([3, 1, 2, 5, 4], max_rows=2))
-    assert parts == [[1, 2], [0, 4], [3]]
+    batches = list(reward_model.batches([3, 1, 2, 5, 4], max_rows=2))
+    assert batches == [[1, 2], [0, 4], [3]]
 
 
 def test_a_reward_model_reads_no_weights_outside_its_folder(judge, tmp_path):
@@ -186,8 +190,10 @@ def test_a_reward_model_reads_no_weights_outside_its_folder(judge, tmp_path):
 def test_training_by_a_reward_model(make_config, jsonl_files, judge, tmp_path):
     sets = {"evaluation": {"sets": {"more": str(jsonl_files[0])}}}
     trainer = train(make_config(task={"reward": f"reward_model:{judge}"}, **sets), tmp_path / "run")
-    (more,) = trainer.prompts.sets
-    assert more.task.reward_functions["verdicts"] is trainer.task.reward_functions["verdicts"], "one on the device"
+    (prompt_set,) = trainer.prompts.sets
+    assert prompt_set.task.reward_functions["verdicts"] is trainer.task.reward_functions["verdicts"], (
+        "one on the device"
+    )
     row = read_metrics(tmp_path / "run")[1]
     assert row["rewards/verdicts/mean"] == row["reward"] and row["grad_norm"] > 0 and not trainer.state.judged
 

@@ -150,8 +150,8 @@ def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
     config = make_config(max_steps=2, algorithm=algorithm)
     Trainer(config, tmp_path / "run", console=QUIET).run()
     Trainer(make_config(max_steps=2), tmp_path / "plain", console=QUIET).run()
-    ours, plain = (read_metrics(tmp_path / name)[1] for name in ("run", "plain"))
-    assert ours["reward"] == plain["reward"] and ours["grad_norm"] > 0 and ours["grad_norm"] != plain["grad_norm"]
+    row, plain_row = (read_metrics(tmp_path / name)[1] for name in ("run", "plain"))
+    assert row["reward"] == plain_row["reward"] and row["grad_norm"] > 0 and row["grad_norm"] != plain_row["grad_norm"]
     with pytest.raises(UserError, match=f"num_generations must be >= 2 with algorithm.advantage {HERE}:best: .* got 1"):
         make_config(algorithm=algorithm, rollout={"num_generations": 1})
     with pytest.raises(UserError, match="algorithm.advantage: .*best_of_group' is not an instance of Advantage"):
@@ -171,15 +171,15 @@ def test_objects_do_what_their_names_do(settings, tmp_path):
     named = settings | {"max_steps": 1, "algorithm": {"loss_type": f"{HERE}:first_half"}}
     named["task"] = settings["task"] | {"reward": f"{HERE}:even"}
     named["accelerators"] = {"enabled": [f"{HERE}:CounterSettings"]}
-    given = named | {"algorithm": {"loss_type": lambda mask, **facts: first_half(mask, **facts)}}
-    given["task"] = settings["task"] | {"reward": [even]}
-    given["accelerators"] = {"enabled": [CounterSettings, Local], "local": {"every": 2}}
-    runs = (("named", named), ("given", given))
+    objects = named | {"algorithm": {"loss_type": lambda mask, **facts: first_half(mask, **facts)}}
+    objects["task"] = settings["task"] | {"reward": [even]}
+    objects["accelerators"] = {"enabled": [CounterSettings, Local], "local": {"every": 2}}
+    runs = (("named", named), ("given", objects))
     trainers = [Trainer(load_config(values), tmp_path / name, console=QUIET) for name, values in runs]
     first, second = (trainer.run()["accelerators"] for trainer in trainers)
     assert first == {"counter": {"answers": 16}} and second == first | {"local": {"answers": 0}}
     assert same(*trainers)
-    assert "reward:\n  - conftest:even" in dump_config(load_config(given))
+    assert "reward:\n  - conftest:even" in dump_config(load_config(objects))
 
 
 def test_names_places_and_objects_are_one():
@@ -221,26 +221,29 @@ def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_conf
 
 
 def test_what_is_no_callback_is_refused(make_config, tmp_path):
-    other = type("OfAnotherTrainer", (Callback,), {"on_step_end": print})
+    foreign = type("OfAnotherTrainer", (Callback,), {"on_step_end": print})
     with pytest.raises(UserError, match=r"OfAnotherTrainer\.on_step_end would never be called: there are on_rollouts"):
-        Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[other()])
+        Trainer(make_config(), tmp_path / "run", console=QUIET, callbacks=[foreign()])
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="callback wandb needs its package: pip install wandb"):
         CALLBACKS.resolve("wandb")()
 
 
 def test_trackers_get_every_row(make_config, tmp_path, monkeypatch):
-    trackio, wandb = Mock(), Mock()
+    trackio = Mock()
+    wandb = Mock()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     trainer = train(make_config(max_steps=1, callbacks=["wandb", "trackio"]), tmp_path / "run")
     assert [name for name, *_ in wandb.mock_calls] == ["init", "log", "log", "finish"]
     assert trackio.mock_calls[1:] == wandb.mock_calls[1:]
     assert trackio.init.call_args.kwargs["name"] == f"run-{trainer.state.id}"
-    begun, logged, row = wandb.init.call_args.kwargs, wandb.log.call_args_list, read_metrics(tmp_path / "run")[1]
-    assert begun["name"] == "run" and begun["config"]["max_steps"] == 1
-    assert [call.kwargs["step"] for call in logged] == [0, 1]
-    assert logged[1].args[0].keys() | {"step"} == row.keys() and logged[1].args[0]["reward"] == row["reward"]
+    init_arguments = wandb.init.call_args.kwargs
+    log_calls = wandb.log.call_args_list
+    row = read_metrics(tmp_path / "run")[1]
+    assert init_arguments["name"] == "run" and init_arguments["config"]["max_steps"] == 1
+    assert [call.kwargs["step"] for call in log_calls] == [0, 1]
+    assert log_calls[1].args[0].keys() | {"step"} == row.keys() and log_calls[1].args[0]["reward"] == row["reward"]
     rhyme = {"database": "postgresql://me@h/runs"}
     changes = {"rollout": {"vllm_server": "http://h:8000"}, "accelerators": {"enabled": ["rhyme"], "rhyme": rhyme}}
     config = make_config(**changes)
@@ -253,7 +256,8 @@ class TrackerRuns:
     """Runs of W&B by ``id``, or of trackio by ``name``, as their ``init(resume="allow")`` documents it."""
 
     def __init__(self, key):
-        self.key, self.runs = key, {}
+        self.key = key
+        self.runs = {}
 
     def init(self, *, project, config, resume=None, **names):
         name = names[self.key] if resume == "allow" else f"new {len(self.runs)}"
@@ -269,15 +273,16 @@ class TrackerRuns:
 
 def test_a_resumed_run_goes_on_with_its_run_of_a_tracker(make_config, tmp_path, monkeypatch):
     """A run of another folder of that name is another one."""
-    wandb, trackio = TrackerRuns("id"), TrackerRuns("name")
+    wandb = TrackerRuns("id")
+    trackio = TrackerRuns("name")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     for steps, folder in ((1, "a"), (2, "a"), (1, "b")):
         config = make_config(max_steps=steps, callbacks=["wandb", "trackio"])
         train(config, tmp_path / folder / "run", resume=True)
     for tracker in (wandb, trackio):
-        first, other = tracker.runs.values()
-        assert sorted({*first}) == [0, 1, 2] and other == [0, 1]
+        first, second = tracker.runs.values()
+        assert sorted({*first}) == [0, 1, 2] and second == [0, 1]
 
 
 def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
@@ -286,8 +291,8 @@ def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     config = load_config(values, ["max_steps=1"])
     assert config.task.name == "object:mine"
     Trainer(config, tmp_path / "run", console=QUIET).run()
-    again = train(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True)
-    assert again.state.step == 2 and again.task.train is prompts
+    resumed = train(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True)
+    assert resumed.state.step == 2 and resumed.task.train is prompts
 
 
 def test_mistakes_of_a_caller_are_named(settings, tmp_path):

@@ -38,12 +38,13 @@ def plain(prompts, completions, completion_ids, answer, **_):
 
 
 def test_async_functions_run_side_by_side():
-    running, most = 0, 0
+    running = 0
+    peak = 0
 
     async def slow(completions, completion_ids, **_):
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         await asyncio.sleep(0.01)
         running -= 1
         return [len(ids) / 2 for ids in completion_ids]
@@ -53,7 +54,7 @@ def test_async_functions_run_side_by_side():
             return await slow(None, [[0] * n for n in answer])
 
     scores = judge(plain=plain, first=slow, second=Judge())
-    assert most == 2 and list(scores.rewards) == ["plain", "first", "second"]
+    assert peak == 2 and list(scores.rewards) == ["plain", "first", "second"]
     assert scores.rewards == {"plain": [3.0, 5.0], "first": [0.5, 1.0], "second": [1.5, 2.5]}
     assert scores.total == [5.0, 8.5]
 
@@ -96,8 +97,8 @@ def test_none_leaves_a_function_out_of_the_sum():
 def test_accuracy_is_that_of_the_function_which_returned_a_value():
     """Two kinds of prompts with a function each, None on the other's: right answers of both kinds are right."""
     for value in (1.0, 0.0):
-        found = judge(math=lambda value=value, **_: [value, None], code=lambda value=value, **_: [None, value])
-        assert found.accuracy == found.total == [value, value]
+        scores = judge(math=lambda value=value, **_: [value, None], code=lambda value=value, **_: [None, value])
+        assert scores.accuracy == scores.total == [value, value]
 
 
 JSON = st.recursive(
@@ -112,10 +113,10 @@ JSON = st.recursive(
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_no_function_changes_what_others_see(kind, cases):
     examples = [Example([{"role": "user", "content": "p"}], {"case": case}) for case in cases]
-    seen = []
+    calls = []
 
     def empties(prompts, completions, completion_ids, case):
-        seen.append(copy.deepcopy((prompts, completions, completion_ids, case)))
+        calls.append(copy.deepcopy((prompts, completions, completion_ids, case)))
         for value in (*case, *prompts, *completions, *completion_ids):
             if isinstance(value, dict | list):
                 value.clear()
@@ -126,13 +127,13 @@ def test_no_function_changes_what_others_see(kind, cases):
     async def later(**arguments):
         return empties(**arguments)
 
-    before = copy.deepcopy(examples)
+    original = copy.deepcopy(examples)
     texts = ["a", [{"role": "assistant", "content": "b"}]]
     functions = {"one": empties, "two": empties if kind == "plain" else later}
     task = Task("t", examples, [], functions)
     for _ in range(2):
         score(task, examples, texts, [[1], [2]])
-    assert seen == seen[:1] * 4 and examples == before and texts[1]
+    assert calls == calls[:1] * 4 and examples == original and texts[1]
 
 
 @pytest.mark.parametrize("split", ["train", "test", "gate"])
@@ -142,7 +143,8 @@ def test_a_column_that_a_batch_lacks_is_none(split):
     def hinted(hint, **_):
         return [0.0 if text is None else 1.0 for text in hint]
 
-    bare, splits = Example("p", {}), {"train": [], "test": []} | {split: [Example("q", {"hint": "h"})]}
+    bare = Example("p", {})
+    splits = {"train": [], "test": []} | {split: [Example("q", {"hint": "h"})]}
     task = Task("t", reward_functions={"hinted": hinted}, **splits)
     assert score(task, [bare, bare], ["a", "b"], [[1], [2]]).total == [0.0, 0.0]
 
@@ -165,8 +167,8 @@ def test_a_prompt_with_several_answers_has_a_row_for_each():
     ids=str,
 )  # fmt: skip
 def test_numbers_of_every_kind_are_rewards(kind, values):
-    found = judge(own=kind(return_value=values), other=lambda **_: [1.0, 0.0])
-    assert found.rewards["own"] == [1.0, None if values[1] is None else 0.0]
+    scores = judge(own=kind(return_value=values), other=lambda **_: [1.0, 0.0])
+    assert scores.rewards["own"] == [1.0, None if values[1] is None else 0.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,26 +288,28 @@ SLOW = [sleeps, retries, backtracks, sets_alarms, waits, blocks_its_loop]
 
 @pytest.mark.parametrize("function", SLOW)
 def test_a_function_that_takes_too_long_is_an_error(function):
-    before = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)]
     stays = AsyncMock(return_value=[1.0, 2.0])
-    said = r"reward function slow took longer than task.reward_seconds, 0.05 s, for 2 completions.*null sets no limit"
-    with pytest.raises(UserError, match=said) as raised:
+    message = (
+        r"reward function slow took longer than task.reward_seconds, 0.05 s, for 2 completions.*null sets no limit"
+    )
+    with pytest.raises(UserError, match=message) as raised:
         judge(0.05, slow=function, stays=stays)
     assert ("test_rewards.py" in str(raised.value)) == (not asyncio.iscoroutinefunction(function))
-    signal.signal(signal.SIGALRM, before[0])
-    assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)] == before
+    signal.signal(signal.SIGALRM, handlers[0])
+    assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGVTALRM)] == handlers
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert judge(600, stays=stays).total == [1.0, 2.0], "the loop of async functions works again"
 
 
 def test_the_limit_holds_in_another_thread():
     """Where signals do not work, as for a trainer that a program runs in the background."""
-    with ThreadPoolExecutor(1) as other, pytest.raises(UserError, match="slow took longer .*, 0.05 s, "):
-        other.submit(judge, 0.05, slow=lambda **_: Event().wait(2)).result()
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(judge, 600, plain=plain).result().total == [3.0, 5.0]
+    with ThreadPoolExecutor(1) as thread, pytest.raises(UserError, match="slow took longer .*, 0.05 s, "):
+        thread.submit(judge, 0.05, slow=lambda **_: Event().wait(2)).result()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(judge, 600, plain=plain).result().total == [3.0, 5.0]
         with pytest.raises(UserError, match="own raised TimeoutError: of its own"):
-            other.submit(judge, 600, own=Mock(side_effect=TimeoutError("of its own"))).result()
+            thread.submit(judge, 600, own=Mock(side_effect=TimeoutError("of its own"))).result()
 
 
 def test_a_reward_that_never_ends_ends_the_run(run, monkeypatch):
@@ -318,7 +322,7 @@ def test_a_reward_that_never_ends_ends_the_run(run, monkeypatch):
         return function()
 
     monkeypatch.setattr("python_trainer.tasks.rewards.call_within", call)
-    code, said = run({"task": {"reward_seconds": 600}, "save": {"save_steps": 0}})
-    assert code == 2 and limits == [600.0] * 4 and said.count("error: ") == 1
-    assert "digits took longer than task.reward_seconds, 600 s, for 16 completions" in said
-    assert "step 2 is saved: --resume" in said
+    code, errors = run({"task": {"reward_seconds": 600}, "save": {"save_steps": 0}})
+    assert code == 2 and limits == [600.0] * 4 and errors.count("error: ") == 1
+    assert "digits took longer than task.reward_seconds, 600 s, for 16 completions" in errors
+    assert "step 2 is saved: --resume" in errors

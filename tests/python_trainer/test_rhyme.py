@@ -95,7 +95,8 @@ def test_retrodiction_learns_from_what_was_not_trained_on(filled, rhyme_config, 
     monkeypatch.setattr("python_trainer.accelerators.rhyme.retrodiction.READY", 8)
     settings = {**EVERYTHING, "history_ratio": 0.34}
     trainer = train(rhyme_config(filled, settings, max_steps=8), tmp_path / "run")
-    rows, network = read_metrics(tmp_path / "run")[1:], trainer.accelerators[0].groups.retrodictor
+    rows = read_metrics(tmp_path / "run")[1:]
+    network = trainer.accelerators[0].groups.retrodictor
     assert len(network.targets) >= 8 and network.ready and network.features.isfinite().all()
     assert network.features.std(0).count_nonzero() > 5 and any(row["rhyme/stored_answers"] > 0 for row in rows)
 
@@ -106,16 +107,17 @@ def test_stored_answers_are_worth_what_fresh_ones_are(filled, rhyme_config, tmp_
     def worth(answer):
         return 10 * even([], [], [answer.response_ids])[0] - len(answer.response_ids) / 12
 
-    before = RetrospectiveDatabase(str(filled)).samples()
-    task, algorithm = {"reward": "conftest:even", "reward_weights": [10.0]}, {"overlong_cache": 12}
+    samples = RetrospectiveDatabase(str(filled)).samples()
+    task = {"reward": "conftest:even", "reward_weights": [10.0]}
+    algorithm = {"overlong_cache": 12}
     config = rhyme_config(filled, TRUST_ALL, max_steps=6, seed=1, task=task, algorithm=algorithm)
     trainer = train(config, tmp_path / "run")
     stored = [r for batch in trainer.updates for r in batch if r.importance_cap is not None and r.success_rate is None]
     assert stored and [r.reward for r in stored] == pytest.approx([worth(r) for r in stored])
     bank = [entry.answer for entry in trainer.accelerators[0].bank if entry.answer.run_id == 1]
     assert bank and [s.reward for s in bank] == pytest.approx([worth(s) for s in bank], rel=1e-5)
-    right = {(s.step, s.text, s.prompt_key) for s in before if even([], [], [s.response_ids])[0]}
-    assert {(s.step, s.text, s.prompt_key) for s in bank} == right and len(right) < len(before)
+    right = {(s.step, s.text, s.prompt_key) for s in samples if even([], [], [s.response_ids])[0]}
+    assert {(s.step, s.text, s.prompt_key) for s in bank} == right and len(right) < len(samples)
 
 
 def test_a_resumed_run_with_other_rewards_begins_with_an_empty_bank(rhyme_config, tmp_path):
@@ -131,7 +133,8 @@ def test_a_resumed_run_with_other_rewards_begins_with_an_empty_bank(rhyme_config
 
 def test_rewards_are_stored_as_they_were_before_rpo_shaped_them(rhyme_config, tmp_path):
     """Else the length reward would be taken of a stored answer again and again."""
-    path, task = tmp_path / "history.db", {"reward": "conftest:even"}
+    path = tmp_path / "history.db"
+    task = {"reward": "conftest:even"}
     config = rhyme_config(path, enabled=("rpo", "rhyme"), max_steps=4, task=task)
     trainer = train(config, tmp_path / "run")
     assert any(0 < r.reward < 1 for rollouts in trainer.updates for r in rollouts), "rpo has shaped some"
@@ -148,18 +151,19 @@ def run(history_run):
 
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
 def test_only_a_named_database_records(run, tmp_path, enabled):
-    alone = run("alone", enabled=enabled)
+    unrecorded = run("alone", enabled=enabled)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone"]
-    named = run("named", enabled=enabled, database=str(tmp_path / "history.db"))
-    assert same(named, alone)
-    assert steps_of(tmp_path / "history.db") == [[1, 2]] and len(named.accelerators) == 1
-    assert named.accelerators[0].name == ("rhyme" if enabled else "recorder")
+    recorded = run("named", enabled=enabled, database=str(tmp_path / "history.db"))
+    assert same(recorded, unrecorded)
+    assert steps_of(tmp_path / "history.db") == [[1, 2]] and len(recorded.accelerators) == 1
+    assert recorded.accelerators[0].name == ("rhyme" if enabled else "recorder")
 
 
 def test_a_run_without_rhyme_reads_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "clearly_better", lambda theirs, own: True)
+    monkeypatch.setattr(replay, "clearly_better", lambda shares, run_shares: True)
     database = {"database": str(tmp_path / "history.db")}
-    first, second = run("first", **database), run("second", **database)
+    first = run("first", **database)
+    second = run("second", **database)
     assert same(first, second) and [type(accelerator) for accelerator in second.accelerators] == [RunRecorder]
     third = run("third", enabled=["rhyme"], **database)
     assert read_metrics(tmp_path / "third")[2]["rhyme/rehearsed_answers"] > 0
@@ -167,20 +171,26 @@ def test_a_run_without_rhyme_reads_nothing(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
-@pytest.mark.parametrize(("begun", "later"), [(None, "one"), ("one", None), ("one", "one"), ("one", "other")])
-def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(run, tmp_path, capsys, begun, later, enabled):
+@pytest.mark.parametrize(
+    ("first_database", "second_database"), [(None, "one"), ("one", None), ("one", "one"), ("one", "other")]
+)
+def test_whether_it_is_recorded_may_change_when_a_run_is_resumed(
+    run, tmp_path, capsys, first_database, second_database, enabled
+):
     def place(kind):
         return {"enabled": enabled, "database": kind and str(tmp_path / f"{kind}.db")}
 
-    run("run", steps=1, **place(begun))
-    resumed = run("run", steps=2, resume=True, **place(later))
-    alone = run("alone", steps=2, **place(None))
-    assert same(resumed, alone)
+    run("run", steps=1, **place(first_database))
+    resumed = run("run", steps=2, resume=True, **place(second_database))
+    unrecorded = run("alone", steps=2, **place(None))
+    assert same(resumed, unrecorded)
     for kind in ("one", "other"):
         file = tmp_path / f"{kind}.db"
-        found = steps_of(file) if file.exists() else []
-        assert found == ([] if kind != begun else [[1, 2]] if kind == later else [[1]])
-    assert capsys.readouterr().err.count("note: this run is not recorded ") == (begun != later is not None)
+        steps = steps_of(file) if file.exists() else []
+        assert steps == ([] if kind != first_database else [[1, 2]] if kind == second_database else [[1]])
+    assert capsys.readouterr().err.count("note: this run is not recorded ") == (
+        first_database != second_database is not None
+    )
 
 
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
@@ -204,21 +214,22 @@ def test_a_resumed_run_never_writes_into_another(run, tmp_path, enabled):
     assert steps_of(tmp_path / "history.db") == [[1, 2, 3]]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_copied_run_does_not_write_into_the_run_that_it_was_copied_from(run, tmp_path, capsys, kept):
-    named = {"enabled": ["rhyme"], "database": str(tmp_path / "history.db")}
-    run("run", steps=1, **named)
+@pytest.mark.parametrize("original_stays", [True, False])
+def test_a_copied_run_does_not_write_into_the_run_that_it_was_copied_from(run, tmp_path, capsys, original_stays):
+    options = {"enabled": ["rhyme"], "database": str(tmp_path / "history.db")}
+    run("run", steps=1, **options)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    if not kept:
+    if not original_stays:
         shutil.rmtree(tmp_path / "run")  # the folder was moved
-    run("copy", steps=2, resume=True, **named)
-    assert steps_of(tmp_path / "history.db") == ([[1]] if kept else [[1, 2]])
-    assert capsys.readouterr().err.count("note: this run is not recorded ") == kept
+    run("copy", steps=2, resume=True, **options)
+    assert steps_of(tmp_path / "history.db") == ([[1]] if original_stays else [[1, 2]])
+    assert capsys.readouterr().err.count("note: this run is not recorded ") == original_stays
 
 
 @pytest.mark.parametrize("enabled", [[], ["rhyme"]])
 def test_a_run_goes_on_when_its_database_is_deleted(run, tmp_path, monkeypatch, capsys, enabled):
-    file, after_update = tmp_path / "history.db", RunRecorder.after_update
+    file = tmp_path / "history.db"
+    after_update = RunRecorder.after_update
 
     def delete_first(self, context):
         file.unlink(missing_ok=True)

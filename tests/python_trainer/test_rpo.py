@@ -67,21 +67,21 @@ def test_a_share_of_the_groups_is_whole():
         groups = rpo.plan(context(), [planned(key=key) for key in range(2000)])
         counts[share, preset] = sum(not group.prefix_ids for group in groups) / 2000
     # of those that are cut, as much as the whole answer is cut from one in nine (2 to 10 tokens) or ten (1 to 10)
-    wanted = {(0.0, "ours"): 1 / 9, (0.25, "ours"): 0.25 + 0.75 / 9, (1.0, "ours"): 1.0, (0.25, "paper"): 0.1}
-    assert counts == pytest.approx(wanted, abs=0.03)  # four deviations
+    expected = {(0.0, "ours"): 1 / 9, (0.25, "ours"): 0.25 + 0.75 / 9, (1.0, "ours"): 1.0, (0.25, "paper"): 0.1}
+    assert counts == pytest.approx(expected, abs=0.03)  # four deviations
 
 
 def step_with(rpo, step, share, notes, prompts=16):
     """A step in which every answer of each group is right with this chance -> whether the next one is cut."""
-    seen = context(seed=step, step=step)
-    seen.run = SimpleNamespace(note=notes.append)
+    step_context = context(seed=step, step=step)
+    step_context.run = SimpleNamespace(note=notes.append)
     generator = torch.Generator().manual_seed(step)
     groups = []
     for key in range(prompts):
         rewards = (torch.rand(4, generator=generator) < share).float().tolist()
         groups += [replace(answer, group=key) for answer in answered(rewards, key=key)]
-    rpo.collect(seen, groups)
-    rpo.after_update(seen)
+    rpo.collect(step_context, groups)
+    rpo.after_update(step_context)
     group = planned(key=99)
     rpo.answers[99] = [1] * 10
     return any(rpo.plan(context(seed), [group])[0].prefix_ids for seed in range(20))
@@ -89,23 +89,26 @@ def step_with(rpo, step, share, notes, prompts=16):
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_cuts_end_where_whole_answers_fall(restored):
-    rpo, notes = remembering({}), []
+    rpo = remembering({})
+    notes = []
     for step in range(1, 17):
         assert step_with(rpo, step, 0.8, notes)
     if restored:
-        state, rpo = rpo.state_dict(), remembering({})
+        state = rpo.state_dict()
+        rpo = remembering({})
         rpo.load_state_dict(state)
     cut = [step_with(rpo, step, 0.3, notes) for step in range(17, 33)]
     assert cut[0] and not any(cut[-9:]) and len(notes) == 1
     assert notes[0].startswith("rpo: whole answers fell from 0.8") and "whole from now on" in notes[0]
-    again = remembering({})
-    again.load_state_dict(rpo.state_dict())
-    assert not step_with(again, 40, 0.9, notes)
+    resumed = remembering({})
+    resumed.load_state_dict(rpo.state_dict())
+    assert not step_with(resumed, 40, 0.9, notes)
 
 
 @pytest.mark.parametrize("settings", [{"whole_share": 0}, {"preset": "paper"}])
 def test_cuts_never_end_where_nothing_is_watched(settings):
-    rpo, notes = remembering({}, **settings), []
+    rpo = remembering({}, **settings)
+    notes = []
     assert all(step_with(rpo, step, 0.8 if step < 17 else 0.0, notes) for step in range(1, 33)) and notes == []
 
 
@@ -113,7 +116,8 @@ def test_answers_that_stay_as_good_end_no_cuts():
     """48 steps with the same chance of 0.5: as many looks at windows that overlap."""
     ends = 0
     for run in range(40):
-        rpo, notes = remembering({}), []
+        rpo = remembering({})
+        notes = []
         for step in range(48):
             step_with(rpo, 1000 * run + step, 0.5, notes)
         ends += len(notes)
@@ -121,7 +125,8 @@ def test_answers_that_stay_as_good_end_no_cuts():
 
 
 def test_only_answers_worth_keeping_are_remembered():
-    rpo, group = RPO(RPOSettings()), answered([0.0, 0.0])
+    rpo = RPO(RPOSettings())
+    group = answered([0.0, 0.0])
     rpo.collect(context(), group)
     assert rpo.answers == {}  # none was right
     group = answered([1.0, 0.0, 1.0])
@@ -130,18 +135,19 @@ def test_only_answers_worth_keeping_are_remembered():
     assert rpo.answers == {4: group[2].response_ids}
     rpo.collect(context(), answered([0.0, 0.0]))
     assert rpo.answers == {4: group[2].response_ids}  # what was there stays
-    every = RPO(RPOSettings(preset="paper"))
-    every.collect(context(), answered([0.0, 0.0]))
-    assert every.answers
+    paper = RPO(RPOSettings(preset="paper"))
+    paper.collect(context(), answered([0.0, 0.0]))
+    assert paper.answers
     cut_off = answered([1.0])
     cut_off[0].finish_reason = "length"
-    other = RPO(RPOSettings(preset="paper"))
-    other.collect(context(), cut_off)
-    assert other.answers == {}
+    paper_with_truncated = RPO(RPOSettings(preset="paper"))
+    paper_with_truncated.collect(context(), cut_off)
+    assert paper_with_truncated.answers == {}
 
 
 def test_answers_longer_than_allowed_are_not_continued():
-    rpo, group = remembering({4: list(range(21))}), planned()
+    rpo = remembering({4: list(range(21))})
+    group = planned()
     rpo.plan(context(), [group])
     assert group.prefix_ids == [] and group.max_new_tokens == 20
 
@@ -154,8 +160,8 @@ def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
         rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
         counts[rpo.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
-    for other in (10, 12, 13):
-        assert 0.07 < counts[other] / 2000 < 0.13  # 0.3 / 3 each
+    for index in (10, 12, 13):
+        assert 0.07 < counts[index] / 2000 < 0.13  # 0.3 / 3 each
     monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
     ties = Counter()
     for seed in range(600):
@@ -173,7 +179,8 @@ def test_length_factors_known_values():
 
 def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
     monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
-    rpo, rollouts = RPO(RPOSettings(preset="paper")), answered([1.0, 1.0, 0.0])
+    rpo = RPO(RPOSettings(preset="paper"))
+    rollouts = answered([1.0, 1.0, 0.0])
     assert rpo.collect(context(), rollouts) == rollouts
     assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
@@ -186,51 +193,55 @@ def test_metrics_count_continued_and_informative_groups():
     for key, (prefix, rewards) in enumerate([(19, [1.0, 1.0]), (18, [1.0, 0.0]), (5, [1.0, 0.0]), (0, [0.0, 0.0])]):
         group = answered(rewards, key=key, ids=[[1] * 20] * 2)
         for rollout in group:
-            rollout.group, rollout.prefix_len = key, prefix
+            rollout.group = key
+            rollout.prefix_len = prefix
         groups += group
-    seen = context()
-    rpo.collect(seen, groups)
-    assert seen.telemetry == {
+    step_context = context()
+    rpo.collect(step_context, groups)
+    assert step_context.telemetry == {
         "rpo/hit_rate": 0.75, "rpo/informative": 0.5,
         "rpo/prefix_share": 42 / 80, "rpo/prefix_tokens": 42 / 4, "rpo/given_tokens": 84, "rpo/remembered": 4,
     }  # fmt: skip
 
 
 def test_stored_answers_that_no_group_judges_are_left_alone():
-    rpo, alone = RPO(RPOSettings(preset="paper")), answered([1.0])
-    alone[0].group, alone[0].success_rate = 7, 0.1
+    rpo = RPO(RPOSettings(preset="paper"))
+    stored = answered([1.0])
+    stored[0].group = 7
+    stored[0].success_rate = 0.1
     group = answered([1.0, 0.0], key=5)
-    assert rpo.collect(context(), [*group, *alone]) == [*group, *alone]
-    assert set(rpo.answers) == {5} and alone[0].reward == 1.0
+    assert rpo.collect(context(), [*group, *stored]) == [*group, *stored]
+    assert set(rpo.answers) == {5} and stored[0].reward == 1.0
 
 
 @pytest.mark.parametrize("answers", [{}, {3: [1, 2, 3], 0: [7], 9: list(range(50))}])
 def test_state_round_trip(answers):
-    other = RPO(RPOSettings())
-    other.load_state_dict(remembering(answers).state_dict())
-    assert other.answers == answers
+    restored = RPO(RPOSettings())
+    restored.load_state_dict(remembering(answers).state_dict())
+    assert restored.answers == answers
 
 
 def test_filling_tries_again_what_found_no_answer():
-    asked = []
+    requests = []
 
     def answer(keys, attempt):
-        asked.append((list(keys), attempt))
+        requests.append((list(keys), attempt))
         return [answered([float(key % 3 == attempt)], key=key)[0] for key in keys]
 
     notes = []
     rpo = RPO(RPOSettings(fill=2))
     rpo.begin(SimpleNamespace(prompts=[[1]] * 7, answer=answer, note=notes.append))
-    assert asked == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
+    assert requests == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
     assert notes[0].startswith("rpo: first answers to 5 of 7 prompts remembered")
 
 
-@pytest.mark.parametrize(("whole", "tokens"), [(True, [3, 4]), (False, [1, 2])])
-def test_prefix_tokens_take_part_in_the_loss_where_asked_for(whole, tokens):
+@pytest.mark.parametrize(("prefix_in_loss", "tokens"), [(True, [3, 4]), (False, [1, 2])])
+def test_prefix_tokens_take_part_in_the_loss_where_asked_for(prefix_in_loss, tokens):
     rollouts = answered([1.0, 0.0], ids=[[5, 6, 7], [5, 6, 8, 9]])
     for rollout in rollouts:
-        rollout.prefix_len, rollout.logprobs = 2, rollout.logprobs[2:]
-    batch = Batch(rollouts, AlgorithmConfig(), 8, torch.device("cpu"), prefix_in_loss=whole)
+        rollout.prefix_len = 2
+        rollout.logprobs = rollout.logprobs[2:]
+    batch = Batch(rollouts, AlgorithmConfig(), 8, torch.device("cpu"), prefix_in_loss=prefix_in_loss)
     assert batch.loss_tokens.tolist() == tokens
     assert batch.sampler_logprobs[batch.present].isnan().tolist() == [True, True, False, True, True, False, False]
 
@@ -246,12 +257,12 @@ def test_training_with_suffix_rollouts(make_config, tmp_path):
     """12 prompts at 4 a step: from step 4 on most groups start from a prefix, and fewer tokens are generated."""
     config = rpo_config(make_config, max_steps=9, rpo={"whole_share": 0})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    seen = record_updates(trainer)
+    updates = record_updates(trainer)
     summary = trainer.run()
     rows = read_metrics(tmp_path / "run")[1:]
     assert all(row["rpo/hit_rate"] == 0 for row in rows[:3]) and rows[-1]["rpo/hit_rate"] > 0.5
     assert rows[-1]["completions/generated_length"] < rows[-1]["completions/mean_length"]
-    for rollouts in seen:
+    for rollouts in updates:
         for start in range(0, len(rollouts), 4):
             group = rollouts[start : start + 4]
             shared = group[0].prefix_len
@@ -272,10 +283,10 @@ def test_filled_before_the_first_step_and_on_the_clock(make_config, tmp_path):
     assert rows[0]["total/generated_tokens"] > 12 and rows[0]["time/training_s"] > 0
     assert summary["accelerator_s"]["rpo"] > 0
     # the same answers as those of the same policy, prompt by prompt
-    again = Trainer(config, tmp_path / "again", console=QUIET)
-    one = again.answer_once([5], 0)[0]
-    assert one.response_ids == again.answer_once(range(12), 0)[5].response_ids
-    assert one.response_ids != again.answer_once([5], 1)[0].response_ids
+    second_trainer = Trainer(config, tmp_path / "again", console=QUIET)
+    answer = second_trainer.answer_once([5], 0)[0]
+    assert answer.response_ids == second_trainer.answer_once(range(12), 0)[5].response_ids
+    assert answer.response_ids != second_trainer.answer_once([5], 1)[0].response_ids
 
 
 def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_config, tmp_path):
@@ -302,21 +313,21 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
                          rollout={"prompts_per_step": 2})  # fmt: skip
     trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
-    known, recorded, level = [], [], None
+    answered, recorded, level = [], [], None
     for row, rollouts in zip(rows, trainer.updates):
-        begun = [r for r in rollouts if not r.prefix_len]
+        complete = [r for r in rollouts if not r.prefix_len]
         continued = [r for r in rollouts if r.prefix_len]
-        for words, answers in (("", begun), ("continued/", continued)):
+        for words, answers in (("", complete), ("continued/", continued)):
             for name in ("reward", "accuracy"):
-                worth = [getattr(answer, name) for answer in answers]
-                assert row.get(words + name) == (pytest.approx(sum(worth) / len(worth)) if worth else None)
+                values = [getattr(answer, name) for answer in answers]
+                assert row.get(words + name) == (pytest.approx(sum(values) / len(values)) if values else None)
         assert row.get("continued/share", 0) == len(continued) / len(rollouts)
-        if begun:
-            level = sum(r.reward for r in begun) / len(begun)
-            known.append([row["step"], sum(filter_scores(begun)), len(begun)])
+        if complete:
+            level = sum(r.reward for r in complete) / len(complete)
+            answered.append([row["step"], sum(filter_scores(complete)), len(complete)])
         recorded.append(level)
     assert any("reward" not in row for row in rows), "a step whose answers were all continued"
     trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
     assert [step.reward for step in trajectory] == pytest.approx(recorded)
     alpha = next(a for a in trainer.accelerators if a.name == "alpha")
-    assert alpha.answered == known and len(known) < 20
+    assert alpha.answered == answered and len(answered) < 20

@@ -44,16 +44,16 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     policy = load_policy(config.model)
     engine = make_engine(config, policy, tmp_path, RankGroup())
     prompts = policy.encode(["ABC", "FGAB"])
-    found = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
-    assert [policy.decode(row.response_ids) for row in found] == ["CBA", "BAGF"]
-    assert [row.finish_reason for row in found] == ["stop", "stop"]
+    rollouts = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
+    assert [policy.decode(row.response_ids) for row in rollouts] == ["CBA", "BAGF"]
+    assert [row.finish_reason for row in rollouts] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
     with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_examples"):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
-    told = dict(summary_rows(find_runs([tmp_path / "run"])))
-    assert told["held_out_loss after"] == f"{final:.3f}"
-    assert told["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
+    rows = dict(summary_rows(find_runs([tmp_path / "run"])))
+    assert rows["held_out_loss after"] == f"{final:.3f}"
+    assert rows["seconds, all"] == f"{summary['training_s'] + summary['eval_s']:.1f}"
     assert main(["report", str(tmp_path)]) == 0  # nor beside a run that has
 
 
@@ -61,15 +61,18 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
 def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path, monkeypatch, micro_batch_tokens):
     optimizer = {"micro_batch_tokens": micro_batch_tokens}
     config = config_of(lessons, optimizer=optimizer, sft={"batch_tokens": 999, "epochs": 1})
-    run, ours = Sft(config, tmp_path / "run", console=QUIET), {}
+    run = Sft(config, tmp_path / "run", console=QUIET)
+    grads = {}
 
     def keep(self, lr):
-        ours.update({name: p.grad.clone() for name, p in self.params.items()})
+        grads.update({name: p.grad.clone() for name, p in self.params.items()})
         return 0.0
 
     monkeypatch.setattr(PolicyOptimizer, "step", keep)
     metrics = run.step()
-    policy, rows, task = run.policy, run.rows, config.task.load()
+    policy = run.policy
+    rows = run.rows
+    task = config.task.load()
     run.held_out = rows
     policy.model.zero_grad()
     loss = -torch.cat([plain_score(policy, row)[0] for row in rows]).mean()
@@ -77,7 +80,7 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
     loss.backward()
     assert metrics["sft/loss"] == pytest.approx(loss.item(), abs=1e-6) == run.held_out_loss()["held_out_loss"]
     for name, p in policy.model.named_parameters():
-        assert torch.allclose(ours[name], p.grad, atol=1e-6), name
+        assert torch.allclose(grads[name], p.grad, atol=1e-6), name
 
 
 def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monkeypatch):
@@ -97,16 +100,16 @@ def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monke
     assert [len(r) for r in rows] == [5, 5]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 0.6}, {"temperature": 0.6, "num_beams": -1}])
-def test_a_generation_config_that_transformers_would_not_write(lessons, tmp_path, wrong):
+@pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"temperature": 0.6, "num_beams": -1}])
+def test_a_generation_config_that_transformers_would_not_write(lessons, tmp_path, changes):
     """Models of the Hub have a temperature without sampling; a run is not to end without its model for that."""
-    before = load_policy(config_of(lessons).model)
-    before.save(tmp_path / "policy")
+    policy = load_policy(config_of(lessons).model)
+    policy.save(tmp_path / "policy")
     path = tmp_path / "policy/generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | wrong | {"do_sample": False}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"do_sample": False}))
     load_policy(config_of(lessons, model={"path": str(path.parent)}).model).save(tmp_path / "again")
-    again = load_policy(config_of(lessons, model={"path": str(tmp_path / "again")}).model)
-    assert again.eos_token_ids == before.eos_token_ids
+    reloaded = load_policy(config_of(lessons, model={"path": str(tmp_path / "again")}).model)
+    assert reloaded.eos_token_ids == policy.eos_token_ids
 
 
 def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
@@ -115,8 +118,8 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
             Sft(config_of(lessons, **changes), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    said = r"train.jsonl:1 has no text or number 'answer' for sft; its columns: a.*COLUMN"
-    refused(said, task={"columns": {"a": "answer"}})
+    message = r"train.jsonl:1 has no text or number 'answer' for sft; its columns: a.*COLUMN"
+    refused(message, task={"columns": {"a": "answer"}})
     refused("parallel must be none, got ddp", parallel="ddp")
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "A", "answer": "B\ud83d"}) + "\n")
     refused(r"train.jsonl:1: answer is no Unicode text: .*'\\ud83d' in position 1: surrogates not allowed")
@@ -138,17 +141,19 @@ def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons
 
 
 def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, tmp_path):
-    begun = merged(lessons, {"sft": {"epochs": 2, "batch_tokens": 9}, "save": {"save_steps": 1}})
-    config = load_config(begun)
+    settings = merged(lessons, {"sft": {"epochs": 2, "batch_tokens": 9}, "save": {"save_steps": 1}})
+    config = load_config(settings)
     Sft(config, tmp_path / "run", console=QUIET).run()
-    code, said = run(begun, "--resume", "--set", "optimizer.learning_rate=0.1", command="sft")
-    assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in said
+    code, errors = run(settings, "--resume", "--set", "optimizer.learning_rate=0.1", command="sft")
+    assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in errors
     with pytest.raises(UserError, match=r"has done \d steps, and these settings make \d: raise .*sft.epochs"):
-        Sft(config_of(begun, sft={"epochs": 1}), tmp_path / "run", resume=True, console=QUIET)
+        Sft(config_of(settings, sft={"epochs": 1}), tmp_path / "run", resume=True, console=QUIET)
     with pytest.raises(UserError, match="began with other training examples than the 3 of task jsonl now: resume it"):
-        Sft(config_of(begun, task={"train_path": f"{tmp_path}/train.jsonl:train[1:]"}), tmp_path / "run", resume=True)
+        Sft(
+            config_of(settings, task={"train_path": f"{tmp_path}/train.jsonl:train[1:]"}), tmp_path / "run", resume=True
+        )
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
-        Sft(config_of(begun, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
+        Sft(config_of(settings, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
 
 
 @pytest.mark.parametrize("kind", [Sft, Trainer])

@@ -40,7 +40,8 @@ REFUSED = {
     "lacking": r"lacks 1 weights of its model: model.norm.weight",
     "untied": r"cannot be loaded with parallel: fsdp2, .* do not agree on lm_head.weight",
 }
-EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 
 
 def cut_from_a_whole(config, ranks):
@@ -60,12 +61,12 @@ def local(tensor):
 
 def assert_equal_modules(first, second):
     for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = (dict(getattr(module, kind)()) for module in (first, second))
-        assert list(ours) == list(theirs)
-        for name, value in ours.items():
-            other = theirs[name]
-            assert value.requires_grad == other.requires_grad and value.dtype == other.dtype, name
-            assert value.shape == other.shape and torch.equal(local(value), local(other)), name
+        values, expected_values = (dict(getattr(module, kind)()) for module in (first, second))
+        assert list(values) == list(expected_values)
+        for name, value in values.items():
+            expected = expected_values[name]
+            assert value.requires_grad == expected.requires_grad and value.dtype == expected.dtype, name
+            assert value.shape == expected.shape and torch.equal(local(value), local(expected)), name
     assert len(first.state_dict()) == len(second.state_dict())  # what is tied is tied
     for (name, x), (_, y) in zip(first.named_modules(), second.named_modules(), strict=True):
         assert (x.training, type(x).__name__) == (y.training, type(y).__name__), name
@@ -73,7 +74,8 @@ def assert_equal_modules(first, second):
 
 def assert_equal_copies(policy, ranks):
     """A reference and the body of a critic begin with the weights of the policy."""
-    algorithm, critic = AlgorithmConfig(advantage="gae", beta=0.1), CriticConfig(separate=True)
+    algorithm = AlgorithmConfig(advantage="gae", beta=0.1)
+    critic = CriticConfig(separate=True)
     learner = Learner(policy, Config(algorithm=algorithm, critic=critic), ranks)
     if not policy.adapted:  # else it is the policy itself
         for name, p in policy.inference_model.named_parameters():
@@ -84,19 +86,21 @@ def assert_equal_copies(policy, ranks):
 
 
 def compare(settings):
-    config, ours, theirs = ModelConfig(device="cpu", **settings), ShardedGroup(), ShardedGroup()
-    policy = ours.load(config)
-    theirs.mesh = ours.mesh
-    plain = cut_from_a_whole(config, theirs)
-    for part in ("model", "inference_model"):
-        assert_equal_modules(getattr(policy, part), getattr(plain, part))
+    config = ModelConfig(device="cpu", **settings)
+    group = ShardedGroup()
+    whole_group = ShardedGroup()
+    policy = group.load(config)
+    whole_group.mesh = group.mesh
+    plain = cut_from_a_whole(config, whole_group)
+    for attribute in ("model", "inference_model"):
+        assert_equal_modules(getattr(policy, attribute), getattr(plain, attribute))
     assert policy.traits == plain.traits and policy.eos_token_ids == plain.eos_token_ids
     assert policy.adapted == plain.adapted and policy.name == plain.name
-    found = policy.inference_model.config.to_dict()
-    kept = {"dtype": found["dtype"]}  # one that an adapter was merged into says that of its base
-    assert found == plain.inference_model.config.to_dict() | kept
+    fields = policy.inference_model.config.to_dict()
+    own_dtype = {"dtype": fields["dtype"]}  # one that an adapter was merged into says that of its base
+    assert fields == plain.inference_model.config.to_dict() | own_dtype
     assert policy.inference_model.generation_config.to_dict() == plain.inference_model.generation_config.to_dict()
-    assert_equal_copies(policy, ours)
+    assert_equal_copies(policy, group)
 
 
 def settle_on_unlike_processors(path):
@@ -114,8 +118,8 @@ def every_case(paths):
     for name, (place, settings) in CASES.items():
         print("case:", name)
         compare(settings | {"path": str(paths[place])})
-    for name, said in REFUSED.items():
-        with pytest.raises(UserError, match=said):
+    for name, message in REFUSED.items():
+        with pytest.raises(UserError, match=message):
             ShardedGroup().load(ModelConfig(path=str(paths[name]), device="cpu"))
 
 

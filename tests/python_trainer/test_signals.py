@@ -66,15 +66,16 @@ def reward(monkeypatch):
     """reward(function, step): what the reward does in this step, the first time it is called there."""
 
     def replace(function, step=3):
-        current, original = [0], Trainer.step
+        current = [0]
+        original = Trainer.step
 
         def note(self, number):
             current.append(number)
             return original(self, number)
 
         def judge(**columns):
-            now = current.pop() if current[-1] == step else 0
-            return (now and function()) or digits(**columns)
+            current_step = current.pop() if current[-1] == step else 0
+            return (current_step and function()) or digits(**columns)
 
         monkeypatch.setattr(Trainer, "step", note)
         monkeypatch.setattr("conftest.digits", Mock(side_effect=judge, __name__="digits"))
@@ -119,10 +120,10 @@ def test_a_signal_in_a_reward_saves_the_last_finished_step(run, tmp_path, reward
     function = slow(interrupt, number)
     function.folder = tmp_path / "run"
     reward(function)
-    code, said = run({"save": {"save_steps": 0}})
+    code, errors = run({"save": {"save_steps": 0}})
     name = signal.Signals(number).name
     assert code == 130 and saved(tmp_path / "run") == ["step-000002"]
-    assert f"{name}: step 2 is saved, and the step under way goes on" in said
+    assert f"{name}: step 2 is saved, and the step under way goes on" in errors
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     reward(lambda: None)
     assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
@@ -226,12 +227,12 @@ def test_a_signal_after_an_update_on_stored_answers(run, tmp_path, reward, inter
     assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
-@pytest.mark.parametrize(("room", "said"), [(1 << 40, "step 2 is saved"), (0, "no step is saved")])
-def test_an_error_after_an_update_on_stored_answers(run, reward, monkeypatch, room, said):
+@pytest.mark.parametrize(("room", "message"), [(1 << 40, "step 2 is saved"), (0, "no step is saved")])
+def test_an_error_after_an_update_on_stored_answers(run, reward, monkeypatch, room, message):
     monkeypatch.setattr(last_step, "free_memory", lambda: room)
     reward(lambda: 1 / 0)
     code, error = run(STORED)
-    assert code == 2 and said in error
+    assert code == 2 and message in error
 
 
 def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch, interrupt):
@@ -256,9 +257,9 @@ def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch, interrupt
 def test_a_copy_without_room_lets_the_step_end(run, tmp_path, monkeypatch, reward):
     monkeypatch.setattr(last_step, "free_memory", lambda: 0)
     reward(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    code, said = run({"save": {"save_steps": 0}})
+    code, errors = run({"save": {"save_steps": 0}})
     assert code == 0 and saved(tmp_path / "run") == ["step-000003"]
-    assert "under way" not in said and "SIGTERM: stopped after step 3, which is saved" in said
+    assert "under way" not in errors and "SIGTERM: stopped after step 3, which is saved" in errors
 
 
 def test_a_copy_takes_a_quarter_of_the_free_memory(monkeypatch):
@@ -278,41 +279,41 @@ def test_the_free_memory_of_a_control_group(monkeypatch, tmp_path):
     group = tmp_path / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
     group.mkdir(exist_ok=True, parents=True)
     monkeypatch.setattr(last_step, "CGROUP", tmp_path)
-    for most, left in (("3000\n", 1000), ("max\n", free_memory())):
-        (group / "memory.max").write_text(most)
+    for limit, free in (("3000\n", 1000), ("max\n", free_memory())):
+        (group / "memory.max").write_text(limit)
         (group / "memory.current").write_text("2000\n")
-        assert free_memory() == pytest.approx(left, rel=0.5)
+        assert free_memory() == pytest.approx(free, rel=0.5)
 
 
 def test_the_checkpoint_of_the_step_takes_the_place_of_the_early_one(run, tmp_path, reward):
     """As if it had never been: others that save_total_limit would spare are there."""
-    there = []
+    checkpoints = []
 
     def interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for("step-000005", tmp_path / "run")
-        there.extend(saved(tmp_path / "run"))
+        checkpoints.extend(saved(tmp_path / "run"))
 
     reward(interrupt, step=6)
     assert run({"max_steps": 8, "save": {"save_steps": 2}})[0] == 0
-    assert there == ["step-000002", "step-000004", "step-000005"]
+    assert checkpoints == ["step-000002", "step-000004", "step-000005"]
     assert saved(tmp_path / "run") == ["step-000004", "step-000006"]
 
 
 def test_an_early_checkpoint_that_cannot_be_written_is_told(run, tmp_path, monkeypatch, reward):
-    told = threading.Event()
+    failed = threading.Event()
 
     def write(self, contents, learned, ranks):
         if threading.current_thread() is threading.main_thread():
             return original(self, contents, learned, ranks)
-        told.set()
+        failed.set()
         raise UserError("checkpoint step-000002 cannot be written: No space left on device")
 
     original = Checkpointer._write_checkpoint
     monkeypatch.setattr(Checkpointer, "_write_checkpoint", write)
-    reward(lambda: os.kill(os.getpid(), signal.SIGTERM) or (told.wait(LIMIT) and None))
-    code, said = run({"save": {"save_steps": 0}})
-    assert code == 0 and "No space left on device" in said and saved(tmp_path / "run") == ["step-000003"]
+    reward(lambda: os.kill(os.getpid(), signal.SIGTERM) or (failed.wait(LIMIT) and None))
+    code, errors = run({"save": {"save_steps": 0}})
+    assert code == 0 and "No space left on device" in errors and saved(tmp_path / "run") == ["step-000003"]
 
 
 def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
@@ -327,43 +328,43 @@ def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     reward(judge)
-    code, said = run()
-    assert code == 0 and codes == [-signal.SIGTERM] and "SIGTERM" not in said
+    code, errors = run()
+    assert code == 0 and codes == [-signal.SIGTERM] and "SIGTERM" not in errors
     assert saved(tmp_path / "run") == ["step-000002", "step-000004"]
 
 
 @pytest.fixture
 def in_a_terminal():
     """SIGHUP as a terminal leaves it; under nohup it is ignored, and stays so."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, handler)
 
 
 def test_a_closed_terminal_stops_nothing(run, tmp_path, reward, in_a_terminal):
     reward(lambda: os.kill(os.getpid(), signal.SIGHUP))
-    code, said = run()
-    assert code == 0 and "SIGHUP: the terminal is closed, and the run goes on" in said
+    code, errors = run()
+    assert code == 0 and "SIGHUP: the terminal is closed, and the run goes on" in errors
     assert saved(tmp_path / "run") == ["step-000002", "step-000004"]
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 def test_the_handlers_of_others_come_back(in_a_terminal):
-    before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)]
+    handlers = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)]
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno())
     with StopSignal():
-        assert signal.getsignal(signal.SIGHUP) != before[-1]
+        assert signal.getsignal(signal.SIGHUP) != handlers[-1]
     assert signal.set_wakeup_fd(-1) == writer.fileno()
-    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)] == before
+    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)] == handlers
     reader.close()
     writer.close()
 
 
 def test_a_trainer_in_another_thread_goes_without_signals(make_config, tmp_path):
-    with ThreadPoolExecutor(1) as other:
-        other.submit(Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run).result()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(Trainer(make_config(max_steps=1), tmp_path / "run", console=QUIET).run).result()
     assert saved(tmp_path / "run") == ["step-000001"]
 
 
@@ -371,8 +372,11 @@ class Rank:
     """A rank whose sections wait for the other ranks in their midst, as a collective does."""
 
     def __init__(self, store, number, ranks):
-        self.last, self.random = LastStep(store, number, len(ranks.names)), random.Random(f"{ranks.seed}/{number}")
-        self.ranks, self.ended, self.found = ranks, threading.Event(), None
+        self.last = LastStep(store, number, len(ranks.names))
+        self.random = random.Random(f"{ranks.seed}/{number}")
+        self.ranks = ranks
+        self.ended = threading.Event()
+        self.copied = None
 
     def train(self):
         for step in range(1, STEPS + 1):
@@ -387,8 +391,8 @@ class Rank:
 
     def act(self):
         time.sleep(self.random.random() * STEPS / 500)
-        with self.last.copied(lambda: {"step": torch.tensor(self.last.contents["step"])}, self.ended) as found:
-            self.found = found
+        with self.last.copied(lambda: {"step": torch.tensor(self.last.contents["step"])}, self.ended) as copied:
+            self.copied = copied
 
 
 STEPS = 12
@@ -398,13 +402,14 @@ STEPS = 12
 def test_ranks_agree_on_a_step_wherever_each_of_them_is(monkeypatch, seed):
     """Without a rank that waits for another one for ever, which the barrier would tell."""
     monkeypatch.setattr(last_step, "POLL", 0.001)
-    store, size = dist.HashStore(), 3
+    store = dist.HashStore()
+    size = 3
     ranks = SimpleNamespace(seed=seed, names=range(size), barrier=threading.Barrier(size))
-    everyone = [Rank(store, number, ranks) for number in range(size)]
+    all_ranks = [Rank(store, number, ranks) for number in range(size)]
     with ThreadPoolExecutor(2 * size) as threads:
-        for future in [threads.submit(f) for rank in everyone for f in (rank.train, rank.act)]:
+        for future in [threads.submit(f) for rank in all_ranks for f in (rank.train, rank.act)]:
             future.result()
-    steps = {rank.found and (rank.found[0]["step"], int(rank.found[1]["step"])) for rank in everyone}
+    steps = {rank.copied and (rank.copied[0]["step"], int(rank.copied[1]["step"])) for rank in all_ranks}
     assert len(steps) == 1, steps
     (step,) = steps
     assert step is None or step[0] == step[1]

@@ -17,38 +17,42 @@ def answers(count, rate, seed):
 
 
 def test_difference_is_the_mean_and_its_interval_is_as_wide_as_theory_says():
-    after, before = answers(4000, 0.8, 0), answers(4000, 0.7, 1)
-    found = difference_of_runs([after], [before])
-    assert found.value == pytest.approx(after.mean() - before.mean())
-    half = 1.96 * (after - before).std() / 4000**0.5
-    assert found.high - found.value == pytest.approx(half, rel=0.05)
-    assert found.value - found.low == pytest.approx(half, rel=0.05)
-    assert not found.low <= 0 <= found.high
-    assert found == difference_of_runs([after], [before]), "the same seed gives the same interval"
+    after = answers(4000, 0.8, 0)
+    before = answers(4000, 0.7, 1)
+    difference = difference_of_runs([after], [before])
+    assert difference.value == pytest.approx(after.mean() - before.mean())
+    half_width = 1.96 * (after - before).std() / 4000**0.5
+    assert difference.high - difference.value == pytest.approx(half_width, rel=0.05)
+    assert difference.value - difference.low == pytest.approx(half_width, rel=0.05)
+    assert not difference.low <= 0 <= difference.high
+    assert difference == difference_of_runs([after], [before]), "the same seed gives the same interval"
 
 
 def test_pairing_narrows_the_interval():
     before = answers(2000, 0.5, 0)
     after = before.copy()
     after[:50] = 1
-    paired, unpaired = difference_of_runs([after], [before]), difference_of_runs([after], [numpy.roll(before, 77)])
+    paired = difference_of_runs([after], [before])
+    unpaired = difference_of_runs([after], [numpy.roll(before, 77)])
     assert not paired.low <= 0 <= paired.high
     assert paired.high - paired.low < (unpaired.high - unpaired.low) / 4
 
 
 def test_equal_answers_are_not_resolved():
-    same = answers(100, 0.5, 0)
-    found = difference_of_runs([same], [same])
-    assert (found.value, found.low, found.high) == (0, 0, 0)
+    results = answers(100, 0.5, 0)
+    difference = difference_of_runs([results], [results])
+    assert (difference.value, difference.low, difference.high) == (0, 0, 0)
 
 
 def test_difference_of_runs_is_about_other_seeds_too():
     before = [answers(4000, 0.5, seed) for seed in range(8)]
     after = [answers(4000, 0.5 + shift, seed) for seed, shift in enumerate([0.0, 0.3] * 4)]  # the same noise
-    found = difference_of_runs(after, before)
+    difference = difference_of_runs(after, before)
     gains = numpy.mean(after, axis=1) - numpy.mean(before, axis=1)
-    assert found.value == pytest.approx(gains.mean())
-    assert found.high - found.low == pytest.approx(2 * 1.96 * gains.std() / 8**0.5, rel=0.1), "seeds decide the width"
+    assert difference.value == pytest.approx(gains.mean())
+    assert difference.high - difference.low == pytest.approx(2 * 1.96 * gains.std() / 8**0.5, rel=0.1), (
+        "seeds decide the width"
+    )
     with pytest.raises(ValueError):
         difference_of_runs(after, before[:2])
 

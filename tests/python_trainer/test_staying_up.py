@@ -25,12 +25,12 @@ def test_an_optimizer_step_that_is_not_finite_changes_nothing():
     for dtype, value in ((torch.float32, torch.nan), (torch.bfloat16, torch.inf)):
         model = torch.nn.Linear(2, 2).to(dtype)
         optimizer = PolicyOptimizer(model, OptimizerConfig())
-        before = [p.detach().clone() for p in model.parameters()]
+        weights = [p.detach().clone() for p in model.parameters()]
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
         with pytest.raises(NotFinite, match="the norm of the gradient is (nan|inf)"):
             optimizer.step(1e-3)
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
         assert all(p.grad is None for p in model.parameters()) and not optimizer.adamw.state
 
 
@@ -49,8 +49,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
     monkeypatch.setattr("conftest.digits", reward)
     config = make_config(max_steps=6, algorithm=algorithm, save={"save_steps": 1})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
-    said = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
-    with pytest.raises(UserError, match=said):
+    message = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
+    with pytest.raises(UserError, match=message):
         trainer.run()
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
@@ -61,14 +61,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
 
 
 def test_the_first_signal_is_noted_and_the_second_interrupts(capsys):
-    before = [signal.getsignal(number) for number in SIGNALS]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     with StopSignal() as stop:
         assert stop.name is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.name == "SIGTERM" and "finishing the step" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
 def test_ctrl_c_ends_the_command_in_one_line(tmp_path, monkeypatch, capsys):
@@ -87,8 +87,8 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "step", step)
-        code, said = run({"max_steps": 5, "save": {"save_steps": 0}, "accelerators": {"enabled": ["rpo"]}})
-    assert code == 0 and "SIGINT: stopped after step 3, which is saved; a resumed run continues from it" in said
+        code, errors = run({"max_steps": 5, "save": {"save_steps": 0}, "accelerators": {"enabled": ["rpo"]}})
+    assert code == 0 and "SIGINT: stopped after step 3, which is saved; a resumed run continues from it" in errors
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000003"]
     assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
     assert differences(tmp_path / "whole", tmp_path / "run") == []
@@ -102,28 +102,32 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
 def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path, monkeypatch, at, error, accelerators):
     monkeypatch.setattr("python_trainer.accelerators.drafts.measure_overhead", lambda engine: 20.0)
     options = {"accelerators": {"enabled": accelerators}, "save": {"save_steps": 0}, "evaluation": {"eval_steps": 4}}
-    config, reward = make_config(max_steps=5, **options), Mock(wraps=digits, __name__="digits")
+    config = make_config(max_steps=5, **options)
+    reward = Mock(wraps=digits, __name__="digits")
     monkeypatch.setattr("conftest.digits", reward)
     Trainer(config, tmp_path / "whole", console=QUIET).run()
     reward.side_effect = [DEFAULT] * (at - 1) + [error]
     with pytest.raises(UserError, match="reward function digits") as raised:
         Trainer(config, tmp_path / "parts", console=QUIET).run()
     reward.side_effect = None
-    kept = {4: 2, 6: 4, 8: 5}[at]
-    assert raised.value.__notes__ == [f"step {kept} is saved: --resume continues from it"]
-    assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(kept + 1))
+    saved_step = {4: 2, 6: 4, 8: 5}[at]
+    assert raised.value.__notes__ == [f"step {saved_step} is saved: --resume continues from it"]
+    assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(saved_step + 1))
     assert read_evaluations(tmp_path / "parts").keys() == {"start"}
     with (tmp_path / "parts" / EVALUATIONS).open("a") as file:
         file.write('{"step": ')  # as a kill leaves it
-    told = []
+    notifications = []
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "notify", lambda trainer, method, *given: told.append((method, given[0])))
+        patched.setattr(
+            Trainer, "notify", lambda trainer, method, *arguments: notifications.append((method, arguments[0]))
+        )
         trainer = train(config, tmp_path / "parts", resume=True)
-    assert told.count(("on_step", 5)) == told.count(("on_evaluate", 5)) == 1
+    assert notifications.count(("on_step", 5)) == notifications.count(("on_evaluate", 5)) == 1
     assert [row[0] for row in trainer.state.evaluations] == [0, 4, 5]
     assert read_evaluations(tmp_path / "parts").keys() == {"start", "final"}
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
-    last, calls = read_metrics(tmp_path / "parts")[-1], reward.call_count
+    last = read_metrics(tmp_path / "parts")[-1]
+    calls = reward.call_count
     assert last["step"] == 5 and last["eval/accuracy"] == trainer.state.evaluations[-1][1]
     train(config, tmp_path / "parts", resume=True)
     assert reward.call_count == calls  # the checkpoint holds the evaluation
@@ -136,8 +140,10 @@ def test_out_of_memory_is_said_in_one_line(run, monkeypatch):
         return original(self, requests, seed) if self.state.step < 2 else torch.empty(1 << 60)
 
     monkeypatch.setattr(Trainer, "generate", generate)
-    code, said = run()
-    assert code == 2 and "error: out of memory; " in said and "step 2 is saved" in said and "Traceback" not in said
+    code, errors = run()
+    assert (
+        code == 2 and "error: out of memory; " in errors and "step 2 is saved" in errors and "Traceback" not in errors
+    )
 
 
 def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_path, monkeypatch, capsys):

@@ -116,8 +116,8 @@ class Listening(Environment):
 
 def shows_special(prompts, completions, completion_ids, **columns):
     """1 where the completion is the text of its tokens without the end; else the run ends."""
-    for said, ids in zip(completions, completion_ids):
-        text = said if isinstance(said, str) else said[0]["content"]
+    for completion, ids in zip(completions, completion_ids):
+        text = completion if isinstance(completion, str) else completion[0]["content"]
         assert text.count("<tool>") == ids.count(TOOL) and "<eos>" not in text and "<|im_end|>" not in text
     return [float(TOOL in ids) for ids in completion_ids]
 

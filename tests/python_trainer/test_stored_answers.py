@@ -47,10 +47,12 @@ def filled(*answers, step=1):
 
 def test_rests_between_uses_and_goes_after_the_last(monkeypatch):
     monkeypatch.setattr(sampling, "MOST_USES", 3)
-    bank, used = filled((0, stored_answer())), []
+    bank = filled((0, stored_answer()))
+    used = []
     for step in range(1, 20):
         for entry in bank.replayable(step, {OWN}):
-            entry.uses, entry.last_use = entry.uses + 1, step
+            entry.uses = entry.uses + 1
+            entry.last_use = step
             used.append(step)
     assert used == [1 + REST, 1 + 2 * REST, 1 + 3 * REST]
 
@@ -69,30 +71,32 @@ def test_the_newest_different_ones_of_this_run_and_of_better_ones_are_replayed()
     assert [entry.answer.text for entry in bank.replayable(9, {OWN, OTHER})] == ["d", "other 5"]
 
 
-def replaying(*answers, right=0, seen=0):
-    """An accelerator in step 4 with these stored answers; of ``seen`` answers to every prompt ``right`` were right."""
+def replaying(*answers, num_right=0, num_answers=0):
+    """Make an accelerator in step 4 with these stored answers, and this many right ones among earlier answers."""
     rhyme = Rhyme(RhymeSettings(rare_share=0))
-    rhyme.use, rhyme.rates, rhyme.bank = HistoryUse.USED, SuccessRates(8), filled(*answers)
-    rhyme.rates.right += right
-    rhyme.rates.answers += seen
+    rhyme.use = HistoryUse.USED
+    rhyme.rates = SuccessRates(8)
+    rhyme.bank = filled(*answers)
+    rhyme.rates.right += num_right
+    rhyme.rates.answers += num_answers
     config = SimpleNamespace(rollout=SimpleNamespace(num_generations=8))
     run = SimpleNamespace(config=config, prompts=[[1, key] for key in range(8)])
 
     def replay(step, *, tokens):
         context = StepContext(run, step, 0)
         fresh = [answer(7, tokens=tokens // 2), answer(7, tokens=tokens // 2, accuracy=0.0)]
-        taken = rhyme._replay(context, [fresh])
-        assert context.telemetry.get("rhyme/replayed_answers", 0) == len(taken)
-        return taken
+        replayed = rhyme._replay(context, [fresh])
+        assert context.telemetry.get("rhyme/replayed_answers", 0) == len(replayed)
+        return replayed
 
     return replay
 
 
-@pytest.mark.parametrize(("right", "seen", "taken"), [(0, 0, 1), (1, 9, 1), (1, 8, 0), (9, 10, 0)])
-def test_only_prompts_answered_right_less_than_once_in_a_group(right, seen, taken):
-    answers = replaying((0, stored_answer()), right=right, seen=seen)(4, tokens=200)
-    rate = (right + right / max(seen, 1)) / (seen + 1)
-    assert len(answers) == taken == (rate < 1 / 8)
+@pytest.mark.parametrize(("num_right", "num_answers", "num_replayed"), [(0, 0, 1), (1, 9, 1), (1, 8, 0), (9, 10, 0)])
+def test_only_prompts_answered_right_less_than_once_in_a_group(num_right, num_answers, num_replayed):
+    answers = replaying((0, stored_answer()), num_right=num_right, num_answers=num_answers)(4, tokens=200)
+    rate = (num_right + num_right / max(num_answers, 1)) / (num_answers + 1)
+    assert len(answers) == num_replayed == (rate < 1 / 8)
     assert all(a.success_rate == pytest.approx(max(rate, 1 / 10)) and a.importance_cap == 1 for a in answers)
     assert all(a.accuracy == 1 and a.prompt_ids == [1, 0] and a.logprobs == [-0.5] * 10 for a in answers)
 
@@ -100,27 +104,30 @@ def test_only_prompts_answered_right_less_than_once_in_a_group(right, seen, take
 def test_those_used_least_come_first_within_the_tokens():
     """Half as many tokens as fresh answers that teach something have."""
     replay = replaying(*((key, stored_answer()) for key in range(6)))
-    first, rest = replay(4, tokens=50), replay(6, tokens=2000)
-    assert len(first) == 2 and len(rest) == 6
-    assert {a.prompt_index for a in rest[:4]} == set(range(6)) - {a.prompt_index for a in first}
+    first = replay(4, tokens=50)
+    second = replay(6, tokens=2000)
+    assert len(first) == 2 and len(second) == 6
+    assert {a.prompt_index for a in second[:4]} == set(range(6)) - {a.prompt_index for a in first}
     assert not replaying((0, stored_answer()))(4, tokens=18)
 
 
 def test_a_rate_is_a_discounted_mean_with_one_answer_of_the_mean_prompt():
-    rates, keys = SuccessRates(3), [0, 1, 2]
+    rates = SuccessRates(3)
+    keys = [0, 1, 2]
     assert rates.rates(keys) == [0, 0, 0] and rates.rates([]) == []
     rates.advance(1)
     rates.add([[answer(0)] + [answer(0, accuracy=0.0)] * 3, [answer(1)] * 4])
     assert rates.rates(keys) == pytest.approx([(1 + 5 / 8) / 5, (4 + 5 / 8) / 5, 5 / 8])
     rates.advance(1 + MEMORY // 2)
-    left = math.exp(-0.5)
+    discount = math.exp(-0.5)
     rates.add([[answer(0, accuracy=0.0)] * 4])
-    mean = 5 * left / (8 * left + 4)
-    assert rates.rates([0]) == pytest.approx([(left + mean) / (4 * left + 4 + 1)])
+    mean = 5 * discount / (8 * discount + 4)
+    assert rates.rates([0]) == pytest.approx([(discount + mean) / (4 * discount + 4 + 1)])
 
 
 def test_right_answers_are_rare_by_the_first_groups():
-    rates, wrong = SuccessRates(1), answer(0, accuracy=0.0)
+    rates = SuccessRates(1)
+    wrong = answer(0, accuracy=0.0)
     for _ in range(FIRST_GROUPS // 2):
         assert rates.rare(0.5) is None and rates.rare(0)
         rates.add([[wrong, wrong], [wrong, answer(0)]])
@@ -129,22 +136,22 @@ def test_right_answers_are_rare_by_the_first_groups():
     assert rates.rare(0.5) is True and rates.rare(0.51) is False and rates.rare(0)
 
 
-@pytest.mark.parametrize(("algorithm", "wanted"), [
+@pytest.mark.parametrize(("algorithm", "expected"), [
     ({}, math.sqrt(0.9 / 0.1)),
     ({"scale_rewards": "batch"}, math.sqrt(0.9 / 0.1)),
     ({"scale_rewards": "none"}, 0.9),
     ({"advantage": "rloo"}, 0.9),
     ({"advantage": "reinforce++"}, math.sqrt(0.9 / 0.1)),
 ])  # fmt: skip
-def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, wanted):
+def test_the_loss_judges_it_against_the_chance_and_others_as_before(algorithm, expected):
     fresh = [answer(0, reward=float(i < 1), group=0) for i in range(4)]
     lone = answer(1, group=1, reward=1.0, success_rate=0.1, importance_cap=1.0)
     config = AlgorithmConfig(**algorithm)
     batches = [Batch(rollouts, config, 10, torch.device("cpu")) for rollouts in (fresh, [*fresh, lone])]
-    facts = [batch.set_advantages() for batch in batches]
-    alone, both = (batch.advantages for batch in batches)
-    assert torch.allclose(both[4], torch.tensor(wanted))
-    assert torch.equal(both[:4], alone) and facts[0] == facts[1]
+    metrics = [batch.set_advantages() for batch in batches]
+    fresh_advantages, advantages = (batch.advantages for batch in batches)
+    assert torch.allclose(advantages[4], torch.tensor(expected))
+    assert torch.equal(advantages[:4], fresh_advantages) and metrics[0] == metrics[1]
 
 
 def test_answers_that_are_all_stored_need_nothing_to_compare_them_with():
@@ -176,27 +183,29 @@ EVEN = {"reward": "conftest:even"}
 
 
 @pytest.mark.parametrize(
-    ("further", "options"),
+    ("other_accelerators", "options"),
     [
         ([], {"rollout": SMALL_GROUPS | {"dynamic_sampling": True, "max_sampling_rounds": 2}}),
         (["drafts"], {"rollout": SMALL_GROUPS, "algorithm": {"advantage": "gae", "num_iterations": 2}}),
     ],
 )
-def test_a_run_uses_them_and_resumes_with_the_same_weights(make_config, tmp_path, monkeypatch, further, options):
+def test_a_run_uses_them_and_resumes_with_the_same_weights(
+    make_config, tmp_path, monkeypatch, other_accelerators, options
+):
     monkeypatch.setattr(sampling, "RESCUERS", 0)
-    accelerators = {"enabled": ["rhyme", *further], "rhyme": {"rare_share": 0, "history_ratio": 0}}
+    accelerators = {"enabled": ["rhyme", *other_accelerators], "rhyme": {"rare_share": 0, "history_ratio": 0}}
 
     def run(folder, steps, resume=False):
         config = make_config(max_steps=steps, accelerators=accelerators, task=EVEN, **options)
         return train(config, tmp_path / folder, resume=resume)
 
-    whole = run("whole", 8)
+    uninterrupted = run("whole", 8)
     run("parts", 5)
-    assert same(whole, run("parts", 8, resume=True))
+    assert same(uninterrupted, run("parts", 8, resume=True))
     rows = read_metrics(tmp_path / "whole")[1:]
     assert sum(row["rhyme/replayed_answers"] for row in rows) > 0
     monkeypatch.setattr(accelerator, "REPLAY_SHARE", 0)
-    assert not same(whole, run("without", 8))
+    assert not same(uninterrupted, run("without", 8))
 
 
 @pytest.mark.parametrize("database", [False, True])
@@ -217,24 +226,24 @@ def test_where_right_answers_are_not_rare_a_run_is_plain_training(make_config, t
         return {"enabled": ["rhyme"], "rhyme": {"rare_share": share, **file, **options}}
 
     plain, *_ = run("plain", 8)
-    monkeypatch.setattr("python_trainer.accelerators.rhyme.replay.clearly_better", lambda theirs, own: False)
+    monkeypatch.setattr("python_trainer.accelerators.rhyme.replay.clearly_better", lambda shares, run_shares: False)
     for number in range(2):  # the second after a run that has left its answers
-        declined, used, told = run(f"declined {number}", 8, **rhyme())
+        declined, used, output = run(f"declined {number}", 8, **rhyme())
         assert same(plain, declined) and not any(used)
-        assert "of the first 16 groups had no right answer: a share below 0.55, history is not used" in told
+        assert "of the first 16 groups had no right answer: a share below 0.55, history is not used" in output
         (rhyme_of_run,) = declined.accelerators
         assert not len(rhyme_of_run.bank) and rhyme_of_run.use is HistoryUse.UNUSED
     if database:
         assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).samples()) > 0
     rare = rhyme(0.01)
-    whole, used, told = run("whole", 8, **rare)
+    uninterrupted, used, output = run("whole", 8, **rare)
     assert not any(used[:1]) and any(used[1:]), "decided after the second step"
-    assert told.count("right answers are rare, history is used") == 1
-    assert not same(plain, whole)
+    assert output.count("right answers are rare, history is used") == 1
+    assert not same(plain, uninterrupted)
     (tmp_path / "history.db").unlink(missing_ok=True)
-    whole, *_ = run("whole alone", 8, **rare)
+    uninterrupted, *_ = run("whole alone", 8, **rare)
     (tmp_path / "history.db").unlink(missing_ok=True)
     run("parts", 1, **rare)
     run("parts", 4, resume=True, **rare)
-    rest, *_ = run("parts", 8, resume=True, **rare)
-    assert same(whole, rest)
+    resumed, *_ = run("parts", 8, resume=True, **rare)
+    assert same(uninterrupted, resumed)

@@ -24,9 +24,9 @@ def learner_of(policy, settings, temperature=1.0, **algorithm):
     return Learner(policy, load_config(merged(settings, {"algorithm": algorithm, "rollout": rollout})))
 
 
-def learn(learner, rewards=MIXED, lengths=LENGTHS, **facts):
+def learn(learner, rewards=MIXED, lengths=LENGTHS, **options):
     """Metrics of an update by answers of these rewards and lengths, after which all numbers are finite."""
-    learned = learner.update(graded(rewards, lengths, **facts), 1)
+    learned = learner.update(graded(rewards, lengths, **options), 1)
     assert all(math.isfinite(value) for value in learned.values())
     assert all(p.isfinite().all() for p in learner.policy.model.parameters())
     return learned
@@ -53,29 +53,30 @@ def fresh(tiny_policy, settings):
 @pytest.mark.parametrize("size", [1e-30, 1e15])
 def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
     """Or end the update with a word, and leave the weights, where their squares are too large to compare them."""
-    learner, plain = fresh(advantage=advantage), fresh(advantage=advantage)
-    before = weights(learner.policy)
+    learner = fresh(advantage=advantage)
+    plain = fresh(advantage=advantage)
+    start_weights = weights(learner.policy)
     learn(plain)
     try:
         learn(learner, [size * reward for reward in MIXED])
     except NotFinite:
-        torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
+        torch.testing.assert_close(weights(learner.policy), start_weights, rtol=0, atol=0)
         return
     if size > 1 and advantage != "rloo":  # divided by their deviation
         torch.testing.assert_close(weights(learner.policy), weights(plain.policy), rtol=1e-3, atol=1e-4)
 
 
-EQUAL = [({}, [reward] * 4, {"size": size}) for reward in (0.0, 1.0, 0.1, -1e15) for size in (1, 4)]
+EQUAL = [({}, [reward] * 4, {"num_generations": size}) for reward in (0.0, 1.0, 0.1, -1e15) for size in (1, 4)]
 MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, MIXED, {"finish": "length"})
           for kind in ("grpo", "dapo", "dr_grpo")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("algorithm", "rewards", "facts"), EQUAL + MASKED)
-def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, algorithm, rewards, facts):
+@pytest.mark.parametrize(("algorithm", "rewards", "options"), EQUAL + MASKED)
+def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, algorithm, rewards, options):
     learner = fresh(**algorithm)
-    before = weights(learner.policy)
-    learn(learner, rewards, **facts)
-    torch.testing.assert_close(weights(learner.policy), before, rtol=0, atol=0)
+    start_weights = weights(learner.policy)
+    learn(learner, rewards, **options)
+    torch.testing.assert_close(weights(learner.policy), start_weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("vocab", [1, 257, 262_144])
@@ -89,9 +90,9 @@ def test_vocabularies(tokenizer, settings, vocab):
         if temperature == 1e-3:  # as good as the largest
             best = engine_for(policy.model).generate([request], SamplingParams(temperature=0.0))
             assert [answer.ids for answer in drawn] == [answer.ids for answer in best]
-    before = weights(policy)
+    start_weights = weights(policy)
     learn(learner_of(policy, settings), vocab=vocab)
-    assert vocab == 1 or any(not torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert vocab == 1 or any(not torch.equal(p, start_weights[name]) for name, p in policy.model.named_parameters())
 
 
 def test_a_temperature_near_zero_in_the_loss(fresh):

@@ -80,14 +80,14 @@ def test_messages_lose_the_keys_of_other_messages(tmp_path):
 
 def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = []
+    requests = []
     monkeypatch.setattr(
-        "python_trainer.tasks.files.snapshot", lambda *at, setting, **_: asked.append((*at, setting)) or tmp_path
+        "python_trainer.tasks.files.snapshot", lambda *at, setting, **_: requests.append((*at, setting)) or tmp_path
     )
     monkeypatch.setattr(datasets, "load_dataset_builder", Mock())
-    monkeypatch.setattr(datasets, "load_dataset", lambda **options: asked.append(options) or ROWS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda **options: requests.append(options) or ROWS)
     task = settings_of("someone/sums/main@v1:train[:90%]", "someone/sums").load()
-    assert asked == [
+    assert requests == [
         ("someone/sums", "v1", "task.train_path"), {"path": str(tmp_path), "name": "main", "split": "train[:90%]"},
         ("someone/sums", None, "task.test_path or evaluation.sets"),
         {"path": str(tmp_path), "name": None, "split": "test"},
@@ -149,9 +149,9 @@ def test_every_format_gives_the_same_values(tmp_path, name, folder):
         (tmp_path / "some").mkdir()
         path = path.rename(tmp_path / "some" / f"train.{name.split('.')[1]}").parent
     task = settings_of(f"{path}:train", f"{path}:train[:2]", columns={}).load()
-    found = [{"prompt": row.prompt, **row.columns} for row in task.train]
-    assert found == ANSWERS and len(task.test) == 2
-    assert [[type(value) for value in row.values()] for row in found] == [[*map(type, r.values())] for r in ANSWERS]
+    rows = [{"prompt": row.prompt, **row.columns} for row in task.train]
+    assert rows == ANSWERS and len(task.test) == 2
+    assert [[type(value) for value in row.values()] for row in rows] == [[*map(type, r.values())] for r in ANSWERS]
 
 
 def test_cells_are_numbers_where_all_of_a_column_are(tmp_path):
@@ -224,30 +224,33 @@ def test_a_run_from_the_cache_of_the_hub(settings, tmp_path):
                         "train_path": "someone/sums", "test_path": "someone/sums"}  # fmt: skip
     settings["model"] |= {"path": f"someone/tiny@{COMMIT}"}
     settings |= {"max_steps": 1}
-    done = train(home, settings, tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
+    process = train(home, settings, tmp_path, HF_HUB_OFFLINE="1")
+    assert process.returncode == 0, process.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
     settings["task"]["train_path"] = "someone/sums@v2"
-    done = train(home, settings, tmp_path / "run", HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "task.train_path: someone/sums at revision v2 is no folder here, and neither the Hub nor" in done.stderr
+    process = train(home, settings, tmp_path / "run", HF_HUB_OFFLINE="1")
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert "task.train_path: someone/sums at revision v2 is no folder here, and neither the Hub nor" in process.stderr
 
 
 @pytest.mark.slow
 def test_a_hub_out_of_reach_is_one_line(settings, tmp_path):
-    settings["model"]["path"], settings["task"]["reward"] = "someone/tiny", "tiny:digits"
-    done = train(tmp_path / "home", settings, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "error: model.path: someone/tiny is no folder here, and neither the Hub nor its cache gives" in done.stderr
+    settings["model"]["path"] = "someone/tiny"
+    settings["task"]["reward"] = "tiny:digits"
+    process = train(tmp_path / "home", settings, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert (
+        "error: model.path: someone/tiny is no folder here, and neither the Hub nor its cache gives" in process.stderr
+    )
 
 
 def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr("python_trainer.hub.snapshot", lambda *place, **_: asked.append(place) or tmp_path)
+    requests = []
+    monkeypatch.setattr("python_trainer.hub.snapshot", lambda *place, **_: requests.append(place) or tmp_path)
     for path in ("someone/tiny@refs/pr/1", "someone/tiny"):
         assert policy_folder(path) == tmp_path
-        assert base_name(ModelConfig(path=path)) == asked[-1]
-    assert asked == [("someone/tiny", "refs/pr/1"), ("someone/tiny", None)]
+        assert base_name(ModelConfig(path=path)) == requests[-1]
+    assert requests == [("someone/tiny", "refs/pr/1"), ("someone/tiny", None)]
 
 
 def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch, tmp_path, tiny_policy):
@@ -257,8 +260,8 @@ def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch,
     snapshot = Mock(side_effect=lambda name, *_, **__: folders[name])
     monkeypatch.setattr("python_trainer.hub.snapshot", snapshot)
     assert read_shape(ModelConfig(path="someone/adapter"), "cpu").vocab == 64
-    asked = {call.args[0]: call.kwargs["files"] for call in snapshot.call_args_list}
-    assert asked == dict.fromkeys(folders, ("*.json", "*.py"))
+    requests = {call.args[0]: call.kwargs["files"] for call in snapshot.call_args_list}
+    assert requests == dict.fromkeys(folders, ("*.json", "*.py"))
 
 
 @pytest.fixture
@@ -323,13 +326,15 @@ def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     trainer = Trainer(make_config(task=task | {"overlong": "drop"}), tmp_path / "run", console=Console())
     lengths = [len(ids) for ids in trainer.prompts.ids["train"]]
     assert [len(row.prompt) for row in trainer.task.train] == lengths == [1, 116]
-    said = "2 of 4 train prompts dropped (task.overlong): more than 116 tokens; the longest is "
-    assert f"{said}{tmp_path}/train.jsonl:4" in capsys.readouterr().out
-    more = {"evaluation": {"sets": {"more": str(tmp_path / "train.jsonl")}}}  # a further test set
+    message = "2 of 4 train prompts dropped (task.overlong): more than 116 tokens; the longest is "
+    assert f"{message}{tmp_path}/train.jsonl:4" in capsys.readouterr().out
+    options = {"evaluation": {"sets": {"more": str(tmp_path / "train.jsonl")}}}  # a further test set
     with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
-        Trainer(make_config(**more), tmp_path / "run", console=QUIET)
-    (kept,) = Trainer(make_config(task={"overlong": "drop"}, **more), tmp_path / "run", console=Console()).prompts.sets
-    assert [len(row.prompt) for row in kept.examples] == [len(ids) for ids in kept.ids] == [1, 116]
+        Trainer(make_config(**options), tmp_path / "run", console=QUIET)
+    (prompt_set,) = Trainer(
+        make_config(task={"overlong": "drop"}, **options), tmp_path / "run", console=Console()
+    ).prompts.sets
+    assert [len(row.prompt) for row in prompt_set.examples] == [len(ids) for ids in prompt_set.ids] == [1, 116]
     assert "2 of 4 evaluation.sets.more prompts dropped (task.overlong): more than 116" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text(json.dumps(lines[3]))
     with pytest.raises(UserError, match=r"1 of 1 train prompts dropped .* none is left"):

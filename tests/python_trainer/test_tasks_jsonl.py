@@ -15,7 +15,8 @@ def brevity(prompts, completions, completion_ids, **_):
     return [-0.01 * len(ids) if ids else None for ids in completion_ids]
 
 
-CONTAINS, BREVITY = "test_tasks_jsonl:contains", "test_tasks_jsonl:brevity"
+CONTAINS = "test_tasks_jsonl:contains"
+BREVITY = "test_tasks_jsonl:brevity"
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def test_strings_and_chat_messages(folder):
 
 
 def test_several_weighted_rewards(folder):
-    both = {"reward": [CONTAINS, BREVITY], "reward_weights": [2, 10]}
-    task = task_of(['{"text": "Say yes", "word": "yes"}'], folder, **both, columns={"prompt": "text"})
+    settings = {"reward": [CONTAINS, BREVITY], "reward_weights": [2, 10]}
+    task = task_of(['{"text": "Say yes", "word": "yes"}'], folder, **settings, columns={"prompt": "text"})
     scores = score(task, [task.train[0]] * 2, ["yes", "yes"], [[1, 2], []])
     assert scores.rewards["brevity"] == [-0.02, None]
     assert scores.total == pytest.approx([1.8, 2.0])
@@ -56,8 +57,8 @@ def test_several_weighted_rewards(folder):
 def test_gate_prompts_come_in_random_order(folder):
     """Files are sorted by subject or level, and the gate looks at some prompts first."""
     rows = [f'{{"prompt": "{i}", "word": "g"}}' for i in range(200)]
-    first, again = ([int(row.prompt) for row in task_of(rows, folder, gate_size=100).gate] for _ in range(2))
-    assert first == again and len(set(first)) == 100
+    first, second = ([int(row.prompt) for row in task_of(rows, folder, gate_size=100).gate] for _ in range(2))
+    assert first == second and len(set(first)) == 100
     assert sum(number < 100 for number in first[:50]) in range(10, 41)
 
 

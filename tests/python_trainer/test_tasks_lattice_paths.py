@@ -33,12 +33,12 @@ def task():
     return LatticePathsSettings().load()
 
 
-def blind(rows, row, column):
-    """Chance to reach the last row for who takes any open cell below, by recursion over the text."""
+def blind_chance(rows, row, column):
+    """Return the chance of a walker who takes any open cell below to reach the last row, by recursion."""
     if row == len(rows) - 1:
         return Fraction(1)
-    ways = [c for c in (column - 1, column, column + 1) if 0 <= c < len(rows[0]) and rows[row + 1][c] == "."]
-    return sum((blind(rows, row + 1, c) for c in ways), Fraction(0)) / max(len(ways), 1)
+    columns = [c for c in (column - 1, column, column + 1) if 0 <= c < len(rows[0]) and rows[row + 1][c] == "."]
+    return sum((blind_chance(rows, row + 1, c) for c in columns), Fraction(0)) / max(len(columns), 1)
 
 
 @pytest.mark.parametrize(("answer", "right"), [
@@ -56,10 +56,10 @@ def test_reward_takes_nothing_but_a_path(answer, right):
 
 def test_no_character_of_a_path_can_be_another_one_too_many_or_missing():
     for i in range(len(PATH) + 1):
-        for new in ("", *"#.oO \n\r"):
-            for old in (0, 1):
-                other = PATH[:i] + new + PATH[i + old :]
-                assert correct(GRID, other) == (other == PATH), other
+        for inserted in ("", *"#.oO \n\r"):
+            for num_removed in (0, 1):
+                changed = PATH[:i] + inserted + PATH[i + num_removed :]
+                assert correct(GRID, changed) == (changed == PATH), changed
 
 
 def test_reward_takes_just_the_paths_that_a_search_finds():
@@ -102,28 +102,30 @@ def test_prompts_are_always_the_same_whatever_the_sizes(task):
 def test_chances_are_those_of_a_blind_walker_and_spread_as_promised(task):
     for example in task.train:
         rows = example.prompt.splitlines()
-        exact = blind(rows, 0, rows[0].index("o"))
+        exact = blind_chance(rows, 0, rows[0].index("o"))
         assert exact > 0 and example.columns["chance"] == pytest.approx(float(exact))
     for split in (task.train, task.gate, task.test):
-        found = np.array([example.columns["chance"] for example in split])
-        shares = [np.mean((least <= found) & (found <= largest)) for _, least, largest in STRATA]
+        recorded = np.array([example.columns["chance"] for example in split])
+        shares = [np.mean((low <= recorded) & (recorded <= high)) for _, low, high in STRATA]
         assert shares == pytest.approx([share for share, *_ in STRATA], abs=0.1) and sum(shares) == 1
 
 
 def test_walkers_get_through_as_often_as_what_they_know_allows():
     rng = random.Random(0)
     grids = draw_grids(np.random.default_rng(0), 400)
-    found = chances(grids)
+    blind_chances = chances(grids)
     # one look at which ways lead on, in KNOWING of the steps
     expected = grids.astype(float)
     for row in range(ROWS - 2, -1, -1):
         for number, grid in enumerate(grids):
             for c in np.flatnonzero(grid[row]):
-                ways = [w for w in range(max(c - 1, 0), min(c + 2, WIDTH)) if grid[row + 1, w]]
-                good = [w for w in ways if found[number, row + 1, w]] or ways
-                mean = [np.mean(expected[number, row + 1, some]) if some else 0.0 for some in (ways, good)]
-                expected[number, row, c] = (1 - KNOWING) * mean[0] + KNOWING * mean[1]
-    paths = [walk(grid, chance, KNOWING, rng) for grid, chance in zip(grids, found) for _ in range(10)]
+                columns = [w for w in range(max(c - 1, 0), min(c + 2, WIDTH)) if grid[row + 1, w]]
+                open_columns = [w for w in columns if blind_chances[number, row + 1, w]] or columns
+                means = [
+                    np.mean(expected[number, row + 1, subset]) if subset else 0.0 for subset in (columns, open_columns)
+                ]
+                expected[number, row, c] = (1 - KNOWING) * means[0] + KNOWING * means[1]
+    paths = [walk(grid, chance, KNOWING, rng) for grid, chance in zip(grids, blind_chances) for _ in range(10)]
     through = [all(grid[row, c] for row, c in enumerate(path)) for grid, path in zip(grids.repeat(10, 0), paths)]
     assert np.mean(through) == pytest.approx(expected[:, 0].max(-1).mean(), abs=0.02)
     for path in paths:

@@ -83,8 +83,8 @@ def task(tmp_path):
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_by_name_in_a_task(task, chat):
-    made = task("9 * 2 = 18\n#### 18", chat=chat)
-    scores = score(made, [made.train[0]] * 2, [r"\boxed{18}", "#### 17"], [[1], [2]])
+    math_task = task("9 * 2 = 18\n#### 18", chat=chat)
+    scores = score(math_task, [math_task.train[0]] * 2, [r"\boxed{18}", "#### 17"], [[1], [2]])
     assert scores.rewards == {"math": [1.0, 0.0]} and scores.accuracy == [1.0, 0.0]
 
 
@@ -97,20 +97,20 @@ def test_by_name_in_a_task(task, chat):
     (10**25, (f"{10**25}", "10")),
 ])  # fmt: skip
 def test_gold_answers_may_be_numbers(task, gold, answers):
-    made = task(gold)
-    assert score(made, [made.train[0]] * 2, answers, [[1], [2]]).rewards == {"math": [1.0, 0.0]}
+    math_task = task(gold)
+    assert score(math_task, [math_task.train[0]] * 2, answers, [[1], [2]]).rewards == {"math": [1.0, 0.0]}
 
 
 @pytest.mark.parametrize("gold", ["", True, None, [1], float("nan")])
 def test_gold_answers_that_are_none_are_named(task, gold):
-    made = task(gold)
+    math_task = task(gold)
     with pytest.raises(UserError, match=f"math raised ValueError: column answer must .*{re.escape(repr(gold))}"):
-        score(made, made.train, ["18"], [[1]])
+        score(math_task, math_task.train, ["18"], [[1]])
 
 
 def test_without_the_library(task, monkeypatch):
     monkeypatch.setattr(mathematics, "_verifier", mathematics.Verifier())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    made = task("18")
+    math_task = task("18")
     with pytest.raises(UserError, match=r"needs the package math-verify: pip install math-verify"):
-        score(made, made.train, ["18"], [[1]])
+        score(math_task, math_task.train, ["18"], [[1]])

@@ -39,12 +39,13 @@ def judge(policy, task, examples, longest, sampling, samples=1):
 def test_the_small_policy_leaves_room():
     """About half of the answers are right at temperature 1; the standard error is 0.04. So pretraining finds."""
     policy = load_policy(ModelConfig(path="small", device="cpu", dtype="float32"))
-    task, found = SumsSettings(variant="short").load(), {}
+    task = SumsSettings(variant="short").load()
+    success_rates = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         right = judge(policy, task, task.test[:PROMPTS], 320, SamplingParams(temperature=temperature))
-        found[name] = sum(right) / PROMPTS
-    assert 0.3 <= found["sampled"] <= 0.7 and found["greedy"] >= 0.6
-    assert pretrain.right_answers(policy.model, "short", PROMPTS) == found
+        success_rates[name] = sum(right) / PROMPTS
+    assert 0.3 <= success_rates["sampled"] <= 0.7 and success_rates["greedy"] >= 0.6
+    assert pretrain.right_answers(policy.model, "short", PROMPTS) == success_rates
 
 
 def test_together_they_are_small():
@@ -91,12 +92,12 @@ def test_pretraining_gives_the_same_policy_twice(tmp_path):
 
 
 def test_time_ends_a_phase_with_the_rate_at_zero(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
+    clock = [0.0]
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock[0])
     rates = []
 
     def learn(policy, chunks):
-        now[0] += 10.0
+        clock[0] += 10.0
         for parameter in policy.parameters():
             parameter.grad = torch.ones_like(parameter)
         return torch.zeros(())
@@ -114,8 +115,8 @@ def test_shares_of_slips_are_settled_by_what_is_measured(monkeypatch):
     shares = []
     monkeypatch.setattr(pretrain, "train", lambda policy, phase, *_: shares.append(phase.mixture[-1].slip_share))
     phase = Phase("slips", 1, 1e-3, 1.0, mixture=[pretrain.Part(1.0, {2: 1.0}, 0.5)], slips=True)
-    found = pretrain.settle(None, phase, Aim("short", 4), 0, 4)
-    assert [round(row["sampled"], 3) for row in found] == [0.9, 0.2, 0.5]
+    rows = pretrain.settle(None, phase, Aim("short", 4), 0, 4)
+    assert [round(row["sampled"], 3) for row in rows] == [0.9, 0.2, 0.5]
     assert shares[0] == pytest.approx(1 - 0.5 * 0.5 / 0.9)  # fewer slips were learnt than shown: show more
     assert shares[1] == pytest.approx(1 - (1 - shares[0]) * 0.5 / 0.2)
 
@@ -148,12 +149,13 @@ PROMISED = {"sums": (0.49, 0.63), "lattice_paths": (0.32, 0.74)}
 @pytest.mark.parametrize("name", PROMISED)
 def test_policies_are_as_right_as_promised(name):
     config = load_config(name)
-    task, policy = config.task.load(), load_policy(config.model)
+    task = config.task.load()
+    policy = load_policy(config.model)
     right = judge(policy, task, task.test[:64], config.rollout.max_completion_length, SamplingParams(seed=1), samples=8)
     groups = [sum(right[8 * i : 8 * i + 8]) for i in range(64)]
-    p, alike = PROMISED[name]
-    assert sum(right) / 512 == pytest.approx(p, abs=0.07)
-    assert sum(count in (0, 8) for count in groups) / 64 == pytest.approx(alike, abs=0.1)
+    success_rate, uniform_share = PROMISED[name]
+    assert sum(right) / 512 == pytest.approx(success_rate, abs=0.07)
+    assert sum(count in (0, 8) for count in groups) / 64 == pytest.approx(uniform_share, abs=0.1)
     assert {0, 8} <= set(groups)  # some are never right, some always
 
 
@@ -161,7 +163,8 @@ def test_policies_are_as_right_as_promised(name):
 def test_tuned_tasks_are_frozen(name):
     """Prompts, policy and configuration: whoever changes one makes another task, and the records of this one void."""
     config = load_config(name)
-    task, settings = config.task.load(), read_yaml(name)
+    task = config.task.load()
+    settings = read_yaml(name)
     splits = [[[x.prompt, x.columns.get("answer")] for x in split] for split in (task.train, task.gate, task.test)]
     digest = hashlib.sha256(json.dumps([splits, settings], sort_keys=True).encode())
     digest.update((policy_folder(name) / "model.safetensors").read_bytes())

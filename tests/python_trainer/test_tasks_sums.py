@@ -37,8 +37,8 @@ def test_solutions_are_right(terms):
     text = solution(terms)
     assert final_answer(text) == sum(terms)
     for line in text.splitlines()[:-1]:
-        left, result = line.split("=")
-        assert sum(map(int, left.split("+"))) == int(result)
+        summands, result = line.split("=")
+        assert sum(map(int, summands.split("+"))) == int(result)
 
 
 @given(terms_lists, st.data())
@@ -69,35 +69,39 @@ def test_final_answer_of_anything_is_its_last_line(text):
 def test_reward_looks_at_the_last_line():
     task = SumsSettings().load()
     example = next(example for example in task.test if example.columns["terms"] == 2)
-    (left, right), gold = map(int, example.prompt[:-1].split("+")), example.columns["answer"]
-    texts = {f"{left}+{right}={gold}\nA:{gold}": 1, f"1+1=3\nA:{gold}": 1, f"{left}+{right}={gold}\nA:{gold + 1}": 0,
-             f"{left}+{right}={gold}": 0, f"A:{gold}\nA:{gold}": 0, "": 0}  # fmt: skip
+    (a, b) = map(int, example.prompt[:-1].split("+"))
+    gold = example.columns["answer"]
+    texts = {f"{a}+{b}={gold}\nA:{gold}": 1, f"1+1=3\nA:{gold}": 1, f"{a}+{b}={gold}\nA:{gold + 1}": 0,
+             f"{a}+{b}={gold}": 0, f"A:{gold}\nA:{gold}": 0, "": 0}  # fmt: skip
     assert score(task, [example] * len(texts), list(texts), [[]] * len(texts)).accuracy == list(texts.values())
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "carry"),
+    ("a", "b", "carry"),
     [(12, 34, False), (15, 15, True), (50, 50, True), (90, 10, True), (155, 44, False), (155, 45, True),
      (999, 11, True), (1105, 12, False), (905, 90, False)],
 )  # fmt: skip
-def test_a_carry_makes_slips_likelier(left, right, carry):
-    assert carries(left, right) == carry
-    assert slip_chance(left, right) == (0 if left < 100 else CHANCE * (CARRY if carry else 1))
+def test_a_carry_makes_slips_likelier(a, b, carry):
+    assert carries(a, b) == carry
+    assert slip_chance(a, b) == (0 if a < 100 else CHANCE * (CARRY if carry else 1))
 
 
 def test_every_step_slips_with_its_own_chance():
-    rng, slips, expected, variance = random.Random(0), 0, 0.0, 0.0
+    rng = random.Random(0)
+    slips = 0
+    expected = 0.0
+    variance = 0.0
     for _ in range(400):
         terms = rng.sample(range(10, 100), 30)
         *steps, last = slipping_solution(terms, rng).split("\n")
         partial = terms[0]
         assert len(steps) == 29
         for step, term in zip(steps, terms[1:]):
-            left, right, result = map(int, re.fullmatch(r"(\d+)\+(\d+)=(\d+)", step).groups())
-            assert (left, right) == (partial, term) and abs(result - left - right) in (0, 1, 10)
-            slips += result != left + right
-            expected += slip_chance(left, right)
-            variance += slip_chance(left, right) * (1 - slip_chance(left, right))
+            a, b, result = map(int, re.fullmatch(r"(\d+)\+(\d+)=(\d+)", step).groups())
+            assert (a, b) == (partial, term) and abs(result - a - b) in (0, 1, 10)
+            slips += result != a + b
+            expected += slip_chance(a, b)
+            variance += slip_chance(a, b) * (1 - slip_chance(a, b))
             partial = result
         assert last == f"A:{partial}"
     assert abs(slips - expected) < 4 * variance**0.5

@@ -58,10 +58,11 @@ def test_the_log_takes_the_place_of_a_lost_stream(tmp_path, monkeypatch, lost, n
         log_into(tmp_path / "next")
         print("of the next run", end="", file=getattr(sys, name))
     assert getattr(sys, name) is stream
-    first, *others = (tmp_path / LOG).read_text().splitlines()
-    label, reason = {"stdout": "output", "stderr": "error"}[name], {"full": "No space left on device"}
+    first, *other_lines = (tmp_path / LOG).read_text().splitlines()
+    label = {"stdout": "output", "stderr": "error"}[name]
+    reason = {"full": "No space left on device"}
     assert f": standard {label} is lost (" in first and reason.get(lost.__name__, "") in first
-    assert others == ["begun", r"of the run \udcff", "of another process"]
+    assert other_lines == ["begun", r"of the run \udcff", "of another process"]
     assert (tmp_path / "next" / LOG).read_text() == "of the next run"
 
 
@@ -114,7 +115,8 @@ def test_a_run_without_a_terminal_ends_as_with_one(run, tmp_path, monkeypatch, l
 
 def test_a_terminal_that_is_lost_in_a_step(run, tmp_path, monkeypatch):
     controller, terminal = os.openpty()
-    shown, lost = [], threading.Event()
+    shown = []
+    lost = threading.Event()
 
     def show():
         while not lost.is_set():
@@ -128,7 +130,8 @@ def test_a_terminal_that_is_lost_in_a_step(run, tmp_path, monkeypatch):
             reader.join()
         return original(self, number)
 
-    original, reader = Trainer.step, threading.Thread(target=show)
+    original = Trainer.step
+    reader = threading.Thread(target=show)
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(sys, "stderr", os.fdopen(terminal, "w", buffering=1))
     reader.start()
@@ -173,7 +176,7 @@ def test_what_shells_do_to_a_terminal(settings, tmp_path, command):
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(values))
     program = [sys.executable, "-m", "python_trainer", "train", "--config", "settings.yaml", "--output-dir", "run"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run(["bash", "-c", command, "bash", *program], cwd=tmp_path, env=env, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(["bash", "-c", command, "bash", *program], cwd=tmp_path, env=env, capture_output=True)
+    assert process.returncode == 0, process.stderr
     assert len(read_metrics(tmp_path / "run")) == 5 and len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 2
     assert "train 4/4  accuracy" in (tmp_path / "run" / LOG).read_text()

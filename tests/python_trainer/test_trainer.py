@@ -51,8 +51,8 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     assert summary["generated_tokens"] == pytest.approx(total) == rows[-1]["total/generated_tokens"]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-000010", "step-000012"]
-    again = make_config(model={"path": str(tmp_path / "run" / "model")}, max_steps=1)
-    assert Trainer(again, tmp_path / "next", console=QUIET).evaluate("test") == summary["eval_accuracy_final"]
+    next_config = make_config(model={"path": str(tmp_path / "run" / "model")}, max_steps=1)
+    assert Trainer(next_config, tmp_path / "next", console=QUIET).evaluate("test") == summary["eval_accuracy_final"]
 
 
 @pytest.mark.parametrize("algorithm", [
@@ -67,7 +67,8 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
 ])  # fmt: skip
 def test_neither_weights_nor_metrics_depend_on_micro_batches(make_config, tmp_path, algorithm):
     """They are of the whole batch, whatever it is split into, not of the micro-batch that came last."""
-    runs, rows = [], []
+    runs = []
+    rows = []
     for name, tokens in (("whole", 100_000), ("split", 30)):
         optimizer = {"micro_batch_tokens": tokens, "learning_rate": 1e-3}
         config = make_config(max_steps=2, algorithm=algorithm, optimizer=optimizer)
@@ -84,9 +85,9 @@ def test_neither_weights_nor_metrics_depend_on_micro_batches(make_config, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "most"), [({}, 0.5), ({"advantage": "gae", "use_kl_in_reward": True, "kl_estimator": "k1"}, 0.7)]
+    ("algorithm", "max_ratio"), [({}, 0.5), ({"advantage": "gae", "use_kl_in_reward": True, "kl_estimator": "k1"}, 0.7)]
 )
-def test_kl_to_the_start_holds_the_policy_back(make_config, tmp_path, algorithm, most):
+def test_kl_to_the_start_holds_the_policy_back(make_config, tmp_path, algorithm, max_ratio):
     kl = {}
     for beta in (1e-6, 10.0):
         config = make_config(max_steps=8, algorithm=algorithm | {"beta": beta}, optimizer={"learning_rate": 5e-3})
@@ -94,7 +95,7 @@ def test_kl_to_the_start_holds_the_policy_back(make_config, tmp_path, algorithm,
         rows = read_metrics(tmp_path / str(beta))
         assert rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # nothing has moved yet
         kl[beta] = rows[-1]["kl"]
-    assert 0 < kl[10.0] < most * kl[1e-6], kl
+    assert 0 < kl[10.0] < max_ratio * kl[1e-6], kl
 
 
 def test_several_passes_and_minibatches_clip(make_config, tmp_path):
@@ -112,22 +113,22 @@ def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, 
     assert read_metrics(tmp_path / "run")[1]["sampling/logp_difference/max"] < 1e-4
 
 
-@pytest.mark.parametrize("off", [0.1, 0.6])
-def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, off):
+@pytest.mark.parametrize("gap", [0.1, 0.6])
+def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, gap):
     """As a server is whose configuration does not fit the weights it gets."""
-    said = io.StringIO()
-    trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=Console(file=said, width=300))
+    output = io.StringIO()
+    trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=Console(file=output, width=300))
 
     def generate_apart(*arguments, generate=trainer.engine.generate):
         rollouts = generate(*arguments)
         for rollout in rollouts:
-            rollout.logprobs = [logprob - off for logprob in rollout.logprobs]
+            rollout.logprobs = [logprob - gap for logprob in rollout.logprobs]
         return rollouts
 
     trainer.engine.generate = generate_apart
     trainer.run()
-    wanted = "samples from another model than the one that trains: log-probabilities differ by 0.60 on average"
-    assert said.getvalue().count(wanted) == (1 if off > 0.5 else 0)
+    message = "samples from another model than the one that trains: log-probabilities differ by 0.60 on average"
+    assert output.getvalue().count(message) == (1 if gap > 0.5 else 0)
 
 
 def test_another_seed_gives_other_weights(make_config, tmp_path):
@@ -170,12 +171,12 @@ def test_a_target_is_noted_and_another_one_is_looked_for_anew(make_config, tmp_p
     summary = Trainer(config, tmp_path / "run", console=QUIET).run()
     assert 0 <= summary["seconds_to_target"] <= summary["wall_s"]
     assert 0 < summary["tokens_to_target"] < summary["generated_tokens"]
-    again = Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
-    assert [again[key] for key in ("steps", "seconds_to_target")] == [6, summary["seconds_to_target"]]
+    resumed = Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    assert [resumed[key] for key in ("steps", "seconds_to_target")] == [6, summary["seconds_to_target"]]
     higher = make_config(max_steps=7, evaluation=evaluation | {"target_accuracy": 1.0}, **options)
-    further = Trainer(higher, tmp_path / "run", resume=True, console=QUIET).run()
-    assert further["steps"] == 7
-    assert (further["seconds_to_target"] is None) == (further["eval_accuracy_final"] < 1)
+    higher_target = Trainer(higher, tmp_path / "run", resume=True, console=QUIET).run()
+    assert higher_target["steps"] == 7
+    assert (higher_target["seconds_to_target"] is None) == (higher_target["eval_accuracy_final"] < 1)
 
 
 def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_path):
@@ -207,11 +208,11 @@ def test_answers_go_beyond_a_sliding_window(make_config, tmp_path, lora):
 def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_path):
     fifo = train(make_config(max_steps=5), tmp_path / "fifo")
     config = make_config(max_steps=5, rollout={"schedule": "history"})
-    again = train(config, tmp_path / "history")
-    assert len(again.engine.lengths.means) == 18  # of training and of test prompts
+    by_history = train(config, tmp_path / "history")
+    assert len(by_history.engine.lengths.means) == 18  # of training and of test prompts
     resumed = Trainer(config, tmp_path / "history", resume=True, console=QUIET)
-    assert resumed.engine.lengths.means == again.engine.lengths.means
-    torch.testing.assert_close(weights(again.policy), weights(fifo.policy), rtol=1e-5, atol=1e-6)
+    assert resumed.engine.lengths.means == by_history.engine.lengths.means
+    torch.testing.assert_close(weights(by_history.policy), weights(fifo.policy), rtol=1e-5, atol=1e-6)
 
 
 def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):
@@ -221,10 +222,10 @@ def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeyp
     watched = Trainer(make_config(max_steps=1), tmp_path / "watched", console=console)
     watched.run()
     lines = [line.split("  ") for line in console.file.getvalue().splitlines() if line.startswith("train")]
-    told = [(head, text[-1]) for head, *text in lines]
-    assert ("train 0/1", "evaluation 1/6") in told and ("train 0/1", "evaluation 6/6") in told
-    assert ("train 0/1", "answers 16/16") in told
-    alone = Trainer(make_config(max_steps=1), tmp_path / "alone", console=QUIET)
-    alone.engine.on_progress = None
-    alone.run()
-    assert same(watched, alone)
+    progress = [(head, text[-1]) for head, *text in lines]
+    assert ("train 0/1", "evaluation 1/6") in progress and ("train 0/1", "evaluation 6/6") in progress
+    assert ("train 0/1", "answers 16/16") in progress
+    unwatched = Trainer(make_config(max_steps=1), tmp_path / "alone", console=QUIET)
+    unwatched.engine.on_progress = None
+    unwatched.run()
+    assert same(watched, unwatched)

@@ -121,20 +121,21 @@ OUTSIDE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("setting", [*OUTSIDE, "autocast"])
 def test_no_verdict_hangs_on_a_setting_outside(rounding_processor, request, setting, dtype):
-    model, mixing = make().to(dtype), make().to(dtype)
+    model = make().to(dtype)
+    mixing = make().to(dtype)
     hook = mixing.model.layers[1].mlp.register_forward_pre_hook
     hook(lambda module, inputs: inputs[0] + torch.nn.functional.pad(inputs[0], (0, 0, 1, -1)))
     expected = find_traits(model)
     if setting in OUTSIDE:
-        choose, value, usual = OUTSIDE[setting]
-        request.addfinalizer(lambda: choose(usual))
+        choose, value, default = OUTSIDE[setting]
+        request.addfinalizer(lambda: choose(default))
         choose(value)
     with torch.autocast("cpu", enabled=setting == "autocast"):
-        before = facts()
+        settings_before = facts()
         assert find_traits(model) == expected and expected.fusible
         with pytest.raises(UserError, match="nothing but attention may mix tokens"):
             find_traits(mixing)
-        assert facts() == before
+        assert facts() == settings_before
 
 
 def facts():
@@ -159,18 +160,19 @@ def test_the_paths_of_generation_are_checked(monkeypatch, dtype):
     passes = []
 
     def paged(cache, sequences, *args, **options):
-        made = page(cache, sequences, *args, **options)
-        passes.append(made)
+        plan = page(cache, sequences, *args, **options)
+        passes.append(plan)
         if (len(passes) - 1) % 3 + 1 in broken:
             for layer in cache.key_cache:
                 layer.mul_(-3)
-        return made
+        return plan
 
     monkeypatch.setattr(traits_module, "page", paged)
-    model, broken = make("Llama").to(dtype), []
+    model = make("Llama").to(dtype)
+    broken = []
     find_traits(model)
-    assert [len(made.slots) for made in passes[:3]] == [3, 2, 2] and len(passes) == 6, "by both ways through the model"
-    assert [made.groups is not None for made in passes[:3]] == [False, False, True]
+    assert [len(plan.slots) for plan in passes[:3]] == [3, 2, 2] and len(passes) == 6, "by both ways through the model"
+    assert [plan.groups is not None for plan in passes[:3]] == [False, False, True]
     for number in (2, 3):
         broken[:] = [number]
         with pytest.raises(UserError, match="computes something else"):
@@ -239,11 +241,11 @@ def make_hybrid(kind, **settings):
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_recurrent_model_scores_packed_answers_as_each_alone(tokenizer, kind):
     policy = Policy(make_hybrid(kind, vocab_size=64, eos_token_id=63), tokenizer, name=kind)
-    found = policy.traits
-    assert (found.layers, found.recurrent, found.fusible) == (1, (HYBRIDS[kind],), False)
-    prompt, other = prompts([9, 2])
+    traits = policy.traits
+    assert (traits.layers, traits.recurrent, traits.fusible) == (1, (HYBRIDS[kind],), False)
+    prompt, other_prompt = prompts([9, 2])
     answers = [[3, 5, 7], [3, 5, 8, 1, 2], [4], [63]]
-    rollouts = [Rollout(prompt, answer) for answer in answers] + [Rollout(other, [9, 9, 1])]
+    rollouts = [Rollout(prompt, answer) for answer in answers] + [Rollout(other_prompt, [9, 9, 1])]
     packed = pack(rollouts, range(len(rollouts)))
     with policy.packed_attention(), torch.no_grad():
         logprobs, _, _ = policy.score(packed, 1.0)
@@ -251,9 +253,9 @@ def test_a_recurrent_model_scores_packed_answers_as_each_alone(tokenizer, kind):
     for rollout, row in zip(rollouts, logprobs):
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         with torch.no_grad():
-            alone = policy.model(ids, use_cache=False).logits[0].log_softmax(-1)
+            all_logprobs = policy.model(ids, use_cache=False).logits[0].log_softmax(-1)
         size = len(rollout.response_ids)
-        expected = alone[-1 - size : -1].gather(1, ids[0, -size:, None])[:, 0]
+        expected = all_logprobs[-1 - size : -1].gather(1, ids[0, -size:, None])[:, 0]
         torch.testing.assert_close(row[:size], expected, rtol=1e-5, atol=2e-6)
 
 
@@ -262,7 +264,7 @@ def test_a_recurrent_model_is_updated_and_generated_by_vllm(make_config, tmp_pat
     install(monkeypatch, sleeps=False)
     folder = save_tiny_policy(tmp_path / "policy")
     make_hybrid("Qwen3_5Text", vocab_size=64, eos_token_id=63).save_pretrained(folder)
-    before = load_file(folder / "model.safetensors")
+    start_weights = load_file(folder / "model.safetensors")
     config = make_config(model={"path": str(folder)}, max_steps=2)
     message = (
         r"^rollout.engine paged caches keys and values alone, and Qwen3_5ForCausalLM has layers of linear_attention: "
@@ -271,14 +273,14 @@ def test_a_recurrent_model_is_updated_and_generated_by_vllm(make_config, tmp_pat
         Trainer(config.with_changes("rollout", engine="paged"), tmp_path / "paged", console=QUIET)
     trainer = train(config.with_changes("rollout", engine="auto"), tmp_path / "run")
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert trained.keys() == before.keys() == FakeLLM.last.loaded.keys()
-    assert all((trained[name] != weight).any() for name, weight in before.items() if "linear_attn" in name)
+    assert trained.keys() == start_weights.keys() == FakeLLM.last.loaded.keys()
+    assert all((trained[name] != weight).any() for name, weight in start_weights.items() if "linear_attn" in name)
     assert trainer.engine.stats["generated_tokens"] > 0
 
 
 def test_traits_of_models():
-    found = find_traits(make())
-    assert found == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logit_scale=1.0, fusible=True)
+    traits = find_traits(make())
+    assert traits == ModelTraits(layers=3, kv_heads=2, head_dim=8, window=None, logit_scale=1.0, fusible=True)
     assert find_traits(make().bfloat16()).fusible and not find_traits(make().half()).fusible
     windowed = find_traits(make("Mistral", sliding_window=24))
     assert windowed.window == 24 and windowed.fusible
@@ -348,17 +350,18 @@ def test_sizes_of_weights_are_known_without_weights(tmp_path):
         described_model(ModelConfig(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float32"])
-def test_a_run_goes_on_in_its_type_where_auto_has_become_another(make_config, tmp_path, monkeypatch, wanted):
+@pytest.mark.parametrize("setting", ["auto", "bfloat16", "float32"])
+def test_a_run_goes_on_in_its_type_where_auto_has_become_another(make_config, tmp_path, monkeypatch, setting):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     train(make_config(max_steps=1), tmp_path / "run")
     assert json.loads((tmp_path / "run/summary.json").read_text())["dtype"] == "float32"
     monkeypatch.setattr("python_trainer.model.loading.MAX_BYTES", 1000)  # the model is large now
-    config = make_config(max_steps=2, model={"dtype": wanted})
-    resumed, kept = train(config, tmp_path / "run", resume=True), "bfloat16" if wanted == "bfloat16" else "float32"
-    assert resumed.policy.model.dtype == getattr(torch, kept)
-    assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] == kept
-    assert f"dtype: {wanted}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
+    config = make_config(max_steps=2, model={"dtype": setting})
+    resumed = train(config, tmp_path / "run", resume=True)
+    dtype = "bfloat16" if setting == "bfloat16" else "float32"
+    assert resumed.policy.model.dtype == getattr(torch, dtype)
+    assert load_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1])["dtype"] == dtype
+    assert f"dtype: {setting}" in (tmp_path / "run/config.yaml").read_text(), "what was asked for"
     fresh = Trainer(make_config(), tmp_path / "fresh", console=QUIET)
     assert fresh.policy.model.dtype == torch.bfloat16
 
@@ -377,16 +380,17 @@ def test_a_checkpoint_that_names_no_type_changes_nothing():
 ])  # fmt: skip
 def test_settings_of_a_model_that_training_ignores_are_named(lessons, tmp_path, changes, named):
     """The loss of a router needs all tokens of a batch, and passes have neither dropout nor jitter."""
-    folder, sizes = save_tiny_policy(tmp_path / "policy"), {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = save_tiny_policy(tmp_path / "policy")
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.MixtralConfig(**SIZES | {"vocab_size": 64} | sizes | changes)
     transformers.MixtralForCausalLM(config).save_pretrained(folder)
     model = {"model": {"path": str(folder)}}
     for number, kind in enumerate((Trainer, Sft)):
         console = Console(file=io.StringIO(), width=1000)
         kind(load_config(merged(lessons, model)), tmp_path / f"run{number}", console=console)
-        said = console.file.getvalue()
-        assert ("training ignores what the model's config sets" in said) == (named is not None)
-        assert named is None or said.count(named) == 1
+        output = console.file.getvalue()
+        assert ("training ignores what the model's config sets" in output) == (named is not None)
+        assert named is None or output.count(named) == 1
 
 
 def test_heads_of_other_tasks_drop_nothing():

@@ -19,7 +19,9 @@ from python_trainer.loop.batch import Batch, Minibatch
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
 
-GROUPS, SIZE, LONGEST = 3, 4, 12  # SIZE is that of tiny.grpo_trainer
+GROUPS = 3
+NUM_GENERATIONS = 4  # as in tiny.grpo_trainer
+LONGEST = 12
 EOS = 63
 
 
@@ -56,7 +58,7 @@ def make_rollouts():
     rollouts = []
     for group in range(GROUPS):
         prompt = torch.randint(10, 40, (2 + 3 * group,), generator=gen).tolist()
-        for _ in range(SIZE):
+        for _ in range(NUM_GENERATIONS):
             length = int(torch.randint(1, LONGEST + 1, (1,), generator=gen))
             ids = torch.randint(0, 40, (length,), generator=gen).tolist()
             if length < LONGEST:
@@ -69,10 +71,10 @@ def make_rollouts():
 
 
 def padded(rows, side):
-    """[B, T] of lists, and where they are."""
+    """Pad lists; return [B, T] and the mask of their entries."""
     ids = [torch.tensor(row) for row in rows]
     present = [torch.ones_like(row) for row in ids]
-    return [pad_sequence(some, batch_first=True, padding_side=side) for some in (ids, present)]
+    return [pad_sequence(tensors, batch_first=True, padding_side=side) for tensors in (ids, present)]
 
 
 # (their settings, ours): every loss type and option that both have
@@ -115,13 +117,12 @@ CASES["sapo"] = {"loss_type": "sapo"}, {"loss_type": "grpo", "policy_loss": docu
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
-    theirs, ours = CASES[name]
+    trl_settings, settings = CASES[name]
     rollouts = make_rollouts()
-    trainer = Trainer(
-        make_config(algorithm=ours, rollout={"temperature": 0.8, "max_completion_length": LONGEST}), tmp_path / "run",
-        console=QUIET,
-    )  # fmt: skip
-    policy, algorithm = trainer.policy, trainer.config.algorithm
+    config = make_config(algorithm=settings, rollout={"temperature": 0.8, "max_completion_length": LONGEST})
+    trainer = Trainer(config, tmp_path / "run", console=QUIET)
+    policy = trainer.policy
+    algorithm = trainer.config.algorithm
     if trainer.learner.reference is not None:  # one that differs from the policy
         with torch.no_grad():
             for p in trainer.learner.reference.model.parameters():
@@ -133,15 +134,15 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         # ratios from 0.5 to 2: clipped on both sides
         batch.old_logprobs[batch.present] += 0.3 * torch.randn(int(batch.present.sum()))
         batch.set_advantages()
-        ours_loss = 0.0
-        for part in micro_batches(batch.rollouts, range(len(rollouts)), 40):
-            packed = batch.pack(part)
+        total_loss = 0.0
+        for samples in micro_batches(batch.rollouts, range(len(rollouts)), 40):
+            packed = batch.pack(samples)
             scores = policy.score(packed, 0.8)[:2]
             loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             loss.backward()
-            ours_loss += loss.item()
+            total_loss += loss.item()
 
-    peer = make_trl(rollouts, temperature=0.8, **theirs)
+    peer = make_trl(rollouts, temperature=0.8, **trl_settings)
     prompts, prompt_mask = padded([r.prompt_ids for r in rollouts], "left")
     answers, mask = padded([r.response_ids for r in rollouts], "right")
     inputs = {
@@ -153,13 +154,15 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         inputs["ref_per_token_logps"] = batch.reference_logprobs.nan_to_num()
     peer.current_gradient_accumulation_steps = 1
     peer.model.train()
-    theirs_loss = peer._compute_loss(peer.model, inputs)
-    theirs_loss.backward()
-    assert abs(ours_loss) > 0.01
-    assert ours_loss == pytest.approx(theirs_loss.item(), rel=1e-5, abs=1e-6)
-    mine, their = ({name: p.grad for name, p in model.named_parameters()} for model in (policy.model, peer.model))
-    assert all(grad.any() for grad in mine.values())
-    torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-5)
+    trl_loss = peer._compute_loss(peer.model, inputs)
+    trl_loss.backward()
+    assert abs(total_loss) > 0.01
+    assert total_loss == pytest.approx(trl_loss.item(), rel=1e-5, abs=1e-6)
+    grads, expected_grads = (
+        {name: p.grad for name, p in model.named_parameters()} for model in (policy.model, peer.model)
+    )
+    assert all(grad.any() for grad in grads.values())
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -173,11 +176,11 @@ def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type
         make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": LONGEST}),
         tmp_path / "run", console=QUIET,
     )  # fmt: skip
-    before = weights(trainer.policy)
+    start_weights = weights(trainer.policy)
     row = trainer.learner.update(rollouts, 1)
     assert abs(row["loss"]) > 1e-3 and row["grad_norm"] > 0.5  # so that it was clipped
     peer = make_trl(rollouts, max_steps=2, temperature=1.0, **shared, **optimizer)
     peer.train()
-    after = weights(trainer.policy)
-    assert all((weight - before[name]).abs().max() > 5e-5 for name, weight in after.items())
-    torch.testing.assert_close(after, weights(peer), rtol=1e-5, atol=1e-5)
+    trained_weights = weights(trainer.policy)
+    assert all((weight - start_weights[name]).abs().max() > 5e-5 for name, weight in trained_weights.items())
+    torch.testing.assert_close(trained_weights, weights(peer), rtol=1e-5, atol=1e-5)

@@ -39,24 +39,27 @@ TRUNCATED = {
     ("both, colder", "sequence_mask"),
 ])  # fmt: skip
 def test_equal_weights_give_ratios_of_1(make_config, tmp_path, truncated, mode):
-    rows, said = {}, io.StringIO()
+    rows = {}
+    output = io.StringIO()
     for correction in (mode, "none"):
         config = make_config(
             max_steps=1, rollout=TRUNCATED[truncated], algorithm={"importance_sampling": correction},
             accelerators={"enabled": ["drafts"]},
         )  # fmt: skip
-        Trainer(config, tmp_path / correction, console=Console(file=said, width=300)).run()
+        Trainer(config, tmp_path / correction, console=Console(file=output, width=300)).run()
         rows[correction] = read_metrics(tmp_path / correction)[1]
     row = rows[mode]
     assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
     assert row["sampling/logp_difference/max"] < 1e-4
     assert row["grad_norm"] == pytest.approx(rows["none"]["grad_norm"], rel=1e-4) and row["grad_norm"] > 0
-    assert "samples from another model" not in said.getvalue()
+    assert "samples from another model" not in output.getvalue()
 
 
 @pytest.mark.parametrize("truncated", TRUNCATED)
 def test_drafts_have_the_same_log_probabilities(truncated):
-    model, requests, sampling = make(), mixed_requests(), SamplingParams(seed=4, **TRUNCATED[truncated])
+    model = make()
+    requests = mixed_requests()
+    sampling = SamplingParams(seed=4, **TRUNCATED[truncated])
     plain = engine_for(model).generate(requests, sampling)
     engine = engine_for(model)
     engine.drafter = Drafter(RolloutHistory(), pass_overhead=1e9)
@@ -104,15 +107,15 @@ def test_vllm_is_made_to_tell_those_of_the_whole_distribution(make_config, tmp_p
     sampling = SamplingParams(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     request = Request([1, 2], num_generations=2)
     assert all(x < 0 for answer in engine.generate([request], sampling) for x in answer.logprobs)
-    other = SamplingParams(0.3, top_k=3)
-    assert all(math.isnan(x) for answer in engine.generate([request], other) for x in answer.logprobs)
+    other_sampling = SamplingParams(0.3, top_k=3)
+    assert all(math.isnan(x) for answer in engine.generate([request], other_sampling) for x in answer.logprobs)
     with serving() as fake:
-        for served in ("processed_logprobs", "raw_logprobs"):
-            fake.settings["logprobs_mode"] = served
-            if served == mode:
+        for server_mode in ("processed_logprobs", "raw_logprobs"):
+            fake.settings["logprobs_mode"] = server_mode
+            if server_mode == mode:
                 Server(policy.model, fake.url, config.rollout)
             else:
-                with pytest.raises(UserError, match=f"gives {served}, .*start it with: .*--logprobs-mode {mode}"):
+                with pytest.raises(UserError, match=f"gives {server_mode}, .*start it with: .*--logprobs-mode {mode}"):
                     Server(policy.model, fake.url, config.rollout)
 
 

@@ -43,9 +43,11 @@ def backend():
         ]
 
     facts = {"max_positions": LIMIT, "limited_by": "the limit of a mock", "on_first_rank": True, "drafts": False}
-    made = create_autospec(Backend, instance=True, **facts)
-    made.load.return_value, made.complete.side_effect, made.counters.side_effect = 100, complete, counts.copy
-    return made
+    mock = create_autospec(Backend, instance=True, **facts)
+    mock.load.return_value = 100
+    mock.complete.side_effect = complete
+    mock.counters.side_effect = counts.copy
+    return mock
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def test_weights_are_loaded_when_they_have_changed(engine, backend):
         assert backend.load.call_count == loads
     salts = [call.args[2] for call in backend.complete.call_args_list]
     assert salts[0] == salts[1] and len(set(salts)) == 3
-    other = VLLMEngine(engine.model, backend, eos_token_ids=[])
-    other.generate([Request([1, 2])], SamplingParams())
+    other_engine = VLLMEngine(engine.model, backend, eos_token_ids=[])
+    other_engine.generate([Request([1, 2])], SamplingParams())
     assert backend.complete.call_args.args[2] not in salts  # another run on the same server
 
 
@@ -94,8 +96,10 @@ def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
 
 def test_long_answers_are_asked_for_first(model, backend):
     lengths = LengthHistory()
-    known = (1, 5), (2, 50), (3, 9)
-    lengths.observe([Request([token]) for token, _ in known], [Rollout([], [0] * length) for _, length in known])
+    earlier_answers = (1, 5), (2, 50), (3, 9)
+    lengths.observe(
+        [Request([token]) for token, _ in earlier_answers], [Rollout([], [0] * length) for _, length in earlier_answers]
+    )
     engine = VLLMEngine(model, backend, eos_token_ids=[])
     engine.lengths = lengths
     requests = [Request([i], max_new_tokens=60 + i, sample_id=i) for i in (1, 2, 3)]
@@ -113,9 +117,9 @@ def test_greedy_samples_are_asked_for_once(engine, backend):
 def test_stop_strings_that_begin_in_the_prefix(engine, backend):
     """The characters of tokens 0, 1, ... are "0", "1", ..."""
     requests = [Request([9], [8, 8], max_new_tokens=6), Request([9], [8, 0], 2, max_new_tokens=6)]
-    got = engine.generate(requests, SamplingParams(stop=("012", "45")))
-    assert [c.ids for c in got] == [[1, 2, 3, 4, 5], [1, 2], [1, 2]]
-    assert [len(c.logprobs) for c in got] == [5, 2, 2] and {c.finish_reason for c in got} == {"stop"}
+    completions = engine.generate(requests, SamplingParams(stop=("012", "45")))
+    assert [c.ids for c in completions] == [[1, 2, 3, 4, 5], [1, 2], [1, 2]]
+    assert [len(c.logprobs) for c in completions] == [5, 2, 2] and {c.finish_reason for c in completions} == {"stop"}
     assert backend.complete.call_args.args[1]["stop"] == ["012", "45"]
 
 
@@ -188,8 +192,10 @@ def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_pat
     fake.answers["/v1/completions"] = {"choices": [drawn | {"index": i, "token_ids": [i, 63]} for i in (1, 0)]}
     engine = VLLMEngine(model, Servers(model, [f"{fake.url}/"], tmp_path / "weights"), eos_token_ids=[63])
     assert engine.max_positions == LIMIT
-    got = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
-    assert [(c.ids, c.logprobs, c.finish_reason) for c in got] == [([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)]
+    completions = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
+    assert [(c.ids, c.logprobs, c.finish_reason) for c in completions] == [
+        ([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)
+    ]
     assert set(fake.loaded) == set(dict(checkpoint_weights(model))) and not (tmp_path / "weights").exists()
     path, body = fake.bodies[-1]
     assert path == "/v1/completions" and body["prompt"] == [1, 2, 3] and body["n"] == 2 and body["max_tokens"] == 8
@@ -228,17 +234,19 @@ def test_no_server(make_config, tmp_path, url, reason):
 @pytest.mark.parametrize("health", [200, 503])
 def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monkeypatch, health):
     """vLLM then never answers what loads weights."""
-    server, asked, over = Servers(model, [fake.url], tmp_path / "weights"), threading.Event(), threading.Event()
+    server = Servers(model, [fake.url], tmp_path / "weights")
+    health_asked = threading.Event()
+    finished = threading.Event()
     monkeypatch.setattr("python_trainer.rollout.vllm.servers.LOOK_SECONDS", 0.02)  # connecting may take that
 
     def hang(body):
-        asked.wait(60)
+        health_asked.wait(60)
         if health != 200:
-            over.wait(60)
+            finished.wait(60)
         return {"results": [None]}
 
     def look(body):
-        asked.set()
+        health_asked.set()
         return "" if health == 200 else health
 
     fake.answers |= {"/collective_rpc": hang, "/health": look}
@@ -249,8 +257,8 @@ def test_an_engine_that_dies_while_it_is_waited_for(fake, model, tmp_path, monke
             with pytest.raises(UserError, match=r"the engine of http.* has died .*503.*: start it again"):
                 server.load(model)
     finally:
-        over.set()
-    assert asked.is_set() and not (tmp_path / "weights").exists()
+        finished.set()
+    assert health_asked.is_set() and not (tmp_path / "weights").exists()
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -262,7 +270,7 @@ def test_auto_takes_vllm_for_servers_alone(gpu, monkeypatch):
         "vllm": [{"rollout": {"engine": "vllm"}}, {"rollout": {"vllm_server": "http://localhost:8000"}}],
     }
     for engine, settings in engines.items():
-        assert all(resolve_engine(load_config(some)).rollout.engine == engine for some in settings)
+        assert all(resolve_engine(load_config(section)).rollout.engine == engine for section in settings)
 
 
 def test_a_plugin_that_vllm_does_not_suit_is_no_good_with_servers(monkeypatch):

@@ -43,15 +43,15 @@ GOOD = choice(1, [5, 6, 7, 8], [-1, -0.5, 0, 1e-6], "length")  # whole numbers, 
 
 
 def test_a_good_reply_in_any_order_and_with_other_fields(fake, model, tmp_path):
-    got = ask(fake, model, tmp_path, [GOOD, choice(0, text="\x1b", stop_reason=None)])
-    assert [(r.ids, r.logprobs, r.finish_reason) for r in got] == [
+    rollouts = ask(fake, model, tmp_path, [GOOD, choice(0, text="\x1b", stop_reason=None)])
+    assert [(r.ids, r.logprobs, r.finish_reason) for r in rollouts] == [
         ([1, END], [-1.0, -1.0], "stop"), ([5, 6, 7, 8], [-1.0, -0.5, 0.0, 1e-6], "length"),
     ]  # fmt: skip
 
 
 def test_a_stop_string_ends_an_answer_without_an_end_token(fake, model, tokenizer, tmp_path):
-    got = ask(fake, model, tmp_path, [GOOD, choice(0, [1, 2])], stop=("2",), tokenizer=tokenizer)
-    assert [r.ids for r in got] == [[1, 2], [5, 6, 7, 8]]
+    rollouts = ask(fake, model, tmp_path, [GOOD, choice(0, [1, 2])], stop=("2",), tokenizer=tokenizer)
+    assert [r.ids for r in rollouts] == [[1, 2], [5, 6, 7, 8]]
 
 
 WRONG = {
@@ -234,4 +234,4 @@ def test_the_time_limit_is_a_setting(fake, model, tmp_path, monkeypatch):
             engine.generate([Request([1])], SamplingParams())
     finally:
         over.set()
-    assert fake.asked()
+    assert fake.token_requests()

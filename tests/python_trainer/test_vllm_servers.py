@@ -45,9 +45,9 @@ def fakes():
 
 
 def test_one_address_or_several():
-    several = ["http://localhost:1", "http://[::1]:2/v"]
-    for given, servers in (None, None), (several[0], several[:1]), (several, several):
-        assert load_config({"rollout": {"engine": "vllm", "vllm_server": given}}).rollout.vllm_server == servers
+    addresses = ["http://localhost:1", "http://[::1]:2/v"]
+    for setting, servers in (None, None), (addresses[0], addresses[:1]), (addresses, addresses):
+        assert load_config({"rollout": {"engine": "vllm", "vllm_server": setting}}).rollout.vllm_server == servers
 
 
 def test_the_longest_goes_to_the_server_with_the_fewest_tokens(fakes, model, tmp_path):
@@ -60,24 +60,28 @@ def test_the_longest_goes_to_the_server_with_the_fewest_tokens(fakes, model, tmp
     requests = [Request([token], (), samples, 100) for token, samples in ((1, 2), (2, 1), (3, 1), (4, 1), (5, 1))]
     engine.generate(requests, SamplingParams())
     # 50 + 24, and 30 + 28.5 of a prompt never seen + 10 * 2
-    assert [sorted(body["prompt"][0] for body in fake.asked()) for fake in fakes] == [[2, 4], [1, 3, 5], []]
+    assert [sorted(body["prompt"][0] for body in fake.token_requests()) for fake in fakes] == [[2, 4], [1, 3, 5], []]
 
 
 def test_answers_do_not_depend_on_the_number_of_servers(fakes, model, tmp_path):
     requests = [Request([i, 1], [2] * (i % 2), 1 + i % 4, 20 + i, sample_id=10 * i) for i in range(20)]
     for sampling in SamplingParams(seed=1), SamplingParams(temperature=0.0):
-        found = []
+        answers_by_count = []
         for count in (1, 2, 3):
             engine = VLLMEngine(model, Servers(model, urls(fakes[:count]), tmp_path / "weights"), eos_token_ids=[63])
-            found.append([(r.ids, r.logprobs, r.finish_reason) for r in engine.generate(requests, sampling)])
-        assert found[0] == found[1] == found[2] and {reason for _, _, reason in found[0]} == {"stop"}
-    assert all(fake.asked() for fake in fakes)
+            answers_by_count.append([(r.ids, r.logprobs, r.finish_reason) for r in engine.generate(requests, sampling)])
+        assert answers_by_count[0] == answers_by_count[1] == answers_by_count[2] and {
+            reason for _, _, reason in answers_by_count[0]
+        } == {"stop"}
+    assert all(fake.token_requests() for fake in fakes)
 
 
 def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model, tmp_path, monkeypatch):
     """Each server answers only when all have been asked, and a while later, after answers too."""
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.05)
-    folder, all_are_reading, events = tmp_path / "weights", threading.Barrier(3), []
+    folder = tmp_path / "weights"
+    all_are_reading = threading.Barrier(3)
+    events = []
 
     def load(body):
         if body["method"] == "load_policy":
@@ -140,24 +144,26 @@ def test_the_server_that_fails_is_named(fakes, model, tmp_path):
 @pytest.mark.parametrize("late", [False, True])
 def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch, late):
     """Nor where a thread has only taken up its request then, and sends it later."""
-    over, send, ask = threading.Event(), threading.Event(), Server.complete
-    fakes[0].answers |= {"/v1/completions": lambda body: over.wait(9) and draw(body), "/health": ""}
+    finished = threading.Event()
+    send = threading.Event()
+    ask = Server.complete
+    fakes[0].answers |= {"/v1/completions": lambda body: finished.wait(9) and draw(body), "/health": ""}
     threads = {*threading.enumerate()}
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
     if late:
         monkeypatch.setattr(Server, "complete", lambda *args: send.wait(9) and ask(*args))
     engine = VLLMEngine(model, Servers(model, urls(fakes[:1]), tmp_path / "weights"), eos_token_ids=[63])
     monkeypatch.setattr(servers_module, "wait", Mock(side_effect=KeyboardInterrupt))
-    before = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.generate([Request([1])] * 200, SamplingParams())
     send.set()
     for thread in {*threading.enumerate()} - threads:
         if thread.name.startswith("ThreadPool"):  # Python does not end before
             thread.join(4)
-    assert time.monotonic() - before < 4
-    over.set()
-    assert len(fakes[0].asked()) <= servers_module.CONNECTIONS
+    assert time.monotonic() - start < 4
+    finished.set()
+    assert len(fakes[0].token_requests()) <= servers_module.CONNECTIONS
 
 
 def test_a_server_behind_tls_may_answer_late(fakes, tmp_path, monkeypatch):
@@ -166,7 +172,8 @@ def test_a_server_behind_tls_may_answer_late(fakes, tmp_path, monkeypatch):
         lacks("openssl")
     request = "req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -subj /CN=x -addext subjectAltName=DNS:localhost"
     subprocess.run(["openssl", *request.split()], cwd=tmp_path, check=True, capture_output=True)
-    context, looks = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    looks = []
     context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
     fakes[0].socket = context.wrap_socket(fakes[0].socket, server_side=True)
     fakes[0].answers["/late"] = lambda body: time.sleep(1.0) or "at last"
@@ -200,22 +207,26 @@ def sends(fakes, tmp_path, monkeypatch):
 
     def prepare(model, count=2):
         engine = VLLMEngine(model, Servers(model, urls(fakes[:count]), tmp_path / "weights"), eos_token_ids=[EOS])
-        gen = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
 
         def step():
             with torch.no_grad():
                 for p in model.parameters():
-                    p.mul_(1 + 0.01 * (torch.rand(p.shape, generator=gen) < 0.01))
+                    p.mul_(1 + 0.01 * (torch.rand(p.shape, generator=generator) < 0.01))
             engine.policy_updated()
-            before = engine.stats["weight_bytes"], [len(fake.bodies) for fake in fakes]
+            bytes_before = engine.stats["weight_bytes"]
+            num_bodies = [len(fake.bodies) for fake in fakes]
             engine.generate([Request([1])], SamplingParams())
             for fake in fakes[:count]:
                 assert_close(fake.loaded, dict(checkpoint_weights(model)), rtol=0, atol=0)
             assert not (tmp_path / "weights").exists()
-            asked = [[b["args"] for _, b in fake.bodies[n:] if b and b.get("method") == "load_policy"]
-                     for fake, n in zip(fakes[:count], before[1])]  # fmt: skip
-            kinds = [" ".join("delta" if args[0].endswith(".delta") else "whole" for args in each) for each in asked]
-            return kinds, engine.stats["weight_bytes"] - before[0]
+            load_arguments = [[b["args"] for _, b in fake.bodies[n:] if b and b.get("method") == "load_policy"]
+                     for fake, n in zip(fakes[:count], num_bodies)]  # fmt: skip
+            kinds = [
+                " ".join("delta" if args[0].endswith(".delta") else "whole" for args in server_loads)
+                for server_loads in load_arguments
+            ]
+            return kinds, engine.stats["weight_bytes"] - bytes_before
 
         return step
 
@@ -227,10 +238,10 @@ def test_servers_get_deltas(model, sends, dtype, monkeypatch):
     """All weights first and every so often, deltas in between: a few percent of the bytes, with equal bits."""
     monkeypatch.setattr(servers_module, "WHOLE_EVERY", 3)
     step = sends(model.to(dtype))
-    whole, *deltas, again = [step() for _ in range(4)]
-    assert whole[0] == again[0] == ["whole", "whole"] and whole[1] == again[1]
+    full, *deltas, later_full = [step() for _ in range(4)]
+    assert full[0] == later_full[0] == ["whole", "whole"] and full[1] == later_full[1]
     assert [kinds for kinds, _ in deltas] == [["delta", "delta"]] * 2
-    assert all(size < 0.2 * whole[1] for _, size in deltas)
+    assert all(size < 0.2 * full[1] for _, size in deltas)
 
 
 def test_a_server_with_other_weights_gets_all_of_them(fakes, model, sends):
@@ -278,15 +289,16 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     engine = make_engine(config, policy, tmp_path, RankGroup())
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     adapters = sum(policy.model.get_parameter(name).nbytes for name in names)
-    weights, sent = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model)), []
+    weights = sum(w.nbytes for _, w in checkpoint_weights(policy.inference_model))
+    sent = []
     assert adapters < weights / 4
     if resumed:
         stir(policy, 9)
         engine.policy_updated()
     for seed in range(3):
-        before = engine.stats["weight_bytes"]
+        bytes_before = engine.stats["weight_bytes"]
         engine.generate([Request([1])], SamplingParams())
-        sent.append(engine.stats["weight_bytes"] - before)
+        sent.append(engine.stats["weight_bytes"] - bytes_before)
         for fake in fakes[:2]:
             assert_close(fake.loaded, dict(checkpoint_weights(policy.inference_model)), rtol=0, atol=0)
         stir(policy, seed)
@@ -322,7 +334,8 @@ def test_a_sharded_run_with_adapters_goes_on(fakes, tiny_policy, jsonl_files, tm
     settings |= {"max_steps": 2, "optimizer": {"learning_rate": 0.05}, "save": {"save_steps": 1}}
     settings["model"] = settings["model"] | {"lora": LORA}
     run_on_ranks(tmp_path, go_on, settings, tmp_path / "run", "fsdp2")
-    start, trained = load_file(tiny_policy / "model.safetensors"), load_file(tmp_path / "run" / "weights.safetensors")
+    start = load_file(tiny_policy / "model.safetensors")
+    trained = load_file(tmp_path / "run" / "weights.safetensors")
     assert all(torch.equal(fakes[0].loaded[name], trained[name]) for name in fakes[0].loaded)
     changed = {name for name in start if not torch.equal(start[name], trained[name])}
     assert changed and all(any(target in name for target in LORA["target_modules"]) for name in changed)

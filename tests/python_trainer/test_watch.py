@@ -23,11 +23,11 @@ def place(rank, size=3, entered=5, waits=True):
 
 def lines(watch, signs, turns):
     """Lines of so many turns, in each of which every rank has a sign by ``signs``: turn -> (number, entered)."""
-    found = []
+    messages = []
     for turn in range(turns):
         watch.signs = [sign(turn) for sign in signs]
-        found.append(watch.turn())
-    return found
+        messages.append(watch.turn())
+    return messages
 
 
 def alive(turn):
@@ -43,22 +43,22 @@ def late(turn):
 
 
 def test_a_stopped_rank_is_named_once_a_minute_by_the_first_of_the_others():
-    said = "process 0 of 3 has sent no sign of life for {} s: stopped, or out of reach" + LIMIT
-    found = lines(Watch(place(1), None, 600), [stopped, alive, alive], 2 * BEATS + 1)
+    message = "process 0 of 3 has sent no sign of life for {} s: stopped, or out of reach" + LIMIT
+    messages = lines(Watch(place(1), None, 600), [stopped, alive, alive], 2 * BEATS + 1)
     assert watch.BEAT * BEATS == 60
-    assert found == [None] * BEATS + [said.format(60)] + [None] * (BEATS - 1) + [said.format(120)]
+    assert messages == [None] * BEATS + [message.format(60)] + [None] * (BEATS - 1) + [message.format(120)]
     assert not any(lines(Watch(place(2), None, 600), [stopped, alive, alive], 2 * BEATS + 1))
-    (both,) = filter(None, lines(Watch(place(2), None, 600), [stopped, stopped, alive], BEATS + 1))
-    assert both.startswith("processes 0, 1 of 3 have sent no sign of life for 60 s")
+    (two_ranks,) = filter(None, lines(Watch(place(2), None, 600), [stopped, stopped, alive], BEATS + 1))
+    assert two_ranks.startswith("processes 0, 1 of 3 have sent no sign of life for 60 s")
 
 
 def test_a_late_rank_is_named_where_others_wait_for_it():
     """As one whose reward function hangs: it lives, and does not come."""
-    said = "the others have waited {} s for process 1 of 3, still at work" + LIMIT
-    found = lines(Watch(place(0), None, 600), [alive, late, alive], 2 * BEATS + 1)
-    assert found == [None] * BEATS + [said.format(60)] + [None] * (BEATS - 1) + [said.format(120)]
-    for other in (place(2), place(1, entered=4, waits=False), place(0, waits=False)):
-        assert not any(lines(Watch(other, None, 600), [alive, late, alive], 2 * BEATS))
+    message = "the others have waited {} s for process 1 of 3, still at work" + LIMIT
+    messages = lines(Watch(place(0), None, 600), [alive, late, alive], 2 * BEATS + 1)
+    assert messages == [None] * BEATS + [message.format(60)] + [None] * (BEATS - 1) + [message.format(120)]
+    for other_place in (place(2), place(1, entered=4, waits=False), place(0, waits=False)):
+        assert not any(lines(Watch(other_place, None, 600), [alive, late, alive], 2 * BEATS))
 
 
 def test_nobody_is_named_while_all_come():
@@ -71,16 +71,16 @@ def test_nobody_is_named_while_all_come():
 
 
 def test_a_store_that_does_not_answer_accuses_no_rank_but_its_host():
-    (said,) = filter(None, lines(Watch(place(1), None, 600), [stopped] * 3, BEATS + 1))
-    assert said.startswith("the store, on the host of process 0, has not answered for 60 s")
+    (message,) = filter(None, lines(Watch(place(1), None, 600), [stopped] * 3, BEATS + 1))
+    assert message.startswith("the store, on the host of process 0, has not answered for 60 s")
 
 
 def test_a_rank_that_goes_on_after_a_stop_accuses_nobody():
     """The others have sent many signs in the meantime; its own clock has had one turn."""
-    found = Watch(place(0), None, 600)
-    assert not any(lines(found, [alive] * 3, 3))
-    found.signs = [(3, 5), (4000, 5), (4000, 5)]
-    assert found.turn() is None
+    own_watch = Watch(place(0), None, 600)
+    assert not any(lines(own_watch, [alive] * 3, 3))
+    own_watch.signs = [(3, 5), (4000, 5), (4000, 5)]
+    assert own_watch.turn() is None
 
 
 STOPPED = """
@@ -118,13 +118,13 @@ def test_a_rank_that_is_stopped_holds_the_others_no_longer_than_the_limit():
         for rank in "01"
     ]
     try:
-        said = processes[0].communicate(timeout=300)[1]
+        errors = processes[0].communicate(timeout=300)[1]
     finally:
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-    *notes, error = [line for line in said.splitlines() if not line.startswith("[")]  # torch's own
-    assert processes[0].returncode == 2 and notes, said
+    *notes, error = [line for line in errors.splitlines() if not line.startswith("[")]  # torch's own
+    assert processes[0].returncode == 2 and notes, errors
     assert all(note.startswith("note: process 1 of 2 has sent no sign of life for ") for note in notes)
     assert error.startswith(
         "error: process 0 of 2: another process did not come within ddp_timeout; process 1 of 2 has"

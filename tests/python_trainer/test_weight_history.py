@@ -38,9 +38,9 @@ class Record(Callback):
         self.weights[step] = exported(trainer)
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(one[n].view(torch.uint8), other[n].view(torch.uint8)) for n in one
+def same(weights, expected):
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[n].view(torch.uint8), expected[n].view(torch.uint8)) for n in weights
     )
 
 
@@ -49,7 +49,9 @@ def same(one, other):
 ], ids=str)  # fmt: skip
 def test_every_step(make_config, tmp_path, changes):
     """Those of a run that was killed and went on are the same files."""
-    config, record, folder = make_config(**merged(KEPT, changes)), Record(), tmp_path / "whole"
+    config = make_config(**merged(KEPT, changes))
+    record = Record()
+    folder = tmp_path / "whole"
     trainer = Trainer(config, folder, console=QUIET, callbacks=[record])
     record.weights[0] = exported(trainer)
     trainer.run()
@@ -58,16 +60,18 @@ def test_every_step(make_config, tmp_path, changes):
     for step in (0, 4, 2, 1, 3):
         assert same(dict(history.weights(step)), record.weights[step])
     assert same(load_file(folder / "model/model.safetensors"), record.weights[4])
-    parts = tmp_path / "parts"
-    kill_in_the_fourth_step(Trainer(config, parts, console=QUIET))
-    assert History(parts / "weights").steps == 3
-    (parts / "weights/.abc.tmp").mkdir()
-    resumed = Trainer(config, parts, resume=True, console=QUIET)
+    resumed_folder = tmp_path / "parts"
+    kill_in_the_fourth_step(Trainer(config, resumed_folder, console=QUIET))
+    assert History(resumed_folder / "weights").steps == 3
+    (resumed_folder / "weights/.abc.tmp").mkdir()
+    resumed = Trainer(config, resumed_folder, resume=True, console=QUIET)
     assert resumed.state.step == 2
     resumed.run()
     names = sorted(path.name for path in (folder / "weights").iterdir())
-    assert names == sorted(path.name for path in (parts / "weights").iterdir())
-    assert all((folder / f"weights/{n}").read_bytes() == (parts / f"weights/{n}").read_bytes() for n in names[1:])
+    assert names == sorted(path.name for path in (resumed_folder / "weights").iterdir())
+    assert all(
+        (folder / f"weights/{n}").read_bytes() == (resumed_folder / f"weights/{n}").read_bytes() for n in names[1:]
+    )
 
 
 def test_killed_before_the_first_checkpoint(make_config, tmp_path):
@@ -84,12 +88,12 @@ def test_a_step_as_a_model(make_config, tmp_path, capsys):
     Trainer(make_config(**merged(KEPT, {"max_steps": 2})), tmp_path / "run", console=QUIET).run()
     restore = ["weights", str(tmp_path / "run"), "--step"]
     assert rlkernels([*restore, "2", "--output-dir", str(tmp_path / "two")]) == 0
-    left = tmp_path / "run/model"
-    assert {p.name: p.read_bytes() for p in left.iterdir()} == {
+    model_folder = tmp_path / "run/model"
+    assert {p.name: p.read_bytes() for p in model_folder.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "two").iterdir()
     }
     trained = Trainer(make_config(model={"path": str(tmp_path / "two")}), tmp_path / "next", console=QUIET)
-    assert same(exported(trained), load_file(left / "model.safetensors"))
+    assert same(exported(trained), load_file(model_folder / "model.safetensors"))
     assert rlkernels([*restore, "3", "--output-dir", str(tmp_path / "three")]) == 2
     assert "0 to 2, got 3" in capsys.readouterr().err and not (tmp_path / "three").exists()
 

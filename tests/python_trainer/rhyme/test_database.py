@@ -29,13 +29,13 @@ def test_round_trip(database, url):
     steps = [make_step(1, 0.25), replace(make_step(2, 0.75), outcomes=counts)]
     for record, answers in zip(steps, ([sample], [])):
         database.add_step(run, record, answers)
-    again = RetrospectiveDatabase(url, create=False)
-    assert again.runs() == [replace(FACTS, id=run)]
-    torch.testing.assert_close(list(map(vars, again.trajectory(run))), list(map(vars, steps)), rtol=0, atol=0)
-    (back,) = again.samples()
-    assert (back.text, back.tokenizer, back.finished) == (sample.text, "tok", True)
-    assert torch.equal(back.response_ids, sample.response_ids) and back.run_id == run
-    assert torch.equal(back.logprobs.nan_to_num(7), sample.logprobs.nan_to_num(7))
+    reopened = RetrospectiveDatabase(url, create=False)
+    assert reopened.runs() == [replace(FACTS, id=run)]
+    torch.testing.assert_close(list(map(vars, reopened.trajectory(run))), list(map(vars, steps)), rtol=0, atol=0)
+    (stored,) = reopened.samples()
+    assert (stored.text, stored.tokenizer, stored.finished) == (sample.text, "tok", True)
+    assert torch.equal(stored.response_ids, sample.response_ids) and stored.run_id == run
+    assert torch.equal(stored.logprobs.nan_to_num(7), sample.logprobs.nan_to_num(7))
 
 
 def test_a_step_is_replaced_in_its_own_run_only(database):
@@ -45,13 +45,14 @@ def test_a_step_is_replaced_in_its_own_run_only(database):
         answers = [make_sample(step, text=f"{step}")]
         assert database.add_step(run, make_step(step, step / 10), answers, created=created)
     assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and len(database.samples()) == 3
-    for other in ({"run_id": run + 1, "created": created}, {"run_id": run, "created": created - 1}):
-        assert not database.add_step(record=make_step(4), answers=[make_sample()], **other)
+    for changes in ({"run_id": run + 1, "created": created}, {"run_id": run, "created": created - 1}):
+        assert not database.add_step(record=make_step(4), answers=[make_sample()], **changes)
     assert [s.step for s in database.trajectory(run)] == [1, 2, 3] and len(database.samples()) == 3
 
 
 def test_samples_come_best_and_newest_first_and_by_prompt(database):
-    first, second = database.add_run(FACTS), database.add_run(FACTS)
+    first = database.add_run(FACTS)
+    second = database.add_run(FACTS)
     answers = [make_sample(reward=r, text=f"{r}", key=k) for r, k in ((0.5, "a"), (1, "b"))]
     database.add_step(first, make_step(1), answers)
     database.add_step(second, make_step(1), [make_sample(reward=1, text="new", key="a")])
@@ -80,43 +81,44 @@ def test_the_oldest_runs_go(url, monkeypatch):
     assert [run.id for run in database.runs()] == runs[2:] and len(database.samples()) == 3
 
 
-def write_steps(url, runs, steps, ready, begun):
+def write_steps(url, runs, steps, ready, started):
     ready.wait(60)
     database = RetrospectiveDatabase(url)
     for _ in range(runs):
         run = database.add_run(FACTS)
         for step in range(1, steps + 1):
             database.add_step(run, make_step(step), [make_sample(step, text=f"{run} {step} {i}") for i in range(4)])
-            begun.set()
+            started.set()
 
 
 def start_writers(url, count, runs, steps):
     fork = multiprocessing.get_context("fork")  # seconds quicker than importing torch anew
-    ready, begun = fork.Barrier(count), fork.Event()
-    writers = [fork.Process(target=write_steps, args=(url, runs, steps, ready, begun)) for _ in range(count)]
+    ready = fork.Barrier(count)
+    started = fork.Event()
+    writers = [fork.Process(target=write_steps, args=(url, runs, steps, ready, started)) for _ in range(count)]
     for writer in writers:
         writer.start()
-    return writers, begun
+    return writers, started
 
 
-@pytest.mark.parametrize(("count", "runs", "steps", "left"), [(3, 1, 15, 3), (4, 6, 3, 5)])
-def test_several_writers_at_once(url, monkeypatch, count, runs, steps, left):
-    """They even make the database at the same time; each of four adds runs, which removes older ones of all."""
+@pytest.mark.parametrize(("count", "runs", "steps", "remaining"), [(3, 1, 15, 3), (4, 6, 3, 5)])
+def test_several_writers_at_once(url, monkeypatch, count, runs, steps, remaining):
+    """All create the database at the same time; each of four adds runs, which removes older runs of all."""
     monkeypatch.setattr(database_module, "MOST_RUNS", 5)
     writers, _ = start_writers(url, count, runs, steps)
     for writer in writers:
         writer.join(60)
         assert writer.exitcode == 0
     database = RetrospectiveDatabase(url, create=False)
-    assert [len(database.trajectory(run.id)) for run in database.runs()] == [steps] * left
-    assert len({s.text for s in database.samples()}) == 4 * steps * left
+    assert [len(database.trajectory(run.id)) for run in database.runs()] == [steps] * remaining
+    assert len({s.text for s in database.samples()}) == 4 * steps * remaining
 
 
 def test_a_kill_leaves_whole_steps(url):
     rng = random.Random(0)
     for _ in range(3):
-        (writer,), begun = start_writers(url, 1, runs=1, steps=10**6)
-        assert begun.wait(60)
+        (writer,), started = start_writers(url, 1, runs=1, steps=10**6)
+        assert started.wait(60)
         time.sleep(0.2 * rng.random())
         writer.kill()
         writer.join(60)
@@ -134,34 +136,34 @@ def test_a_write_ahead_log_left_by_a_kill_is_read(tmp_path):
     """The log may have come without the shared-memory file, as in a backup."""
     database = RetrospectiveDatabase(str(tmp_path / "a.db"))
     run = database.add_run(FACTS)
-    held = sqlite3.connect(tmp_path / "a.db")  # an open connection keeps the log from being folded in
-    held.execute("SELECT count(*) FROM rlkernels_runs").fetchone()
+    open_connection = sqlite3.connect(tmp_path / "a.db")  # keeps the log from being merged
+    open_connection.execute("SELECT count(*) FROM rlkernels_runs").fetchone()
     database.add_step(run, make_step(), [make_sample()])
     for suffix in ("", "-wal"):
         shutil.copy(tmp_path / f"a.db{suffix}", tmp_path / f"b.db{suffix}")
-    held.close()
+    open_connection.close()
     assert (tmp_path / "b.db-wal").stat().st_size
     assert len(RetrospectiveDatabase(str(tmp_path / "b.db"), create=False).samples()) == 1
 
 
 def assert_refused(path, *words):
-    before = path.read_bytes()
+    content = path.read_bytes()
     with pytest.raises(UserError) as error:
         RetrospectiveDatabase(str(path))
     assert "\n" not in str(error.value)
     for word in (path.name, *words):
         assert word in str(error.value), error.value
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_foreign_files_are_refused_and_left_alone(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("my notes, which matter\n")
     assert_refused(text, "file is not a database")
-    other = tmp_path / "other.db"
-    with closing(sqlite3.connect(other)) as connection:
+    foreign = tmp_path / "other.db"
+    with closing(sqlite3.connect(foreign)) as connection:
         connection.execute("CREATE TABLE mail (body TEXT)")
-    assert_refused(other, "another program")
+    assert_refused(foreign, "another program")
 
 
 @pytest.mark.parametrize("place", ["header", "middle", "cut", b"CREATE T\x80BLE", b"\x80REATE TABLE"])
@@ -171,7 +173,8 @@ def test_damaged_files_are_refused_and_left_alone(tmp_path, place):
     run = database.add_run(FACTS)
     for step in range(1, 30):
         database.add_step(run, make_step(step), [make_sample(step, text="x" * 3000)])
-    data, rng = bytearray(path.read_bytes()), random.Random(0)
+    data = bytearray(path.read_bytes())
+    rng = random.Random(0)
     if place == "header":
         data[16:60] = rng.randbytes(44)
     elif place == "middle":
@@ -237,16 +240,16 @@ def test_a_path_is_no_url(tmp_path, name):
 
 @pytest.mark.parametrize(("place", "written"), [(18, b"\1\1"), (24, b"\0\0\0\0")])  # journal mode, change counter
 def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
-    """Also where SQLite would put its header right."""
+    """Also where SQLite would correct the header."""
     path = tmp_path / "history.db"
     database = RetrospectiveDatabase(str(path))
     run = database.add_run(FACTS)
-    before = bytearray(path.read_bytes())
-    before[place : place + len(written)] = written
-    path.write_bytes(before)
+    content = bytearray(path.read_bytes())
+    content[place : place + len(written)] = written
+    path.write_bytes(content)
     reader = RetrospectiveDatabase(str(path), create=False)
     assert [stored.id for stored in reader.runs()] == [run] and reader.samples() == []
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_lists_runs(url, capsys):
@@ -322,15 +325,17 @@ def test_a_flipped_byte_is_told_or_changes_nothing(tmp_path):
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("PRAGMA journal_mode = DELETE")
-    whole, before, told = path.read_bytes(), contents(path), 0
-    for place in range(0, len(whole), 61):
+    data = path.read_bytes()
+    expected = contents(path)
+    num_refused = 0
+    for position in range(0, len(data), 61):
         copy = tmp_path / "flipped.db"
-        copy.write_bytes(whole[:place] + bytes([whole[place] ^ 0x24]) + whole[place + 1 :])
+        copy.write_bytes(data[:position] + bytes([data[position] ^ 0x24]) + data[position + 1 :])
         try:
-            assert contents(copy) == before, f"byte {place}"
+            assert contents(copy) == expected, f"byte {position}"
         except UserError:
-            told += 1
-    assert told > 20
+            num_refused += 1
+    assert num_refused > 20
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([[1]]), torch.tensor([-1]), torch.tensor([0.5])])
@@ -366,18 +371,18 @@ def test_an_older_database_gets_checksums(tmp_path, top_k):
     database = RetrospectiveDatabase(str(path))
     run = database.add_run(replace(FACTS, settings={"rollout": {"top_k": top_k}}))
     database.add_step(run, make_step(1), [make_sample(text="one")], created=FACTS.created)
-    before = database.samples()[0]
+    old_sample = database.samples()[0]
     with closing(sqlite3.connect(path)) as connection, connection:
         for table in ("runs", "steps", "rollouts"):
             connection.execute(f"ALTER TABLE rlkernels_{table} DROP COLUMN checksum")
         connection.execute("UPDATE rlkernels_meta SET value = '3'")
     with pytest.raises(UserError, match="has schema version 3, must be 4"):
         RetrospectiveDatabase(str(path), create=False)
-    (after,) = RetrospectiveDatabase(str(path)).samples()
-    assert torch.equal(after.response_ids, before.response_ids) and after.text == "one"
+    (sample,) = RetrospectiveDatabase(str(path)).samples()
+    assert torch.equal(sample.response_ids, old_sample.response_ids) and sample.text == "one"
     assert (
-        after.logprobs.isnan().all()
+        sample.logprobs.isnan().all()
         if top_k
-        else torch.equal(after.logprobs.nan_to_num(7), before.logprobs.nan_to_num(7))
+        else torch.equal(sample.logprobs.nan_to_num(7), old_sample.logprobs.nan_to_num(7))
     )
     assert len(contents(path)) > 100

@@ -69,8 +69,8 @@ def test_no_more_answers_are_spared_than_stored_ones_can_come(run_step, monkeypa
     answers = []
     for number, key in enumerate(prompt_order(0, 0, 4, 12)[:3]):
         for ids in [(1, 2), (3, 4), (5, 6)][: number + 1]:
-            known = -9.0 if number else 0.0  # hardly possible then; certain then
-            answers.append(stored_answer(key, ids, [known] * 2, str(ids)))
+            logprob = -9.0 if number else 0.0  # hardly possible then; certain then
+            answers.append(stored_answer(key, ids, [logprob] * 2, str(ids)))
     trainer, row = run_step(answers, {"history_ratio": 1.0})
     groups = trainer.accelerators[0].groups
     assert groups.spared == [0, 2, 2, 0] and len(groups.offers) == 5
@@ -119,23 +119,26 @@ def test_all_ranks_choose_as_rank_0_does():
     """Scores of a network that unlike CPUs have trained differ in their last digits."""
     offers = [sampling.Candidate(None, 0, [1], 1.0, torch.tensor([-x])) for x in (1.0, 2.0)]
     sampler = sampling.GroupSampler(RhymeSettings(), sampling.Retrodictor())
-    other = SimpleNamespace(run=SimpleNamespace(on_rank0=lambda function: [1, 0]), seed=0)
-    assert sampler._ranked(other, offers) == offers[::-1]
+    other_rank = SimpleNamespace(run=SimpleNamespace(on_rank0=lambda function: [1, 0]), seed=0)
+    assert sampler._ranked(other_rank, offers) == offers[::-1]
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 1.5), (math.nan, 1.0)])
 def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, ratio, weight):
     """The weight is min(pi / behaviour, cap), or 1 where nobody knows; also without any importance_sampling."""
     config = make_config(algorithm={"importance_sampling": "none", "loss_type": "token-mean"}).algorithm
-    now = torch.tensor([-1.0, -2.0])
-    kept = [float(x) - math.log(ratio) if ratio > 0 else math.nan for x in now]
+    logprobs_now = torch.tensor([-1.0, -2.0])
+    stored_logprobs = [float(x) - math.log(ratio) if ratio > 0 else math.nan for x in logprobs_now]
     stored = {"reward": 1.0, "accuracy": 1.0, "importance_cap": 1.5}
-    rollouts = [Rollout([5], [1, 2], 0, now.tolist(), "stop"), Rollout([5], [3, 4], 0, kept, "stop", **stored)]
+    rollouts = [
+        Rollout([5], [1, 2], 0, logprobs_now.tolist(), "stop"),
+        Rollout([5], [3, 4], 0, stored_logprobs, "stop", **stored),
+    ]
     batch = Batch(rollouts, config, 8, torch.device("cpu"))
     batch.set_advantages()
     advantages = batch.advantages[:, 0]
     packed = batch.pack([0, 1])
-    logprobs = now.expand(2, 2).clone().requires_grad_()
+    logprobs = logprobs_now.expand(2, 2).clone().requires_grad_()
     loss, _ = Minibatch(batch, [0, 1]).loss(packed, logprobs, torch.zeros(2, 2))
     loss.backward()
     expected = -advantages[1] * weight / 4
@@ -144,10 +147,11 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
 
 
 def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_path, monkeypatch):
-    """Answers of a group are compared with each other, so all of them continue from the same tokens."""
+    """Answers of a group are compared with each other, so all of them continue the same prefix."""
     settings = {"rhyme": {"rare_share": 0}, "rpo": {"cut_share": 0.7, "whole_share": 0}}
     config = make_config(max_steps=12, accelerators={"enabled": ["rhyme", "rpo"], **settings})
-    stored, offered = [], []
+    stored = []
+    offered = []
 
     def begins(response_ids, prefix_ids):
         offered.append(begins_with(response_ids, prefix_ids))
@@ -156,9 +160,9 @@ def test_stored_answers_join_a_group_only_from_where_it_begins(make_config, tmp_
     monkeypatch.setattr(sampling, "begins_with", begins)
     trainer = train(config, tmp_path / "run")
     for members in (group for rollouts in trainer.updates for group in by_group(rollouts).values()):
-        given = members[0].response_ids[: members[0].prefix_len]
+        prefix = members[0].response_ids[: members[0].prefix_len]
         for r in members:
-            assert r.prefix_len == len(given) and r.response_ids[: r.prefix_len] == given
+            assert r.prefix_len == len(prefix) and r.response_ids[: r.prefix_len] == prefix
             assert len(r.response_ids) == r.prefix_len + len(r.logprobs) and r.logprobs
         stored.extend(r.prefix_len for r in members if r.importance_cap is not None and r.success_rate is None)
     assert 0 in stored and max(stored) > 0, "groups with and without a beginning"

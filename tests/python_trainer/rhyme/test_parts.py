@@ -48,18 +48,18 @@ def answer(text, *, nats=1.0, tokens=4, accuracy=1.0):
 
 def test_a_sketch_does_not_depend_on_the_tokenizer():
     """The same texts with the same information, in few tokens or in many."""
-    few = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=3), answer("1+1=2", tokens=2)]])
-    many = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=13), answer("1+1=2", tokens=5)]])
-    assert all(torch.equal(few[name], many[name]) for name in PARTS)
-    assert few["successes"].tolist() == [0] * 8 + [1] and few["lengths"].sum() == 2
-    assert stack(few).shape == (BINS,)
+    few_tokens = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=3), answer("1+1=2", tokens=2)]])
+    many_tokens = sketch_of([[answer("12+34=46\nA:46", nats=3.0, tokens=13), answer("1+1=2", tokens=5)]])
+    assert all(torch.equal(few_tokens[name], many_tokens[name]) for name in PARTS)
+    assert few_tokens["successes"].tolist() == [0] * 8 + [1] and few_tokens["lengths"].sum() == 2
+    assert stack(few_tokens).shape == (BINS,)
 
 
 def test_every_part_of_a_sketch_tells_policies_apart():
     base = histogram(stack(sketch_of([[answer("12+34=46", nats=2.0)]])))
-    for other in (answer("the answer is", nats=2.0), answer("12+34=46" * 9, nats=18.0), answer("12+34=46", nats=0.01),
+    for changed in (answer("the answer is", nats=2.0), answer("12+34=46" * 9, nats=18.0), answer("12+34=46", nats=0.01),
                   answer("12+34=46", nats=2.0, accuracy=0.0)):  # fmt: skip
-        assert (histogram(stack(sketch_of([[other]]))) - base).abs().sum() > 0.5
+        assert (histogram(stack(sketch_of([[changed]]))) - base).abs().sum() > 0.5
     assert torch.allclose(base.sum(), torch.tensor(float(len(PARTS))))
 
 
@@ -78,16 +78,17 @@ def test_what_is_recorded_is_of_answers_from_their_start():
     run = SimpleNamespace(task=SimpleNamespace(train=[SimpleNamespace(prompt="p")]))
     first = step_record(run, 1, [group(0.25, 1, "begun")], [])
     assert first.reward == 0.25 and first.outcomes == {}, "there is nothing else"
-    both = step_record(run, 1, [group(0.25, 1, "begun"), group(0.75, 1, "begun")], [])
-    assert both.reward == 0.5, "of all rounds"
-    alone = step_record(run, 1, [group(1.0, 0, "from its start")], [])
-    whole = step_record(run, 1, [group(0.25, 1, "begun"), group(1.0, 0, "from its start")], [])
-    after = step_record(run, 2, [group(0.0, 1, "begun")], [whole])
-    assert (whole.generated_tokens, after.generated_tokens, after.step) == (3, 1, 2) and after.outcomes == {}
-    assert whole.outcomes["right"].tolist() == whole.outcomes["answers"].tolist() == [1]
-    for record in whole, after:
+    two_rounds = step_record(run, 1, [group(0.25, 1, "begun"), group(0.75, 1, "begun")], [])
+    assert two_rounds.reward == 0.5, "of all rounds"
+    full_answer = step_record(run, 1, [group(1.0, 0, "from its start")], [])
+    mixed = step_record(run, 1, [group(0.25, 1, "begun"), group(1.0, 0, "from its start")], [])
+    next_record = step_record(run, 2, [group(0.0, 1, "begun")], [mixed])
+    assert mixed.generated_tokens == 3 and next_record.generated_tokens == 1
+    assert next_record.step == 2 and next_record.outcomes == {}
+    assert mixed.outcomes["right"].tolist() == mixed.outcomes["answers"].tolist() == [1]
+    for record in mixed, next_record:
         assert record.reward == record.accuracy == 1.0
-        assert all(torch.equal(record.sketch[part], alone.sketch[part]) for part in alone.sketch)
+        assert all(torch.equal(record.sketch[part], full_answer.sketch[part]) for part in full_answer.sketch)
 
 
 def run_of(run_id, rewards, style=None):
@@ -118,7 +119,8 @@ def test_a_run_that_stalls_low_does_not_match_one_that_is_finished():
 
 
 def test_the_share_of_stages_that_is_kept():
-    history, query = [run_of(i, rising(64)) for i in range(3)], run_of(0, rising(64)[10:18])
+    history = [run_of(i, rising(64)) for i in range(3)]
+    query = run_of(0, rising(64)[10:18])
     total = len(find_rhyming_stages(query, history, 1.0))
     assert total == 3 * (57 + 49)  # of eight and of sixteen steps
     for fraction in (0.05, 0.2, 0.5, 1.0):
@@ -128,7 +130,8 @@ def test_the_share_of_stages_that_is_kept():
 
 
 def test_of_many_stages_those_with_the_nearest_rewards_are_scored(monkeypatch):
-    history, query = [run_of(i, rising(40, top=0.2 + 0.1 * i)) for i in range(8)], run_of(0, rising(40)[14:22])
+    history = [run_of(i, rising(40, top=0.2 + 0.1 * i)) for i in range(8)]
+    query = run_of(0, rising(40)[14:22])
     costs = {}
     for curve in history:
         for width in (8, 16):
@@ -142,8 +145,9 @@ def test_of_many_stages_those_with_the_nearest_rewards_are_scored(monkeypatch):
 
 
 def test_what_the_policy_does_counts_as_well_as_its_rewards():
-    same, other = run_of(1, [0.5] * 12), run_of(2, [0.5] * 12, style=[0.9] * 12)
-    stages = find_rhyming_stages(run_of(0, [0.5] * 8), [other, same], 1.0)
+    same_style = run_of(1, [0.5] * 12)
+    other_style = run_of(2, [0.5] * 12, style=[0.9] * 12)
+    stages = find_rhyming_stages(run_of(0, [0.5] * 8), [other_style, same_style], 1.0)
     assert stages[0].run_id == 1 and stages[-1].run_id == 2 and stages[0].score > stages[-1].score + 0.2
 
 
@@ -188,38 +192,46 @@ def test_the_bank_keeps_the_best_and_the_newest(monkeypatch):
 def test_a_bank_is_the_same_after_it_was_saved(monkeypatch):
     monkeypatch.setattr(sampling, "BANK_PER_PROMPT", 2)
     monkeypatch.setattr(sampling, "BANK_SIZE", 3)
-    whole, parts = AnswerBank(), AnswerBank()
+    uninterrupted, restored = AnswerBank(), AnswerBank()
     for step, prompt in enumerate([0, 1, 2, 3, 0, 4, 0, 5, 1], 1):
-        for bank in (whole, parts):
+        for bank in (uninterrupted, restored):
             sample = make_sample(step, 1.0 - step % 3 / 10, text=f"{step}")
             bank.add([(prompt, sample), (prompt, make_sample(step, text=f"{step}b"))], step)
             next(iter(bank)).uses += 1
-        saved, parts = parts.state_dict(), AnswerBank()
-        parts.load_state_dict(saved)
-        rows = [[(e.prompt, e.born, e.last_use, e.uses, e.answer.text) for e in bank] for bank in (whole, parts)]
-        assert rows[0] == rows[1]
-    kept = next(iter(parts)).answer
-    assert kept.logprobs[1].isnan() and kept.response_ids.tolist() == [1, 2, 3]
+        saved, restored = restored.state_dict(), AnswerBank()
+        restored.load_state_dict(saved)
+
+        def rows(bank):
+            return [(e.prompt, e.born, e.last_use, e.uses, e.answer.text) for e in bank]
+
+        assert rows(uninterrupted) == rows(restored)
+    entry = next(iter(restored)).answer
+    assert entry.logprobs[1].isnan() and entry.response_ids.tolist() == [1, 2, 3]
 
 
 def test_answers_in_other_tokens_are_encoded_again_without_logprobs():
     """An answer to messages ends as the chat template ends it; one that would hold an end token is left out."""
     tokenizer = byte_tokenizer()
-    own = tokenizer_fingerprint(tokenizer)
-    assert own == tokenizer_fingerprint(byte_tokenizer())
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    assert fingerprint == tokenizer_fingerprint(byte_tokenizer())
     policy = Policy(make(vocab_size=len(tokenizer)), tokenizer, name="bytes")
     policy.turn_end = [7, 8]
     chat = [{"role": "user", "content": "4"}]
     run = SimpleNamespace(policy=policy, task=SimpleNamespace(train=[Example("3"), Example(chat)]))
-    mine, foreign, said, ended = (make_sample(text=text) for text in ("", "12+3=15", "6", f"1{tokenizer.eos_token}5"))
-    foreign.prompt_key, said.prompt_key = prompt_hash("3"), prompt_hash(chat)
-    mine.tokenizer = own
-    for answer in (foreign, said, ended):
+    native, foreign, reply, ended = (
+        make_sample(text=text) for text in ("", "12+3=15", "6", f"1{tokenizer.eos_token}5")
+    )
+    foreign.prompt_key = prompt_hash("3")
+    reply.prompt_key = prompt_hash(chat)
+    native.tokenizer = fingerprint
+    for answer in (foreign, reply, ended):
         answer.tokenizer = "other"
-    kept = encode_again([mine, foreign, said, ended], run, own)
-    assert kept[0].logprobs[0] == -0.5 and kept[0].response_ids.tolist() == [1, 2, 3]
-    assert kept[1].response_ids.tolist() == [*b"12+3=15", tokenizer.eos_token_id] and kept[1].logprobs.isnan().all()
-    assert len(kept) == 3 and kept[2].response_ids.tolist() == [*b"6", 7, 8]
+    encoded = encode_again([native, foreign, reply, ended], run, fingerprint)
+    assert encoded[0].logprobs[0] == -0.5 and encoded[0].response_ids.tolist() == [1, 2, 3]
+    assert (
+        encoded[1].response_ids.tolist() == [*b"12+3=15", tokenizer.eos_token_id] and encoded[1].logprobs.isnan().all()
+    )
+    assert len(encoded) == 3 and encoded[2].response_ids.tolist() == [*b"6", 7, 8]
 
 
 def test_prompts_are_named_by_their_text():
@@ -237,20 +249,21 @@ def test_scores_are_those_of_the_policy(make_config, tmp_path, monkeypatch, limi
         monkeypatch.setattr(python_trainer.model.policy, "LARGEST_LOGITS", limit)
     behaviour = [[math.nan] * 3, [-5.0, math.nan, -9.0, -5.0], [-5.0] * 2, [-5.0] * 6]
     config = make_config(rollout={"temperature": 0.7}, optimizer={"micro_batch_tokens": 12})
-    found = [Candidate(make_sample(ids=a.response_ids), 0, a.prompt_ids, 1.0) for a in answers]
-    for candidate, then in zip(found, behaviour):
-        candidate.answer.logprobs = torch.tensor(then)
-    score_candidates(SimpleNamespace(policy=policy, config=config, on_rank0=lambda function: function()), found)
-    for candidate, a, then in zip(found, answers, behaviour):
+    candidates = [Candidate(make_sample(ids=a.response_ids), 0, a.prompt_ids, 1.0) for a in answers]
+    for candidate, behaviour_row in zip(candidates, behaviour):
+        candidate.answer.logprobs = torch.tensor(behaviour_row)
+    score_candidates(SimpleNamespace(policy=policy, config=config, on_rank0=lambda function: function()), candidates)
+    for candidate, a, behaviour_row in zip(candidates, answers, behaviour):
         logprobs, entropy = (x.detach() for x in plain_score(policy, a, 0.7))
         torch.testing.assert_close(candidate.logprobs, logprobs, rtol=1e-4, atol=1e-5)
         assert candidate.entropy == pytest.approx(float(entropy.mean()), rel=1e-4)
-        weights = (logprobs - torch.tensor(then)).exp().clamp(max=1).nan_to_num(1.0)
+        weights = (logprobs - torch.tensor(behaviour_row)).exp().clamp(max=1).nan_to_num(1.0)
         assert candidate.weight == pytest.approx(float(weights.mean()), rel=1e-3)
 
 
 def test_the_network_learns_to_rank_what_it_has_not_seen():
-    retrodictor, width = Retrodictor(), 9
+    retrodictor = Retrodictor()
+    width = 9
     generator = torch.Generator().manual_seed(0)
 
     def step():
@@ -259,14 +272,14 @@ def test_the_network_learns_to_rank_what_it_has_not_seen():
         noise = 0.05 * torch.randn(32, generator=generator) + 7 * torch.randn((), generator=generator)
         return x, x[:, 0] * 0.3 - x[:, 5] ** 2 + noise
 
-    for seen in range(12):
-        assert retrodictor.ready == (seen >= 4)
+    for num_steps in range(12):
+        assert retrodictor.ready == (num_steps >= 4)
         retrodictor.learn(*step())
     x, y = step()
     assert spearmanr(retrodictor.predict(x), y).statistic > 0.7
-    other = Retrodictor()
-    other.load_state_dict(retrodictor.state_dict())
-    assert torch.equal(other.predict(x), retrodictor.predict(x))
+    restored = Retrodictor()
+    restored.load_state_dict(retrodictor.state_dict())
+    assert torch.equal(restored.predict(x), retrodictor.predict(x))
 
 
 KEYS = [prompt_hash(prompt) for prompt in "ab"]
@@ -287,49 +300,50 @@ def test_answers_are_judged_as_fresh_ones_of_this_run(make_config):
     async def short(prompts, completions, completion_ids, limit):
         calls.append(len(prompts))
         assert [len(ids) for ids in completion_ids] == [len(text) for text in completions]
-        return [float(len(text) <= most) for text, most in zip(completions, limit)]
+        return [float(len(text) <= max_len) for text, max_len in zip(completions, limit)]
 
     rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
     config = make_config(rollout=rollout, algorithm={"overlong_cache": 4})
     texts = ["x", "xx", "xxx", "xxxx", "xxxxxx", "x" * 8, "x" * 9]
     samples = [make_sample(text=text, key=key, ids=range(len(text)), reward=0.7) for key in KEYS for text in texts]
     samples.append(make_sample(text="x", key=prompt_hash("c"), ids=[1]))
-    found = sampling.score_again(samples, context(short, config))
+    scored = sampling.score_again(samples, context(short, config))
     assert calls == [4, 4, 4, 4, 2], "6 answers to each prompt of this run, none longer than it allows"
     # two examples have one prompt: each judges by its own limit
-    assert [(number, s.text) for number, s in found] == [
+    assert [(number, s.text) for number, s in scored] == [
         *((0, t) for t in texts[:3]),
         *((1, t) for t in texts[:6]),
         (2, "x"),
     ]
-    lost = {"x" * 6: 0.5, "x" * 8: 1.0}
-    assert [s.reward for _, s in found] == [10.0 - lost.get(s.text, 0.0) for _, s in found]
+    penalties = {"x" * 6: 0.5, "x" * 8: 1.0}
+    assert [s.reward for _, s in scored] == [10.0 - penalties.get(s.text, 0.0) for _, s in scored]
     with pytest.raises(UserError, match="size.*raised ZeroDivisionError"):
         sampling.score_again(samples, context(lambda **columns: 1 / 0, config))
     assert sampling.score_again([], context(short, config)) == [] and len(calls) == 5
 
 
 def test_a_run_takes_the_place_of_its_own_attempt_and_of_no_other(url, tmp_path):
-    database, folders = RetrospectiveDatabase(url), [tmp_path / name for name in ("run", "copy")]
-    other = database.add_run(FACTS)
+    database = RetrospectiveDatabase(url)
+    folders = [tmp_path / name for name in ("run", "copy")]
+    other_run = database.add_run(FACTS)
     folders[0].mkdir()
-    begun = [replace(FACTS, created=float(number)) for number in range(1, 5)]
-    first = begin_run(database, begun[0], folders[0])
-    for run, created in ((other, FACTS.created), (first, begun[0].created)):
+    attempts = [replace(FACTS, created=float(number)) for number in range(1, 5)]
+    first = begin_run(database, attempts[0], folders[0])
+    for run, created in ((other_run, FACTS.created), (first, attempts[0].created)):
         database.add_step(run, make_step(), [make_sample(text=f"{run}")], created=created)
     shutil.copytree(*folders)
-    begin_run(database, begun[1], folders[1])  # a copy of the folder is no attempt at the same run
+    begin_run(database, attempts[1], folders[1])  # a copy of the folder is no attempt at the same run
 
     def steps():
         return [len(database.trajectory(run.id)) for run in database.runs()]
 
     assert steps() == [1, 1, 0] and database.runs()[1].created == 1.0
-    begin_run(database, begun[2], folders[0])
-    assert steps() == [1, 0, 0] and [s.text for s in database.samples()] == [f"{other}"]
+    begin_run(database, attempts[2], folders[0])
+    assert steps() == [1, 0, 0] and [s.text for s in database.samples()] == [f"{other_run}"]
     note = json.loads((folders[0] / NOTE).read_text())
-    (folders[0] / NOTE).write_text(json.dumps(note | {"run": other}))  # as if ids had been used again
-    begin_run(database, begun[3], folders[0])
+    (folders[0] / NOTE).write_text(json.dumps(note | {"run": other_run}))  # as if ids had been used again
+    begin_run(database, attempts[3], folders[0])
     assert steps() == [1, 0, 0, 0]
     (folders[0] / NOTE).write_text("no note of ours")
-    begin_run(database, begun[3], folders[0])
+    begin_run(database, attempts[3], folders[0])
     assert steps() == [1, 0, 0, 0, 0]
