@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from accuracy import assert_as_plain
 from paged import GREEDY, LONGROPE, MODELS, VOCAB, Letters, assert_same, engine_for, make, mixed_requests, prompts
 from sampling_cases import own_logprobs
 from support import Launches
@@ -416,8 +417,7 @@ def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
     plain = torch.cat([layer(x) for layer in layers], 1)
     exact = torch.cat([layer.double()(x.double()) for layer in layers], 1)
     assert result.dtype == torch.bfloat16
-    error, allowed = ((out.double() - exact).abs().max().item() for out in (result, plain))
-    assert error <= 2 * allowed
+    assert_as_plain([result], [plain], [exact], floor=0)
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])  # with biases, and with norms of heads

@@ -44,14 +44,20 @@ def problems(dim=8):
     attention = paged(dim)
     tensors = packed(dim)
     results = torch.ops.rlkernels.tree_attention(*tensors, TREE.nodes, 0.3)
-    out, lse = torch.randn(2, 3, 2, dim), torch.randn(2, 3, 2)
-    new, slots = torch.randn(2, 1, dim), torch.tensor([3, 9])
-    weights, bases = [torch.randn(5, 7), torch.randn(3, 4)], [torch.randn(5, 7), torch.randn(3, 4)]
-    x, y = torch.randn(2, 5, 1), torch.randn(3, 6, 1)
-    logits, uniforms = torch.randn(3, 11), torch.rand(3)
+    out = torch.randn(2, 3, 2, dim)
+    lse = torch.randn(2, 3, 2)
+    rows_to_write = torch.randn(2, 1, dim)
+    slots = torch.tensor([3, 9])
+    weights = [torch.randn(5, 7), torch.randn(3, 4)]
+    bases = [torch.randn(5, 7), torch.randn(3, 4)]
+    x = torch.randn(2, 5, 1)
+    y = torch.randn(3, 6, 1)
+    logits = torch.randn(3, 11)
+    uniforms = torch.rand(3)
     settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
-    ids, rows = torch.tensor([1, 5, 0]), torch.randn(3, 2 * dim)
-    turned = rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6
+    ids = torch.tensor([1, 5, 0])
+    rows = torch.randn(3, 2 * dim)
+    rope_arguments = rows, ids, torch.randn(9, 4), torch.randn(9, 4), 1, 2, None, None, 1e-6
     _, entropies, stats = torch.ops.rlkernels.token_logprobs(logits, ids, 0.8, True)
     return {
         "paged_attention": (*attention, 0.3),
@@ -59,7 +65,7 @@ def problems(dim=8):
         "merge_attention": (out[0], lse[0], out[1], lse[1]),
         "tree_attention": (*tensors, TREE.nodes, 0.3),
         "tree_attention_backward": (torch.randn(9, 2, dim), torch.randn(9, 2), *tensors, *results, TREE.nodes, 0.3),
-        "write_kv": (new, new, *attention[1:3], slots),
+        "write_kv": (rows_to_write, rows_to_write, *attention[1:3], slots),
         "advise_huge_pages": (torch.zeros(64),),
         "top1_deltas": (weights, bases, [torch.randn(7), None], 1e-2, 12, 2, 3, 0),
         "delta_matvec": (weights[0], bases[0], torch.randn(7)),
@@ -74,8 +80,8 @@ def problems(dim=8):
         "token_logprobs_backward": (logits, ids, stats, entropies, torch.randn(3), torch.randn(3), 0.8),
         "add_rms_norm": (rows, torch.randn(3, 2 * dim), torch.ones(2 * dim), 1e-6),
         "rms_norm_backward": (rows, None, rows, torch.rand(3), torch.ones(2 * dim)),
-        "rope": turned,
-        "rope_backward": (torch.randn(3, 2 * dim), *turned),
+        "rope": rope_arguments,
+        "rope_backward": (torch.randn(3, 2 * dim), *rope_arguments),
         "silu_mul": (rows,),
         "silu_mul_backward": (rows[:, :dim].contiguous(), rows),
         "verify_drafts": (
@@ -87,8 +93,8 @@ def problems(dim=8):
 
 def test_opcheck_of_every_op_that_computes_on_a_cpu():
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
-    ours = {n.removeprefix("rlkernels::") for n in names if n.startswith("rlkernels::") and "triton" not in n}
-    assert ours == problems().keys()
+    registered = {n.removeprefix("rlkernels::") for n in names if n.startswith("rlkernels::") and "triton" not in n}
+    assert registered == problems().keys()
     for name, args in problems().items():
         torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, args)
 
@@ -122,9 +128,9 @@ def test_a_wrong_temperature_draws_nothing(temperature):
 @pytest.mark.parametrize("subsequence", [False, True])
 def test_shapes_of_the_op_that_only_gpus_have(subsequence):
     x, y, lengths = (torch.empty(shape, device="meta") for shape in ((2, 5, 1), (3, 6, 1), (0,)))
-    found = torch.ops.rlkernels.dtw_warps(x, y, lengths, lengths, -1, subsequence)
+    outputs = torch.ops.rlkernels.dtw_warps(x, y, lengths, lengths, -1, subsequence)
     places = [(torch.int64, (2 if subsequence else 0, 3))] * 2
-    assert [(t.dtype, tuple(t.shape)) for t in found] == [(torch.float32, (2, 3)), *places]
+    assert [(t.dtype, tuple(t.shape)) for t in outputs] == [(torch.float32, (2, 3)), *places]
     bounds = torch.ops.rlkernels.dtw_bounds(x, y, lengths, lengths, -1)
     assert bounds.dtype == torch.float32 and bounds.shape == (2, 3)
     torch.ops.rlkernels.dtw_warps_(bounds, lengths, x, y, lengths, lengths, -1)
@@ -172,13 +178,14 @@ GRAPHS = {  # function -> inputs, and how many of them get a gradient
 @pytest.mark.parametrize("function", GRAPHS)
 def test_compiles_into_one_graph(function):
     make, differentiable = GRAPHS[function]
-    given = make()
-    leaves = [t.requires_grad_() for t in given[:differentiable]]
+    arguments = make()
+    leaves = [t.requires_grad_() for t in arguments[:differentiable]]
     torch.compiler.reset()
-    found, wanted = torch.compile(function, fullgraph=True, backend="aot_eager")(*given), function(*given)
-    torch.testing.assert_close(found, wanted)
+    result = torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments)
+    expected = function(*arguments)
+    torch.testing.assert_close(result, expected)
     if leaves:
-        grads = (torch.autograd.grad(out.sum(), leaves) for out in (found, wanted))
+        grads = (torch.autograd.grad(out.sum(), leaves) for out in (result, expected))
         torch.testing.assert_close(*grads)
 
 
@@ -205,34 +212,39 @@ def test_a_setting_may_change_from_call_to_call(function, dynamic):
 @pytest.mark.parametrize("op", ["paged_attention", "shared_prefix_attention", "merge_attention", "write_kv"])
 def test_a_gradient_that_would_be_lost_raises(op, backend):
     run = getattr(rlkernels, op)
-    given = dict(zip(inspect.signature(run).parameters, problems()[op]))
-    for name, value in given.items():
+    arguments = dict(zip(inspect.signature(run).parameters, problems()[op]))
+    for name, value in arguments.items():
         if torch.is_tensor(value) and value.is_floating_point():
             leaf = {name: value.clone().requires_grad_()}
             with pytest.raises(ValueError, match=f"{name} must not require grad, because {op} has no gradient"):
-                run(**given | leaf, backend=backend)
+                run(**arguments | leaf, backend=backend)
             with torch.no_grad():
-                run(**given | leaf, backend=backend)
+                run(**arguments | leaf, backend=backend)
 
 
 def test_what_compiled_graphs_write_counts_as_a_change():
-    keys, values, weight = torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), torch.zeros(3, 4)
-    new, slots, u, v = torch.randn(2, 1, 8), torch.tensor([3, 9]), torch.randn(3), torch.randn(4)
+    keys = torch.zeros(3, 4, 1, 8)
+    values = torch.zeros(3, 4, 1, 8)
+    weight = torch.zeros(3, 4)
+    rows = torch.randn(2, 1, 8)
+    slots = torch.tensor([3, 9])
+    u = torch.randn(3)
+    v = torch.randn(4)
 
     def write(keys, values, weight):
-        rlkernels.write_kv(new, -new, keys, values, slots)
+        rlkernels.write_kv(rows, -rows, keys, values, slots)
         rlkernels.add_rank1_(weight, u, v, 2.0)
 
     tensors = keys, values, weight
     versions = [t._version for t in tensors]
     torch.compiler.reset()
     torch.compile(write, fullgraph=True, backend="aot_eager")(*tensors)
-    assert torch.equal(keys.flatten(0, 1)[slots], new) and torch.equal(values.flatten(0, 1)[slots], -new)
+    assert torch.equal(keys.flatten(0, 1)[slots], rows) and torch.equal(values.flatten(0, 1)[slots], -rows)
     torch.testing.assert_close(weight, 2 * torch.outer(u, v))
     assert all(t._version > version for t, version in zip(tensors, versions))
 
 
-FAULT = -11  # what a process that touches such memory ends with
+FAULT = -11  # exit code of a process that touches such memory
 
 
 def fenced(value, at_end):
@@ -259,16 +271,16 @@ def run_all():
                 for at_end in (False, True):
                     print(isa, dim, name, at_end, flush=True)
                     op = getattr(torch.ops.rlkernels, name)
-                    given = fenced(args, at_end)
-                    found = op(*given), given
-                    torch.testing.assert_close(found, (op(*args), list(args)), equal_nan=True)
+                    fenced_arguments = fenced(args, at_end)
+                    result = op(*fenced_arguments), fenced_arguments
+                    torch.testing.assert_close(result, (op(*args), list(args)), equal_nan=True)
                     args = problems(dim)[name]  # some write to them
 
 
 def test_ops_stay_inside():
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    said = run_python("-c", "import test_compiled_ops; test_compiled_ops.run_all()", PYTHONPATH=path)
-    assert said.startswith("portable"), "there was an instruction set to run on"
+    output = run_python("-c", "import test_compiled_ops; test_compiled_ops.run_all()", PYTHONPATH=path)
+    assert output.startswith("portable"), "there was an instruction set to run on"
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -282,33 +294,35 @@ def test_the_fence_is_noticed(at_end):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == FAULT
 
 
-PATIENCE = 60.0  # seconds of calls; one call of a millisecond is enough where a processor is free
+MAX_CALL_S = 60.0  # of all calls; one of a millisecond is enough if a processor is free
 
 
-def runs_during(call, seconds=PATIENCE) -> bool:
+def runs_during(call, seconds=MAX_CALL_S) -> bool:
     """Whether a thread that has nothing left to wait for but the interpreter lock runs during calls.
 
     The interpreter is told never to take the lock from a thread that does not release it.
     """
-    may, ran = threading.Lock(), threading.Event()
-    before, end = sys.getswitchinterval(), time.monotonic() + seconds
+    gate = threading.Lock()
+    ran = threading.Event()
+    switch_interval = sys.getswitchinterval()
+    deadline = time.monotonic() + seconds
 
     def work():
-        with may:
+        with gate:
             total = sum(i * i for i in range(1000))  # progress: bytecode, not one atomic call
         if total:
             ran.set()
 
     thread = threading.Thread(target=work)
-    with may:
+    with gate:
         thread.start()
         sys.setswitchinterval(1000.0)
     try:
-        while not ran.is_set() and time.monotonic() < end:
+        while not ran.is_set() and time.monotonic() < deadline:
             call()
         return ran.is_set()
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(switch_interval)
         thread.join()
 
 
@@ -319,16 +333,21 @@ def long_calls():
     for _ in range(50):
         history.add([1, 2], rng.integers(0, 4, 400))
     handles = np.array([history.track([1, 2]) for _ in range(500)])
-    new, lengths = rng.integers(0, 4, 500 * 20).astype(np.int32), np.full(500, 20)
-    history.extend_tracked(handles, new, lengths)
-    core, many = history._core, np.tile(handles, 400)
-    ones = np.ones_like(many)
-    logits, uniforms, drafts = torch.randn(64, 20_000), torch.rand(64), torch.randint(20_000, (48,))
-    starts, settings = torch.arange(0, 65, 4), _settings(1.0, 0.9, 50, 16, logits.device)
+    extensions = rng.integers(0, 4, 500 * 20).astype(np.int32)
+    lengths = np.full(500, 20)
+    history.extend_tracked(handles, extensions, lengths)
+    core = history._core
+    repeated_handles = np.tile(handles, 400)
+    ones = np.ones_like(repeated_handles)
+    logits = torch.randn(64, 20_000)
+    uniforms = torch.rand(64)
+    drafts = torch.randint(20_000, (48,))
+    starts = torch.arange(0, 65, 4)
+    settings = _settings(1.0, 0.9, 50, 16, logits.device)
     return {
         "draft_tracked": lambda: core.draft_tracked(handles, 64, 0.0),
-        "extend_tracked": lambda: core.extend_tracked(handles, new, lengths),
-        "observe": lambda: core.observe(many, ones, ones),
+        "extend_tracked": lambda: core.extend_tracked(handles, extensions, lengths),
+        "observe": lambda: core.observe(repeated_handles, ones, ones),
         "verify_drafts": lambda: torch.ops.rlkernels.verify_drafts(logits, drafts, starts, uniforms, *settings),
     }
 

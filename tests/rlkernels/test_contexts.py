@@ -29,9 +29,18 @@ close = torch.testing.assert_close
 
 
 def layout():
-    made = rlkernels.GroupedLayout([4, 2], [3, 2, 1], [0, 2, 3])
+    grouped = rlkernels.GroupedLayout([4, 2], [3, 2, 1], [0, 2, 3])
     tree = rlkernels.TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4], [5]])
-    return [made.position_ids, made.end, made.nodes, tree.position_ids, tree.end, tree.nodes, tree.ids, *tree.places]
+    return [
+        grouped.position_ids,
+        grouped.end,
+        grouped.nodes,
+        tree.position_ids,
+        tree.end,
+        tree.nodes,
+        tree.ids,
+        *tree.places,
+    ]
 
 
 def proven(problem, backend):
@@ -42,13 +51,15 @@ def proven(problem, backend):
 
 
 def trajectory(base, direction):
-    made = rlkernels.RankOneTrajectory({"w": base})
+    tracked = rlkernels.RankOneTrajectory({"w": base})
     for step in range(1, 7):
         weights = {"w": base + step * direction}
-        made.track(weights, step=step, accuracy=step / 10)
-    found = [rlkernels.extrapolate(made, weights, rlkernels.Target(9), predictor=p)["w"] for p in sorted(PREDICTORS)]
-    found += made.state_dict().values()
-    return found if rlkernels.refusal(made, "secant") is None else None
+        tracked.track(weights, step=step, accuracy=step / 10)
+    results = [
+        rlkernels.extrapolate(tracked, weights, rlkernels.Target(9), predictor=p)["w"] for p in sorted(PREDICTORS)
+    ]
+    results += tracked.state_dict().values()
+    return results if rlkernels.refusal(tracked, "secant") is None else None
 
 
 CASES = {  # what runs, and its inputs
@@ -73,8 +84,8 @@ def test_nothing_depends_on_the_context(case, context):
     kwargs = make()
     expected = call(*kwargs)
     with CONTEXTS[context]():
-        found = call(*kwargs)
-    close(found, expected, rtol=0, atol=0, equal_nan=True)
+        result = call(*kwargs)
+    close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_op_is_called():
@@ -129,9 +140,9 @@ def test_meta_tensors_give_shapes(op):
         with pytest.raises(TypeError, match=f"{op} needs the values of .*, got a meta tensor"):
             public(op)(**change(kwargs, lambda t: t.to("meta")))
         return
-    found, expected = (outputs(op, kwargs) for kwargs in (change(kwargs, lambda t: t.to("meta")), kwargs))
-    assert all(t.is_meta for t in found)
-    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    result, expected = (outputs(op, kwargs) for kwargs in (change(kwargs, lambda t: t.to("meta")), kwargs))
+    assert all(t.is_meta for t in result)
+    assert [(t.shape, t.dtype) for t in result] == [(t.shape, t.dtype) for t in expected]
 
 
 def test_what_values_alone_tell_is_not_made_up():
@@ -163,8 +174,8 @@ def test_transforms_without_a_rule_are_refused(op):
 
 
 def total(op, kwargs, backend="auto"):
-    found = [t for t in tree_leaves(public(op)(**kwargs, backend=backend)) if t.requires_grad]
-    return sum((t * torch.arange(t.numel()).view(t.shape)).sum() for t in found)
+    outputs_with_grad = [t for t in tree_leaves(public(op)(**kwargs, backend=backend)) if t.requires_grad]
+    return sum((t * torch.arange(t.numel()).view(t.shape)).sum() for t in outputs_with_grad)
 
 
 def case_of(op, name):
@@ -182,14 +193,15 @@ def test_gradients_of_transforms_are_those_of_autograd(op, name):
     kwargs = case_of(op, name)
     leaves = {key: kwargs[key].clone().requires_grad_() for key in GRADIENTS[op]}
     expected = torch.autograd.grad(total(op, kwargs | leaves, name), list(leaves.values()))
-    for key, gradient in zip(leaves, expected):
-        found = torch.func.grad(lambda t, key=key: total(op, kwargs | {key: t}, name))(kwargs[key])
-        close(found, gradient, rtol=1e-12, atol=1e-12)
+    for key, expected_grad in zip(leaves, expected):
+        grad = torch.func.grad(lambda t, key=key: total(op, kwargs | {key: t}, name))(kwargs[key])
+        close(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("op", "name"), [(o, n) for o, n in DIFFERENTIABLE if n != "torch" or o not in COMPOSITE])
 def test_a_gradient_of_a_gradient_is_never_lost(op, name):
-    kwargs, key = inputs()[op], GRADIENTS[op][0]
+    kwargs = inputs()[op]
+    key = GRADIENTS[op][0]
     ran = "tree_attention" if op == "grouped_attention" else op
     message = f"{ran} is compiled here and its gradient has no gradient"
     leaf = kwargs[key].clone().requires_grad_()
@@ -209,18 +221,20 @@ def test_a_gradient_of_a_gradient_is_never_lost(op, name):
 @pytest.mark.parametrize("op", COMPOSITE)
 def test_plain_torch_has_forward_derivatives(op):
     """Against a difference quotient."""
-    kwargs, key = case_of(op, "torch"), GRADIENTS[op][0]
+    kwargs = case_of(op, "torch")
+    key = GRADIENTS[op][0]
 
     def values(t):
         return tree_leaves(public(op)(**kwargs | {key: t}, backend="torch"))
 
-    direction, step = torch.randn_like(kwargs[key]), 1e-6
-    _, found = torch.func.jvp(values, (kwargs[key],), (direction,))
+    direction = torch.randn_like(kwargs[key])
+    step = 1e-6
+    _, derivatives = torch.func.jvp(values, (kwargs[key],), (direction,))
     ends = (values(kwargs[key] + sign * step * direction) for sign in (1, -1))
-    close(found, [(above - below) / (2 * step) for above, below in zip(*ends)], rtol=1e-6, atol=1e-7)
+    close(derivatives, [(above - below) / (2 * step) for above, below in zip(*ends)], rtol=1e-6, atol=1e-7)
     stacked = torch.stack([kwargs[key], 2 * kwargs[key]])
-    found = torch.vmap(values)(stacked)
-    close(found, [torch.stack(pair) for pair in zip(*map(values, stacked))])
+    derivatives = torch.vmap(values)(stacked)
+    close(derivatives, [torch.stack(pair) for pair in zip(*map(values, stacked))])
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -254,13 +268,13 @@ def test_distributed_tensors_are_gathered(op, mesh):
 
     distributed = change(kwargs, distribute)
     plain = change(kwargs, torch.Tensor.clone)
-    found, expected = outputs(op, distributed), outputs(op, plain)
+    result, expected = outputs(op, distributed), outputs(op, plain)
     written = op_calls.WRITES.get(op, ())
     assert all(torch.equal(distributed[name].full_tensor(), plain[name]) for name in written)
     if op == "add_rank1_":
-        assert found[0] is distributed["weight"]
+        assert result[0] is distributed["weight"]
     else:
-        close(found, expected, rtol=0, atol=0)
+        close(result, expected, rtol=0, atol=0)
 
 
 class Gathered:
@@ -285,18 +299,22 @@ def test_parameters_of_deepspeed_are_gathered_for_both_passes(monkeypatch):
     expected = torch.autograd.grad(total("linear_token_logprobs", kwargs | leaves), list(leaves.values()))
     params = {name: torch.nn.Parameter(kwargs[name].clone()) for name in ("weight", "bias")}
     for p in params.values():
-        p.whole, p.ds_status, p.data = p.data, "NOT_AVAILABLE", torch.empty(0)
+        p.whole = p.data
+        p.ds_status = "NOT_AVAILABLE"
+        p.data = torch.empty(0)
     value = total("linear_token_logprobs", kwargs | params | {"hidden": leaves["hidden"]})
     assert params["weight"].numel() == 0
-    found = torch.autograd.grad(value, [leaves["hidden"], *params.values()])
-    close(found, expected, rtol=0, atol=0)
+    grads = torch.autograd.grad(value, [leaves["hidden"], *params.values()])
+    close(grads, expected, rtol=0, atol=0)
     assert params["weight"].numel() == 0
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
 def test_autocast_projects_as_linear_does(dtypes):
     """bfloat16 states and a float32 head: no more than twice the error of torch's own, whose gradients it has."""
-    hidden, weight, bias = torch.randn(5, 16), torch.randn(40, 16), torch.randn(40)
+    hidden = torch.randn(5, 16)
+    weight = torch.randn(40, 16)
+    bias = torch.randn(40)
     ids = torch.tensor([0, 39, 7, 7, 20])
 
     def plain(hidden, weight, bias):
@@ -310,11 +328,14 @@ def test_autocast_projects_as_linear_does(dtypes):
         return [out, *torch.autograd.grad(out.sum(), kwargs)]
 
     dtypes = (*dtypes, torch.float32)
-    gold = run(plain, [torch.float64] * 3)
-    theirs, ours = run(plain, dtypes), run(lambda h, w, b: rlkernels.linear_token_logprobs(h, w, ids, bias=b), dtypes)
-    assert [t.dtype for t in ours] == [torch.float32, *dtypes]
-    for mine, other, exact in zip(ours, theirs, gold):
-        assert (mine - exact).norm() <= 2 * (other - exact).norm() + 1e-6 * exact.norm()
+    expected = run(plain, [torch.float64] * 3)
+    plain_results = run(plain, dtypes)
+    results = run(lambda h, w, b: rlkernels.linear_token_logprobs(h, w, ids, bias=b), dtypes)
+    assert [t.dtype for t in results] == [torch.float32, *dtypes]
+    for result, plain_result, expected_result in zip(results, plain_results, expected):
+        assert (result - expected_result).norm() <= 2 * (
+            plain_result - expected_result
+        ).norm() + 1e-6 * expected_result.norm()
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
@@ -323,7 +344,8 @@ def test_keys_are_written_from_their_own_cache(name):
 
 
 def test_what_a_mode_made_is_not_kept_for_later_calls():
-    logits, uniforms = torch.randn(5, 11), torch.rand(5)
+    logits = torch.randn(5, 11)
+    uniforms = torch.rand(5)
     expected = rlkernels.sample_tokens(logits, uniforms, temperature=torch.full((5,), 0.87))
     with FakeTensorMode() as mode:
         fake = map(mode.from_tensor, (logits, uniforms))
@@ -336,7 +358,8 @@ def test_the_rule_is_applied_once_to_a_kind_of_call(monkeypatch):
     checked = []
     check = _contexts.Rule.call_checked
     monkeypatch.setattr(_contexts.Rule, "call_checked", lambda rule, *args: checked.append(rule) or check(rule, *args))
-    logits, ids = torch.randn(4, 7, dtype=torch.bfloat16), torch.arange(4)
+    logits = torch.randn(4, 7, dtype=torch.bfloat16)
+    ids = torch.arange(4)
     score = rlkernels.token_logprobs
     score(logits, ids)
     del checked[:]

@@ -19,7 +19,8 @@ LAYERS = {
     "bindings": ["include", "runtime"],
     "module.cpp": ["bindings"],
 }
-TORCH, PYBIND = ("ATen/", "torch/", "c10/"), ("pybind11/", "Python.h")
+TORCH = ("ATen/", "torch/", "c10/")
+PYBIND = ("pybind11/", "Python.h")
 # what only some layers may use: who may, and the beginnings of the headers
 LIBRARIES = [({"ops", "bindings"}, TORCH), ({"bindings"}, PYBIND), ({"cuda", "ops"}, ("cuda",))]
 # macros that mark what a layer is for
@@ -43,13 +44,13 @@ def test_every_folder_is_a_layer():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_includes_go_one_way(layer):
-    for path in (path for of, path in sources() if of == layer):
-        for name, ours in includes(path):
-            if ours:  # beside the file, or from csrc/include
-                found = next(f for f in (path.parent / name, CSRC / "include" / name) if f.exists()).resolve()
-                assert found.relative_to(CSRC).parts[0] in (layer, *LAYERS[layer]), f"{path.name} includes {name}"
+    for path in (path for file_layer, path in sources() if file_layer == layer):
+        for name, is_local in includes(path):
+            if is_local:  # beside the file, or from csrc/include
+                file = next(f for f in (path.parent / name, CSRC / "include" / name) if f.exists()).resolve()
+                assert file.relative_to(CSRC).parts[0] in (layer, *LAYERS[layer]), f"{path.name} includes {name}"
             for allowed, beginnings in LIBRARIES:
-                assert layer in allowed or not name.startswith(beginnings) or ours, f"{path.name} includes {name}"
+                assert layer in allowed or not name.startswith(beginnings) or is_local, f"{path.name} includes {name}"
 
 
 def test_ops_register_and_nobody_else_does():
@@ -75,13 +76,13 @@ RUNS = {
 
 
 def compile_cpp(sanitizers: str, *arguments: str) -> None:
-    """Runs the compiler; a program that it makes ends at the first finding."""
+    """Run the compiler; its programs end at the first finding of a sanitizer."""
     command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", f"-fsanitize={sanitizers}", "-pthread"]
     command += ["-fno-sanitize-recover=all", f"-I{RUNTIME}", f"-I{CSRC / 'include'}"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    if "cannot find" in done.stderr and "san" in done.stderr:
+    process = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    if "cannot find" in process.stderr and "san" in process.stderr:
         lacks("the sanitizer libraries")
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert process.returncode == 0 and not process.stderr, process.stderr
 
 
 @pytest.mark.slow
@@ -97,5 +98,5 @@ def test_nothing_is_found(sanitizers, tmp_path):
     for name, arguments in RUNS[sanitizers].items():
         program = str(tmp_path / name)
         compile_cpp(sanitizers, str(ROOT / f"tests/cpp/{name}.cpp"), *objects, "-o", program)
-        done = subprocess.run([program, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, (name, arguments, done.stdout + done.stderr)
+        process = subprocess.run([program, *arguments], capture_output=True, text=True)
+        assert process.returncode == 0, (name, arguments, process.stdout + process.stderr)

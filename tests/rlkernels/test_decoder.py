@@ -13,23 +13,26 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check(name, tensors, dtype=torch.float32, **settings):
-    """Outputs of op ``name`` and gradients of the tensors, which like the settings are arguments by name."""
+    """Check the outputs of op ``name`` and the gradients of ``tensors``; tensors and settings are arguments by name."""
 
-    def run(module, work, **options):
-        def given(t):  # what float64 gets is rounded to the dtype too
-            return t.detach().to(dtype).to(work, copy=True)
+    def run(module, compute_dtype, **options):
+        def converted(t):  # what float64 gets is rounded to the dtype too
+            return t.detach().to(dtype).to(compute_dtype, copy=True)
 
-        leaves = {key: t if t is None else given(t).requires_grad_() for key, t in tensors.items()}
-        exact = {k: given(v) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in settings.items()}
-        found = getattr(module, name)(**leaves, **exact, **options)
-        outs, gen = list(found) if isinstance(found, tuple) else [found], torch.Generator().manual_seed(1)
-        sum((out * given(torch.randn(out.shape, generator=gen))).sum() for out in outs).backward()
-        return [out.detach() for out in outs], [leaf.grad for leaf in leaves.values() if leaf is not None]
+        leaves = {key: t if t is None else converted(t).requires_grad_() for key, t in tensors.items()}
+        arguments = {
+            k: converted(v) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in settings.items()
+        }
+        result = getattr(module, name)(**leaves, **arguments, **options)
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        generator = torch.Generator().manual_seed(1)
+        sum((out * converted(torch.randn(out.shape, generator=generator))).sum() for out in outputs).backward()
+        return [out.detach() for out in outputs], [leaf.grad for leaf in leaves.values() if leaf is not None]
 
-    found = run(decoder, dtype, backend="cpu"), run(reference, dtype), run(reference, torch.float64)
+    runs = run(decoder, dtype, backend="cpu"), run(reference, dtype), run(reference, torch.float64)
     unit = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    for results, slack in zip(zip(*found), (1e-7, 4e-7)):  # gradients are sums of larger terms
-        assert_as_plain(*results, floor=0, relative=slack * unit)
+    for results, tolerance in zip(zip(*runs), (1e-7, 4e-7)):  # gradients are sums of larger terms
+        assert_as_plain(*results, floor=0, relative=tolerance * unit)
 
 
 def rope_arguments(rows, q_heads, k_heads, dim, norm):
@@ -47,7 +50,9 @@ def rope_arguments(rows, q_heads, k_heads, dim, norm):
 @pytest.mark.parametrize("with_x", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm(cpu_isa, shape, with_x, dtype):
-    residual, x, weight = torch.randn(shape) * 3, torch.randn(shape) if with_x else None, torch.randn(shape[1])
+    residual = torch.randn(shape) * 3
+    x = torch.randn(shape) if with_x else None
+    weight = torch.randn(shape[1])
     check("add_rms_norm", {"residual": residual, "x": x, "weight": weight}, dtype, eps=1e-6)
     residual, x, weight = (None if t is None else t.to(dtype) for t in (residual, x, weight))
     total, _ = decoder.add_rms_norm(residual, x, weight, 1e-6, backend="cpu")
@@ -69,7 +74,8 @@ def test_gradient_of_one_output_alone():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope(cpu_isa, q_heads, k_heads, dim, norm, rows, dtype):
     tensors, settings = rope_arguments(rows, q_heads, k_heads, dim, norm)
-    values, x = slice((q_heads + k_heads) * dim, None), tensors["x"].to(dtype)
+    values = slice((q_heads + k_heads) * dim, None)
+    x = tensors["x"].to(dtype)
     out = decoder.rope(**tensors | {"x": x}, **settings, backend="cpu")  # weights and tables in float32
     assert out.dtype == dtype and torch.equal(out[:, values], x[:, values])
     exact = reference.rope(**tensors | {"x": x.float()}, **settings)
@@ -97,15 +103,16 @@ def test_silu_mul_of_the_largest_numbers(cpu_isa):
 
 def test_gradients_do_not_depend_on_threads(set_threads):
     tensors, settings = rope_arguments(999, 4, 2, 16, norm=True)
-    residual, weight = torch.randn(2000, 48, requires_grad=True), torch.randn(48, requires_grad=True)
+    residual = torch.randn(2000, 48, requires_grad=True)
+    weight = torch.randn(48, requires_grad=True)
     leaves = [t.requires_grad_() for t in tensors.values()]
-    found = []
+    grads = []
     for count in (1, 3):
         set_threads(count)
         out = decoder.rope(**tensors, **settings).pow(3).sum()
         normed = decoder.add_rms_norm(residual, None, weight, 1e-6)[1].pow(3).sum()
-        found.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
-    assert all(map(torch.equal, *found))
+        grads.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
+    assert all(map(torch.equal, *grads))
 
 
 def test_no_gradient_is_recorded_without_need():
@@ -131,12 +138,13 @@ def test_other_dtypes_take_the_reference():
 
 @pytest.mark.parametrize(("first", "second", "name"), [(*DTYPES, "Float"), (*reversed(DTYPES), "BFloat16")])
 def test_a_norm_of_two_dtypes_is_of_the_larger(first, second, name):
-    x, weight = torch.randn(3, 8).to(first), torch.randn(8).to(second)
+    x = torch.randn(3, 8).to(first)
+    weight = torch.randn(8).to(second)
     total, out = decoder.add_rms_norm(x, x, weight, 1e-6)
     assert total.dtype == first and out.dtype == torch.float32
-    other = torch.randn(3, 8).to(second)  # float32 residuals of a model in bfloat16, say
-    total, _ = decoder.add_rms_norm(x, other, weight.to(first), 1e-6)
-    assert torch.equal(total, x + other) and total.dtype == torch.float32
+    second_input = torch.randn(3, 8).to(second)  # float32 residuals of a model in bfloat16, say
+    total, _ = decoder.add_rms_norm(x, second_input, weight.to(first), 1e-6)
+    assert torch.equal(total, x + second_input) and total.dtype == torch.float32
     with pytest.raises(RuntimeError, match=f"weight must be a contiguous {name}"):
         decoder.add_rms_norm(x, x, weight, 1e-6, backend="cpu")
 
@@ -146,8 +154,8 @@ def test_bfloat16_is_rounded_once():
     x = torch.randn(50, 64).bfloat16()
     gate, up = x.float().chunk(2, -1)
     exact = torch.nn.functional.silu(gate) * up
-    ours, plain = ((f(x) != exact.bfloat16()).sum() for f in (decoder.silu_mul, reference.silu_mul))
-    assert ours <= 2 and plain > 100  # two: numbers next to the middle between two of bfloat16
+    num_wrong, num_plain_wrong = ((f(x) != exact.bfloat16()).sum() for f in (decoder.silu_mul, reference.silu_mul))
+    assert num_wrong <= 2 and num_plain_wrong > 100  # two: numbers next to the middle between two of bfloat16
 
 
 def test_bad_input():
@@ -161,7 +169,9 @@ def test_bad_input():
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_bad_input_of_rope(backend):
-    x, table, positions = torch.randn(3, 8), torch.randn(5, 4), torch.tensor([0, 4, 1])
+    x = torch.randn(3, 8)
+    table = torch.randn(5, 4)
+    positions = torch.tensor([0, 4, 1])
     rope = partial(decoder.rope, backend=backend)
     for name in ("q_weight", "k_weight"):
         with pytest.raises(ValueError, match=f"must be given together, got {name} alone"):
@@ -172,7 +182,8 @@ def test_bad_input_of_rope(backend):
 
 
 def test_compiled_rope_names_shapes_that_do_not_fit():
-    x, positions = torch.randn(3, 8), torch.tensor([0, 4, 1])
+    x = torch.randn(3, 8)
+    positions = torch.tensor([0, 4, 1])
     for heads in (3, 2**62):  # 2**62 * 4 is 0 in 64 bits
         with pytest.raises(ValueError, match=f"{heads} heads of 4 numbers do not fit into rows of 8"):
             decoder.rope(x, positions, torch.randn(5, 4), torch.randn(5, 4), 1, heads)

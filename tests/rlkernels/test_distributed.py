@@ -20,19 +20,20 @@ def run_as_fsdp_does() -> None:
     heads[1].load_state_dict(heads[0].state_dict())
     for head in heads:
         fully_shard(head, mesh=mesh)
-    hidden, ids = torch.randn(2, 5, 8)[dist.get_rank()].requires_grad_(), torch.tensor([3, 0, 10, 4, 5])
+    hidden = torch.randn(2, 5, 8)[dist.get_rank()].requires_grad_()
+    ids = torch.tensor([3, 0, 10, 4, 5])
     expected = heads[0](hidden).log_softmax(-1)[torch.arange(5), ids]
-    found = rlkernels.linear_token_logprobs(hidden, heads[1].weight, ids, bias=heads[1].bias)
-    torch.testing.assert_close(found, expected)
+    logprobs = rlkernels.linear_token_logprobs(hidden, heads[1].weight, ids, bias=heads[1].bias)
+    torch.testing.assert_close(logprobs, expected)
     weights = torch.arange(5) + dist.get_rank()
     grads = [
-        torch.autograd.grad((values * weights).sum(), hidden, retain_graph=True)[0] for values in (expected, found)
+        torch.autograd.grad((values * weights).sum(), hidden, retain_graph=True)[0] for values in (expected, logprobs)
     ]
     torch.testing.assert_close(*grads)
-    for values in (expected, found):
+    for values in (expected, logprobs):
         (values * weights).sum().backward()
-    for name, theirs, ours in zip(("weight", "bias"), heads[0].parameters(), heads[1].parameters()):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), msg=name)
+    for name, expected_param, param in zip(("weight", "bias"), heads[0].parameters(), heads[1].parameters()):
+        torch.testing.assert_close(param.grad.full_tensor(), expected_param.grad.full_tensor(), msg=name)
 
 
 def write_into_shards() -> None:
@@ -40,7 +41,9 @@ def write_into_shards() -> None:
 
     mesh = dist.init_device_mesh("cpu", (2,))
     torch.manual_seed(1)
-    base, u, v = torch.randn(5, 7), torch.randn(5), torch.randn(7)
+    base = torch.randn(5, 7)
+    u = torch.randn(5)
+    v = torch.randn(7)
     for placement in (Shard(0), Shard(1), Replicate()):
         weight = distribute_tensor(base.clone(), mesh, [placement]).requires_grad_()
         assert rlkernels.add_rank1_(weight, distribute_tensor(u, mesh, [Shard(0)]), v, 0.5) is weight

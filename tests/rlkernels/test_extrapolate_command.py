@@ -42,8 +42,8 @@ def training(tmp_path):
     return tmp_path / "base", folders, start, direction
 
 
-def extrapolate(base, folders, out, *more):
-    return main(["extrapolate", str(base), *map(str, folders), "--output-dir", str(out), *more])
+def extrapolate(base, folders, out, *options):
+    return main(["extrapolate", str(base), *map(str, folders), "--output-dir", str(out), *options])
 
 
 @pytest.mark.parametrize("predictor", ["full", "secant"])
@@ -54,10 +54,10 @@ def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
     text = capsys.readouterr().out
     assert "4 checkpoints, 14 of 14 projections taken from step 40 to 60; back-test skill 1.00" in text
     assert "Nothing has tested these weights: evaluate them" in text and "rlkernels.Gate" in text
-    found = dict(transformers.LlamaForCausalLM.from_pretrained(out).named_parameters())
-    for name, before in start.items():
-        expected = before + 60 * direction[name] if name in direction else before + 40
-        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-4)
+    weights = dict(transformers.LlamaForCausalLM.from_pretrained(out).named_parameters())
+    for name, start_weight in start.items():
+        expected = start_weight + 60 * direction[name] if name in direction else start_weight + 40
+        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-4)
     names = {path.name for path in out.iterdir()}
     assert {"tokenizer.json", "config.json", "model.safetensors.index.json"} <= names and "optimizer.pt" not in names
     assert not (tmp_path / ".further.tmp").exists()
@@ -69,7 +69,7 @@ def test_reasons_not_to(training, tmp_path, capsys):
     base, folders, _, _ = training
     out = tmp_path / "further"
     unmoved = [shutil.copytree(base, tmp_path / f"unmoved-{step}") for step in STEPS]
-    for paths, more, message in (
+    for paths, options, message in (
         (folders[:2], [], "refused: few points (secant needs 3 tracked steps, there are 2)"),
         (folders, ["--accuracy", "0.5", "0.5", "0.5", "0.5"], "refused: flat accuracy (rose by 0.000"),
         (folders, ["--accuracy", "0.5"], "--accuracy must have one number for each of 4 checkpoints, got [0.5]"),
@@ -90,7 +90,7 @@ def test_reasons_not_to(training, tmp_path, capsys):
         ),
         ([*folders[:3], tmp_path / "start-0"], [], "checkpoints must tell their steps, at least 1,"),
     ):
-        assert extrapolate(base, paths, out, *more) == 2
+        assert extrapolate(base, paths, out, *options) == 2
         assert f"rlkernels extrapolate: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
         assert not out.exists()
     llama(48).save_pretrained(tmp_path / "other-50")
@@ -101,13 +101,13 @@ def test_reasons_not_to(training, tmp_path, capsys):
 def test_pls_goes_by_accuracy_in_any_order_of_the_checkpoints(training, tmp_path, capsys):
     base, folders, start, direction = training
     renamed = [path.rename(tmp_path / name) for path, name in zip(folders, ("a", "b", "c-7", "d"))]
-    more = ["--predictor", "pls", "--accuracy", "0.4", "0.1", "0.3", "0.2"]
-    given = [renamed[place] for place in (3, 0, 2, 1)]
-    assert extrapolate(base, given, tmp_path / "further", *more) == 0
+    options = ["--predictor", "pls", "--accuracy", "0.4", "0.1", "0.3", "0.2"]
+    checkpoints = [renamed[place] for place in (3, 0, 2, 1)]
+    assert extrapolate(base, checkpoints, tmp_path / "further", *options) == 0
     assert "taken from step 40 to 80" in capsys.readouterr().out, "trainer_state.json tells the steps"
-    found = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
+    weights = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"  # an accuracy of 1 is ten times that of the first checkpoint
-    torch.testing.assert_close(found[name], start[name] + 100 * direction[name], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weights[name], start[name] + 100 * direction[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 2, 1, 0)], ids=["of a shell", "backwards"])
@@ -122,6 +122,6 @@ def test_checkpoints_are_sorted_by_the_steps_of_their_names(training, tmp_path, 
             folders[number] = folder.rename(target)
     assert extrapolate(base, [folders[place] for place in order], tmp_path / "further", "--horizon", "1.5") == 0
     assert "taken from step 40 to 60" in capsys.readouterr().out
-    found = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
+    weights = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
     name = "model.layers.1.self_attn.q_proj.weight"
-    torch.testing.assert_close(found[name], start[name] + 60 * direction[name], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weights[name], start[name] + 60 * direction[name], rtol=1e-4, atol=1e-4)

@@ -22,12 +22,12 @@ def write(folder, text):
 def test_what_is_no_file_is_written_to(tmp_path):
     """A pipe, as a device: in its place a file would appear, and nobody would read it."""
     os.mkfifo(tmp_path / "pipe")
-    got = []
-    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
+    received = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_bytes()))
     reader.start()
     replace_file(tmp_path / "pipe", b"through")
     reader.join()
-    assert got == [b"through"] and (tmp_path / "pipe").is_fifo()
+    assert received == [b"through"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_file_that_cannot_be_written_is_named_and_unchanged(tmp_path):
@@ -45,7 +45,8 @@ def test_a_file_that_cannot_be_written_is_named_and_unchanged(tmp_path):
 
 def test_a_folder_keeps_its_link_and_permissions(tmp_path):
     (tmp_path / "disk").mkdir()
-    link, folder = tmp_path / "model", tmp_path / "disk" / "here"
+    link = tmp_path / "model"
+    folder = tmp_path / "disk" / "here"
     link.symlink_to(folder)
     for text in "123":
         write(link, text)

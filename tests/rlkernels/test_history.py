@@ -52,8 +52,8 @@ def test_finds_the_longest_prompt_that_a_sequence_begins_with():
         history.add(prompt, [5], epoch=1)
     handle = history.track([1, 2, 3])  # not a prompt with answers
     history.add([1, 2, 3, 4, 5], [])
-    found = [history.longest_prompt(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1], [], [9, 1, 2])]
-    assert found == [4, 4, 2, 0, 0, 1]
+    lengths = [history.longest_prompt(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1], [], [9, 1, 2])]
+    assert lengths == [4, 4, 2, 0, 0, 1]
     history.release(handle)
     history.add([9], [5, 6], epoch=2)  # one token too many: the first answer goes
     assert history.longest_prompt([1, 2, 3]) == 0 and history.longest_prompt([1, 2, 3, 4]) == 4
@@ -83,11 +83,17 @@ def test_own_text_is_drafted_from_too():
 
     generated: list[int] = []
     assert drafted() == []
-    for new, expected in [([41, 42], [43, 44, 45]), ([45], []), ([7], []), ([41], [42, 45, 7, 41]), ([42, 45, 7], 41)]:
-        history.extend(handle, new)
-        generated += new
-        found = drafted()
-        assert found == expected or found[0] == expected  # the newest and the longest match weigh most
+    for tokens, expected in [
+        ([41, 42], [43, 44, 45]),
+        ([45], []),
+        ([7], []),
+        ([41], [42, 45, 7, 41]),
+        ([42, 45, 7], 41),
+    ]:
+        history.extend(handle, tokens)
+        generated += tokens
+        draft = drafted()
+        assert draft == expected or draft[0] == expected  # the newest and the longest match weigh most
     history.release(handle)
     with pytest.raises(ValueError, match=f"handle {handle} is not tracked"):
         history.draft_tracked([handle], max_tokens=4)
@@ -96,18 +102,22 @@ def test_own_text_is_drafted_from_too():
 def test_extending_many_sequences_at_once():
     history = rlkernels.RolloutHistory()
     history.add([1], list(range(20, 60)))
-    together, alone = ([history.track([1]) for _ in range(3)] for _ in range(2))
-    parts = [[20, 21], [], [30, 31, 32, 33]]
-    history.extend_tracked(together, [token for part in parts for token in part], [len(part) for part in parts])
-    for handle, part in zip(alone, parts):
-        history.extend(handle, part)
-    ours, wanted = (history.draft_tracked(handles, max_tokens=4)[0].tolist() for handles in (together, alone))
-    assert ours == wanted == [[22, 23, 24, 25], [20, 21, 22, 23], [34, 35, 36, 37]]
+    batched, single = ([history.track([1]) for _ in range(3)] for _ in range(2))
+    extensions = [[20, 21], [], [30, 31, 32, 33]]
+    history.extend_tracked(
+        batched,
+        [token for extension in extensions for token in extension],
+        [len(extension) for extension in extensions],
+    )
+    for handle, extension in zip(single, extensions):
+        history.extend(handle, extension)
+    drafts, single_drafts = (history.draft_tracked(handles, max_tokens=4)[0].tolist() for handles in (batched, single))
+    assert drafts == single_drafts == [[22, 23, 24, 25], [20, 21, 22, 23], [34, 35, 36, 37]]
     history.extend_tracked([], [], [])
     with pytest.raises(ValueError, match=r"lengths must add up to the number of ids \(1\), got 2"):
-        history.extend_tracked([together[0]], [1], [2])
+        history.extend_tracked([batched[0]], [1], [2])
     with pytest.raises(ValueError, match=r"one entry per handle \(1\), got 0"):
-        history.extend_tracked([together[0]], [], [])
+        history.extend_tracked([batched[0]], [], [])
 
 
 def test_token_cost_of_one_call():
@@ -205,17 +215,17 @@ def test_another_bound_holds_for_what_is_there():
     for i, (reward, epoch) in enumerate([(1.0, 0), (0.0, 1), (0.5, 1), (0.0, 2)]):
         history.add([i], [10 * i + j for j in range(10)], reward=reward, epoch=epoch)
 
-    def kept():
+    def remaining():
         return [i for i in range(4) if history.longest_prompt([i])]
 
     for bound, expected in [(40, [0, 1, 2, 3]), (29, [2, 3]), (None, [2, 3]), (19, [3])]:
         history.resize(bound)
-        assert kept() == expected and history.stats["tokens"] == 10 * len(expected)
+        assert remaining() == expected and history.stats["tokens"] == 10 * len(expected)
         assert history.draft([[3]], [[30, 31]], max_tokens=2) == [[32, 33]]
-        again = rlkernels.RolloutHistory.from_bytes(history.to_bytes())  # the bound is kept, too
+        restored = rlkernels.RolloutHistory.from_bytes(history.to_bytes())  # the bound is kept, too
         for i in range(9):
-            again.add([9], [90 + i] * 5, epoch=9)
-        assert again.stats["tokens"] == 65 if bound is None else 10 < again.stats["tokens"] <= bound
+            restored.add([9], [90 + i] * 5, epoch=9)
+        assert restored.stats["tokens"] == 65 if bound is None else 10 < restored.stats["tokens"] <= bound
     with pytest.raises(ValueError, match="max_tokens must be between 1 and .* got 0"):
         history.resize(0)
 
@@ -226,20 +236,22 @@ def test_another_bound_holds_for_what_is_there():
        st.sampled_from([5, 7, 24]))  # fmt: skip
 def test_equals_its_model_in_python(seed, max_tokens, token_cost, depth):
     rng = random.Random(seed)
-    pair, nothing = HistoryPair(None), np.zeros(0, np.int32)
+    pair = HistoryPair(None)
+    empty = np.zeros(0, np.int32)
     pair.histories = tuple(type(history)(max_tokens, token_cost, depth) for history in pair.histories)
     for _ in range(100):
         pair.step(rng.randrange)
         if rng.random() < 0.1:
             pair.run_on_both("resize", rng.choice([None, 1, 9, 40, 300]))
-            pair.run_on_both("add", nothing, np.arange(rng.randrange(9), dtype=np.int32), 0.5, pair.epoch)
-            pair.run_on_both("draft", nothing, np.arange(rng.randrange(9), dtype=np.int32), 6)
+            pair.run_on_both("add", empty, np.arange(rng.randrange(9), dtype=np.int32), 0.5, pair.epoch)
+            pair.run_on_both("draft", empty, np.arange(rng.randrange(9), dtype=np.int32), 6)
         pair.compare()
 
 
 @compiled_only
 def test_equals_its_model_on_long_histories():
-    pair, rng = HistoryPair(6000), np.random.default_rng(0)
+    pair = HistoryPair(6000)
+    rng = np.random.default_rng(0)
     base = rng.integers(0, 50, (8, 120), np.int32)
     for i in range(200):  # table growth, packing, long matches
         prompt = rng.integers(8, size=1, dtype=np.int32)
@@ -288,8 +300,8 @@ def test_save_and_load(tmp_path):
         prompt = [i % 4, 1]
         history.add(prompt, torch.randint(20, (i,)).tolist(), reward=i / 7, epoch=i // 10)
     history.save(tmp_path / "h.bin")
-    again = rlkernels.RolloutHistory.load(tmp_path / "h.bin")
-    again.save(tmp_path / "again.bin")
+    loaded = rlkernels.RolloutHistory.load(tmp_path / "h.bin")
+    loaded.save(tmp_path / "again.bin")
     assert (tmp_path / "h.bin").read_bytes() == (tmp_path / "again.bin").read_bytes()
     data = history.to_bytes()
     assert bytes(data.tolist()) == (tmp_path / "h.bin").read_bytes()
@@ -298,8 +310,9 @@ def test_save_and_load(tmp_path):
     with pytest.raises(ValueError, match="the tensor is damaged"):
         rlkernels.RolloutHistory.from_bytes(data)
     for i in range(100):
-        prompt, generated = [i % 4, 1], torch.randint(20, (i % 9,)).tolist()
-        assert history.draft([prompt], [generated], max_tokens=8) == again.draft([prompt], [generated], max_tokens=8)
+        prompt = [i % 4, 1]
+        generated = torch.randint(20, (i % 9,)).tolist()
+        assert history.draft([prompt], [generated], max_tokens=8) == loaded.draft([prompt], [generated], max_tokens=8)
     assert list(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 2  # no temporary file left
 
 
@@ -312,7 +325,7 @@ def test_savers_of_one_path_do_not_meet(tmp_path):
             history.add([seed], range(300 * (i % 3), 500))
             history.save(path)
 
-    before = os.umask(0o002)
+    umask = os.umask(0o002)
     try:
         rlkernels.RolloutHistory().save(path)
         with ThreadPoolExecutor(6) as pool:
@@ -320,7 +333,7 @@ def test_savers_of_one_path_do_not_meet(tmp_path):
             while not all(saver.done() for saver in savers):
                 rlkernels.RolloutHistory.load(path)
     finally:
-        os.umask(before)
+        os.umask(umask)
     assert not any(saver.exception() for saver in savers)
     assert rlkernels.RolloutHistory.load(path).stats["rollouts"] > 0
     assert path.stat().st_mode & 0o777 == 0o664  # as any new file
@@ -334,7 +347,8 @@ def test_saving_keeps_links_and_permissions(tmp_path):
     history = rlkernels.RolloutHistory()
     history.add([1], [2, 3])
     (tmp_path / "disk").mkdir()
-    link, file = tmp_path / "h.bin", tmp_path / "disk" / "history"
+    link = tmp_path / "h.bin"
+    file = tmp_path / "disk" / "history"
     link.symlink_to("disk/history")
     for mode in (0o600, 0o664):  # at first the link leads nowhere
         history.save(link)
@@ -351,12 +365,12 @@ def test_paths_are_taken_as_the_system_takes_them(tmp_path):
     for path in (tmp_path / "\udcff", os.fsencode(tmp_path / "bytes")):
         history.save(path)
         assert rlkernels.RolloutHistory.load(path).stats["tokens"] == 2
-    before = sorted(os.listdir(tmp_path))
+    files = sorted(os.listdir(tmp_path))
     with pytest.raises(ValueError, match="null byte"):
         history.save(f"{tmp_path}/bytes\0more")  # would be another file
     with pytest.raises(ValueError, match="null byte"):
         rlkernels.RolloutHistory.load(f"{tmp_path}/bytes\0more")
-    assert sorted(os.listdir(tmp_path)) == before
+    assert sorted(os.listdir(tmp_path)) == files
 
 
 def test_an_emptied_history_forgets_the_epoch_as_its_file_does():
@@ -364,8 +378,8 @@ def test_an_emptied_history_forgets_the_epoch_as_its_file_does():
     history.add([1], range(5), epoch=9)
     history.resize(3)
     assert history.stats["rollouts"] == 0
-    again = rlkernels.RolloutHistory.from_bytes(history.to_bytes())
-    assert torch.equal(history.to_bytes(), again.to_bytes())
+    restored = rlkernels.RolloutHistory.from_bytes(history.to_bytes())
+    assert torch.equal(history.to_bytes(), restored.to_bytes())
     assert torch.equal(history.to_bytes(), rlkernels.RolloutHistory(max_tokens=3).to_bytes())
 
 
@@ -377,16 +391,17 @@ def test_records_that_make_no_sense():
     payload = bytes(history.to_bytes().tolist())[24:]
 
     def load(data):
-        whole = b"RLKHIST\0" + struct.pack("<IIQ", 1, zlib.crc32(data), len(data)) + data
-        return rlkernels.RolloutHistory.from_bytes(torch.tensor(list(whole), dtype=torch.uint8))
+        file_bytes = b"RLKHIST\0" + struct.pack("<IIQ", 1, zlib.crc32(data), len(data)) + data
+        return rlkernels.RolloutHistory.from_bytes(torch.tensor(list(file_bytes), dtype=torch.uint8))
 
     assert load(payload).stats["tokens"] == 2
     # bound, cost, depth, epoch, prompts, rollouts; of a prompt length, ids; of a rollout prompt, length, reward, epoch
-    for at, kind, value in [(0, "q", 1), (8, "d", math.nan), (16, "q", 4), (24, "q", 3), (32, "Q", 2**60), (40, "Q", 2),
-                            (48, "I", 2**31), (52, "i", -1), (56, "I", 1), (60, "I", 0), (64, "d", math.inf),
-                            (80, "i", -5)]:  # fmt: skip
+    for position, kind, value in [
+        (0, "q", 1), (8, "d", math.nan), (16, "q", 4), (24, "q", 3), (32, "Q", 2**60), (40, "Q", 2), (48, "I", 2**31),
+        (52, "i", -1), (56, "I", 1), (60, "I", 0), (64, "d", math.inf), (80, "i", -5),
+    ]:  # fmt: skip
         data = bytearray(payload)
-        struct.pack_into(f"<{kind}", data, at, value)
+        struct.pack_into(f"<{kind}", data, position, value)
         with pytest.raises(ValueError, match="the tensor is damaged: a record does not make sense"):
             load(bytes(data))
     with pytest.raises(ValueError, match="a record does not make sense"):

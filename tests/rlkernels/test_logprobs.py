@@ -48,29 +48,30 @@ def over_temperature(logits, ids, temperature):
 )
 def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
     """Also below what float32 holds, where the largest logits share everything; logits of any size."""
-    gen = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(6, vocab, generator=gen) * 10**scale).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(6, vocab, generator=generator) * 10**scale).to(dtype)
     if tied:
         logits[:, vocab // 2] = logits.amax(1)
-    ids = torch.randint(vocab, (6,), generator=gen)
+    ids = torch.randint(vocab, (6,), generator=generator)
     exact = over_temperature(logits, ids, temperature)
     for from_states in (False, True):
         # logits from one-hot hidden states are exact
-        leaf, one_hot = (logits.T if from_states else logits).clone().requires_grad_(), torch.eye(6, dtype=dtype)
+        leaf = (logits.T if from_states else logits).clone().requires_grad_()
+        one_hot = torch.eye(6, dtype=dtype)
         options = {"temperature": temperature, "return_entropy": True, "backend": backend}
         if from_states:
             logprobs, entropy = rlkernels.linear_token_logprobs(one_hot, leaf, ids, **options)
         else:
             logprobs, entropy = rlkernels.token_logprobs(leaf, ids, **options)
         grad = torch.autograd.grad(logprobs.sum(), leaf)[0]
-        wide = logprobs.dtype
-        torch.testing.assert_close(logprobs.detach(), exact[0].to(wide), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(entropy.detach(), exact[1].to(wide), rtol=1e-4, atol=1e-4)
+        result_dtype = logprobs.dtype
+        torch.testing.assert_close(logprobs.detach(), exact[0].to(result_dtype), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(entropy.detach(), exact[1].to(result_dtype), rtol=1e-4, atol=1e-4)
         assert not grad.isnan().any()
         expected = exact[2].clamp(-(2.0**100), 2.0**100).to(dtype)
-        found = (grad.T if from_states else grad).clamp(-(2.0**100), 2.0**100)
+        clamped_grad = (grad.T if from_states else grad).clamp(-(2.0**100), 2.0**100)
         tolerance = (0.02 if dtype == torch.bfloat16 else 1e-3) * float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(clamped_grad, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("logits", "ids", "temperature", "error", "message"), [
@@ -91,16 +92,20 @@ def test_bad_arguments(logits, ids, temperature, error, message):
 @pytest.mark.parametrize("vocab", [1, 2, 17, 1023, 2053, 40_009])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
 def test_native_error_is_that_of_plain_torch(cpu_isa, vocab, dtype, scale):
-    logits, ids = (torch.randn(5, vocab) * scale + 5).to(dtype), torch.randint(vocab, (5,))
+    logits = (torch.randn(5, vocab) * scale + 5).to(dtype)
+    ids = torch.randint(vocab, (5,))
     logits[1, ::3] = -torch.inf
-    logits[1, -1], ids[1] = 0, vocab - 1
+    logits[1, -1] = 0
+    ids[1] = vocab - 1
     for temperature in (1.0, 0.7):
         check_logprobs("cpu", logits, ids, temperature, floor=1e-6 * (1 + scale))
 
 
 def test_rows_without_a_distribution_are_nan_and_spoil_no_other(cpu_isa):
     logits = torch.randn(5, 5000)
-    logits[1], logits[2, 4900], logits[3, 17] = -torch.inf, torch.nan, torch.inf
+    logits[1] = -torch.inf
+    logits[2, 4900] = torch.nan
+    logits[3, 17] = torch.inf
     logits.requires_grad_()
     logprobs, entropy = rlkernels.token_logprobs(logits, torch.zeros(5).long(), return_entropy=True)
     (logprobs + entropy).sum().backward()
@@ -110,14 +115,15 @@ def test_rows_without_a_distribution_are_nan_and_spoil_no_other(cpu_isa):
 
 
 def test_views_shapes_and_empty_batches():
-    wide, ids = torch.randn(3, 4, 60, requires_grad=True), torch.randint(30, (4, 3)).T
+    wide = torch.randn(3, 4, 60, requires_grad=True)
+    ids = torch.randint(30, (4, 3)).T
     view = wide[..., ::2]
-    ours, entropy = rlkernels.token_logprobs(view, ids, return_entropy=True)
-    torch.testing.assert_close((ours, entropy), reference.token_logprobs(view, ids))
-    assert ours.shape == (3, 4)
-    (grad,) = torch.autograd.grad(ours.sum(), wide)
-    (wanted,) = torch.autograd.grad(reference.token_logprobs(view, ids)[0].sum(), wide)
-    torch.testing.assert_close(grad, wanted)
+    logprobs, entropy = rlkernels.token_logprobs(view, ids, return_entropy=True)
+    torch.testing.assert_close((logprobs, entropy), reference.token_logprobs(view, ids))
+    assert logprobs.shape == (3, 4)
+    (grad,) = torch.autograd.grad(logprobs.sum(), wide)
+    (expected_grad,) = torch.autograd.grad(reference.token_logprobs(view, ids)[0].sum(), wide)
+    torch.testing.assert_close(grad, expected_grad)
     empty = torch.zeros(0, 7, requires_grad=True)
     rlkernels.token_logprobs(empty, torch.zeros(0).long()).sum().backward()
     assert empty.grad.shape == (0, 7)
@@ -128,7 +134,8 @@ def test_views_shapes_and_empty_batches():
 
 
 def test_gradient_of_the_gradient_raises_where_there_is_none():
-    logits, ids = torch.randn(3, 9, requires_grad=True), torch.tensor([1, 0, 8])
+    logits = torch.randn(3, 9, requires_grad=True)
+    ids = torch.tensor([1, 0, 8])
 
     def gradient(x, **options):
         (grad,) = torch.autograd.grad(rlkernels.token_logprobs(x, ids, **options).exp().sum(), x, create_graph=True)
@@ -140,8 +147,8 @@ def test_gradient_of_the_gradient_raises_where_there_is_none():
         grad.square().sum().backward()
     (second,) = torch.autograd.grad(gradient(logits, backend="torch").square().sum(), logits)
     exact = logits.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(gradient(exact).square().sum(), exact)
-    torch.testing.assert_close(second.double(), wanted, atol=1e-6, rtol=1e-5)
+    (expected,) = torch.autograd.grad(gradient(exact).square().sum(), exact)
+    torch.testing.assert_close(second.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_gradient_holds_no_copy_of_the_logits_in_float32():
@@ -154,12 +161,13 @@ def test_gradient_holds_no_copy_of_the_logits_in_float32():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_plain_torch_makes_only_the_passes_that_were_asked_for(temperature):
-    logits, ids = torch.randn(3, 50), torch.tensor([0, 49, 7])
+    logits = torch.randn(3, 50)
+    ids = torch.tensor([0, 49, 7])
     with Launches() as launches:
-        found = rlkernels.token_logprobs(logits, ids, temperature=temperature, backend="torch")
+        logprobs = rlkernels.token_logprobs(logits, ids, temperature=temperature, backend="torch")
     passes = [name for name, shape in launches.results if shape.numel() == logits.numel()]
     assert passes == (["_log_softmax"] if temperature == 1 else ["div", "_log_softmax"])
-    assert torch.equal(found, reference.token_logprobs(logits, ids, temperature)[0])
+    assert torch.equal(logprobs, reference.token_logprobs(logits, ids, temperature)[0])
 
 
 BACKENDS = ["cpu", "torch"]
@@ -176,8 +184,9 @@ def problem(rows, vocab, width=24, dtype=torch.float32, scale=1.0, bias=True):
 
 
 def outputs(run, hidden, weight, bias):
-    """Log-probability, entropy and all gradients of a sum with weights of both signs."""
-    tensors, factor = [x for x in (hidden, weight, bias) if x is not None], torch.linspace(-1, 2, len(hidden))
+    """Return log-probability, entropy and all gradients of a sum with weights of both signs."""
+    tensors = [x for x in (hidden, weight, bias) if x is not None]
+    factor = torch.linspace(-1, 2, len(hidden))
     return with_gradients(lambda h, w, b=None: run(h, w, b), tensors, factor, factor.flip(0))
 
 
@@ -208,9 +217,13 @@ def test_error_in_bfloat16_does_not_grow_with_the_number_of_blocks(monkeypatch):
     monkeypatch.setattr(linear, "BLOCK", 1)
     hidden, weight, bias, ids = problem(50, 1024, 64, torch.bfloat16, 0.5)
     exact = outputs(plain(ids, 1.0), *(x.double() for x in (hidden, weight, bias)))
-    wanted = outputs(plain(ids, 1.0), hidden, weight, bias)
-    for a, b, gold in zip(outputs(ours(ids, chunk=16), hidden, weight, bias), wanted, exact, strict=True):
-        assert (a.double() - gold).norm() <= 1.2 * (b.double() - gold).norm() + 1e-5 * gold.norm()
+    plain_results = outputs(plain(ids, 1.0), hidden, weight, bias)
+    for result, plain_result, expected in zip(
+        outputs(ours(ids, chunk=16), hidden, weight, bias), plain_results, exact, strict=True
+    ):
+        assert (result.double() - expected).norm() <= 1.2 * (
+            plain_result.double() - expected
+        ).norm() + 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11])
@@ -229,14 +242,14 @@ def test_gradients(chunk):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_frozen_part_gets_no_gradient_and_changes_none(backend):
     hidden, weight, bias, ids = problem(6, 50)
-    both = outputs(ours(ids, chunk=7, backend=backend), hidden, weight, bias)[2:]
-    for kept in range(3):
-        leaves = [x.clone().requires_grad_(i == kept) for i, x in enumerate((hidden, weight, bias))]
+    expected_grads = outputs(ours(ids, chunk=7, backend=backend), hidden, weight, bias)[2:]
+    for trained in range(3):
+        leaves = [x.clone().requires_grad_(i == trained) for i, x in enumerate((hidden, weight, bias))]
         logprobs, entropy = ours(ids, chunk=7, backend=backend)(*leaves)
         factor = torch.linspace(-1, 2, 6)
         ((logprobs * factor).sum() + (entropy * factor.flip(0)).sum()).backward()
-        assert [x.grad is not None for x in leaves] == [i == kept for i in range(3)]
-        torch.testing.assert_close(leaves[kept].grad, both[kept])
+        assert [x.grad is not None for x in leaves] == [i == trained for i in range(3)]
+        torch.testing.assert_close(leaves[trained].grad, expected_grads[trained])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -247,7 +260,10 @@ def test_blocks_that_are_ruled_out_and_nan(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_block_is_summed_up_without_waiting_for_it(backend):
     logits = torch.randn(4, 9)
-    logits[1], logits[2, 0], logits[3], logits[3, 5] = -torch.inf, -torch.inf, -torch.inf, torch.nan
+    logits[1] = -torch.inf
+    logits[2, 0] = -torch.inf
+    logits[3] = -torch.inf
+    logits[3, 5] = torch.nan
     with Launches() as launches:
         top, log_sum, entropy = linear._summary(logits, 0.7, True, backend)
     assert not launches.waits
@@ -259,11 +275,11 @@ def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
     hidden, weight, bias, ids = problem(24, 70)
     view = torch.stack([hidden, hidden], -1)[..., 0].view(2, 3, 4, 24).transpose(0, 1)
     ids = ids.view(2, 3, 4).transpose(0, 1)
-    wanted = rlkernels.token_logprobs(view @ weight.T + bias, ids, temperature=1.3, return_entropy=True)
-    reached = linear_token_logprobs(view, weight, ids, bias=bias, temperature=1.3, return_entropy=True, chunk=20)
-    torch.testing.assert_close(reached, wanted)
-    one = linear_token_logprobs(hidden[0], weight, ids.reshape(-1)[0])
-    assert one.shape == ()
+    expected = rlkernels.token_logprobs(view @ weight.T + bias, ids, temperature=1.3, return_entropy=True)
+    result = linear_token_logprobs(view, weight, ids, bias=bias, temperature=1.3, return_entropy=True, chunk=20)
+    torch.testing.assert_close(result, expected)
+    scalar = linear_token_logprobs(hidden[0], weight, ids.reshape(-1)[0])
+    assert scalar.shape == ()
     half = linear_token_logprobs(hidden.half(), weight.half(), ids.transpose(0, 1).reshape(-1))
     assert half.dtype == torch.float32 and half.isfinite().all()
     empty = torch.zeros(0, 24, requires_grad=True)
@@ -282,7 +298,10 @@ def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
     """Of all that torch allocates, forward and backward: a block, its gradient, the results, and room for products."""
     monkeypatch.setattr(linear, "BLOCK", 1)
     monkeypatch.setattr(linear, "FEWEST", 4)
-    rows, vocab, width, chunk = 800, 20_000, 64, 256
+    rows = 800
+    vocab = 20_000
+    width = 64
+    chunk = 256
     hidden, weight, _, ids = problem(rows, vocab, width, dtype, bias=False)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -290,14 +309,23 @@ def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
         torch.autograd.grad((logprobs + entropy).sum(), leaves)
     events = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert len(events) > 100
-    held, highest = 0, 0
+    allocated = 0
+    highest = 0
     for nbytes in events:
-        held += nbytes
-        highest = max(highest, held)
+        allocated += nbytes
+        highest = max(highest, allocated)
     blocks = 2 * max(rows * chunk, 4 * vocab) * dtype.itemsize  # logits and their gradient
-    rest = vocab * width * dtype.itemsize + 40 * rows * (vocab // chunk)  # gradient of the weight; sums of each block
-    rest += 1_000_000 if dtype == torch.bfloat16 else 0  # where oneDNN packs a part of the weight, for AMX
-    assert rows * chunk * dtype.itemsize < max(events) < highest <= blocks + rest < rows * vocab * dtype.itemsize / 4
+    further_bytes = vocab * width * dtype.itemsize + 40 * rows * (
+        vocab // chunk
+    )  # gradient of the weight; sums of each block
+    further_bytes += 1_000_000 if dtype == torch.bfloat16 else 0  # where oneDNN packs a part of the weight, for AMX
+    assert (
+        rows * chunk * dtype.itemsize
+        < max(events)
+        < highest
+        <= blocks + further_bytes
+        < rows * vocab * dtype.itemsize / 4
+    )
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

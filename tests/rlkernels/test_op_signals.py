@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 def check_interrupted(call):
-    """A signal that another thread of Python sends in the middle of compiled code ends it by what the handler raises.
+    """Check that a signal from another Python thread ends compiled code with the exception of its handler.
 
     Python would run the handler as soon as the code has returned. Its profiler tells whether it has.
     """
@@ -31,7 +31,7 @@ def check_interrupted(call):
     def handler(*_):
         raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handler)
+    old_handler = signal.signal(signal.SIGUSR1, handler)
     sender = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
     sender.start()
     try:
@@ -41,7 +41,7 @@ def check_interrupted(call):
     finally:
         sys.setprofile(None)
         sender.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, old_handler)
     assert ("return", "handler") in events, "the handler ran in the profiler: the code had returned"
     handled = events.index(("return", "handler"))
     assert events[handled + 1][0] == "c_exception", events[handled - 3 : handled + 3]
@@ -71,9 +71,11 @@ def many_updates():
 
 def many_queries():
     """Of one sequence, 64 heads each, for a quarter of a million keys that lie in one block."""
-    query, caches = torch.randn(8192, 64, 32), torch.randn(2, 1, 16, 1, 32).unbind()
+    query = torch.randn(8192, 64, 32)
+    caches = torch.randn(2, 1, 16, 1, 32).unbind()
     tables = torch.zeros(1, 1 << 14, dtype=torch.int32)
-    lens, starts = torch.tensor([1 << 18]).int(), torch.tensor([0, len(query)]).int()
+    lens = torch.tensor([1 << 18]).int()
+    starts = torch.tensor([0, len(query)]).int()
     return partial(rlkernels.paged_attention, query, *caches, tables, lens, starts, scale=0.1)
 
 
@@ -108,6 +110,7 @@ def test_a_signal_ends_the_reading_of_a_history():
 @pytest.mark.parametrize("options", [{}, {"band": 20}, {"mode": "subsequence"}])
 def test_long_trajectories_are_worked_on_in_parts(cpu_isa, options):
     """Of whole numbers, which add up exactly, the costs are those of the reference."""
-    x, y = torch.randint(0, 3, (1, 523, 8)).float(), torch.randint(0, 3, (2, 1031, 8)).float()
-    found, expected = (rlkernels.dtw(x, y, backend=name, **options) for name in ("cpu", "torch"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    x = torch.randint(0, 3, (1, 523, 8)).float()
+    y = torch.randint(0, 3, (2, 1031, 8)).float()
+    costs, expected = (rlkernels.dtw(x, y, backend=name, **options) for name in ("cpu", "torch"))
+    torch.testing.assert_close(costs, expected, rtol=0, atol=0)

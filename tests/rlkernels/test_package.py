@@ -52,14 +52,14 @@ OPENMP = "import sys; sys.path.insert(0, '.'); import {package}, torch; print(to
 def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(package, chosen, policy, spins):
     """What libgomp says that it goes by, after torch has loaded it."""
     env = {name: value for name, value in os.environ.items() if name not in _waiting.CHOICES}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", OPENMP.format(package=package)], cwd=ROOT, capture_output=True, text=True, check=True,
         env=env | {"OMP_DISPLAY_ENV": "VERBOSE"} | chosen,
     )  # fmt: skip
-    if "GOMP_SPINCOUNT" not in done.stderr:
+    if "GOMP_SPINCOUNT" not in process.stderr:
         lacks("a torch with libgomp")
-    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr, done.stderr
-    assert spins is None or f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
+    assert f"OMP_WAIT_POLICY = '{policy}'" in process.stderr, process.stderr
+    assert spins is None or f"GOMP_SPINCOUNT = '{spins}'" in process.stderr, process.stderr
 
 
 def test_every_exported_name_is_documented():
@@ -96,9 +96,9 @@ def test_output_may_be_read_in_part(command):
     os.close(reading)
     command = [sys.executable, "-m", "rlkernels", *command]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
+    process = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
     os.close(writing)
-    assert done.returncode == 0 and done.stderr == ""
+    assert process.returncode == 0 and process.stderr == ""
 
 
 def test_info_is_json_and_covers_every_op():
@@ -108,8 +108,8 @@ def test_info_is_json_and_covers_every_op():
 
 
 def test_compiled_code_is_what_runs_on_a_cpu():
-    others = {name: row["cpu"] for name, row in rlkernels.info()["ops"].items() if row["cpu"] != "cpu"}
-    assert others == dict.fromkeys(["soft_dtw", "state_similarity", "rhyme_similarity", "rhyme_topk"], "torch")
+    other_choices = {name: row["cpu"] for name, row in rlkernels.info()["ops"].items() if row["cpu"] != "cpu"}
+    assert other_choices == dict.fromkeys(["soft_dtw", "state_similarity", "rhyme_similarity", "rhyme_topk"], "torch")
 
 
 def test_extension_runs_on_all_threads():

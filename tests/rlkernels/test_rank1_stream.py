@@ -42,12 +42,14 @@ def write(folder: Path, shards: list[dict[str, torch.Tensor]], stem: str = "mode
 @pytest.fixture
 def model():
     """(base, checkpoint) state: two projections, an untouched one, an embedding, a norm."""
-    base, checkpoint = {}, {}
+    base = {}
+    checkpoint = {}
     for i, name in enumerate(["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.1.q_proj.weight"]):
         checkpoint[name], base[name] = planted(40 + i, 60, 1e-3, seed=i)
     checkpoint["layers.1.q_proj.weight"] = base["layers.1.q_proj.weight"].clone()
     for name, shape in [("embed_tokens.weight", (100, 60)), ("layers.0.norm.weight", (60,)), ("layers.0.bias", (40,))]:
-        base[name], checkpoint[name] = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+        base[name] = torch.randn(shape).bfloat16()
+        checkpoint[name] = torch.randn(shape).bfloat16()
     return base, checkpoint
 
 
@@ -60,12 +62,12 @@ def split(state, parts):
 def test_shards_do_not_matter(tmp_path, model, base_parts, parts):
     base, checkpoint = model
     folders = write(tmp_path / "a", split(base, base_parts)), write(tmp_path / "b", split(checkpoint, parts))
-    found = list(rlkernels.stream_top1(*folders))
-    assert [f.name for f in found] == ["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.1.q_proj.weight"]
-    for module in found:
+    modules = list(rlkernels.stream_top1(*folders))
+    assert [f.name for f in modules] == ["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.1.q_proj.weight"]
+    for module in modules:
         direct = rlkernels.top1_delta(checkpoint[module.name], base[module.name])
         assert torch.equal(module.update.v, direct.v) and module.shape == tuple(base[module.name].shape)
-    assert found[2].update.status == "zero"
+    assert modules[2].update.status == "zero"
 
 
 def test_dtypes_may_differ_and_filters_and_starts_apply(tmp_path, model):
@@ -186,12 +188,12 @@ def test_peft_reproduces_the_update(tmp_path, scale):
     adapted = peft.PeftModel.from_pretrained(model, tmp_path)
     merged = dict(adapted.merge_and_unload().named_parameters())
     for name in base:
-        wanted = base[name].clone()
+        expected = base[name].clone()
         if name in updates:
             update = updates[name]
             factor = update.alpha if scale == "alpha" else scale
-            rlkernels.add_rank1_(wanted, update.u, update.v, factor * update.sigma)
-        assert torch.allclose(merged[name], wanted, atol=1e-7), name
+            rlkernels.add_rank1_(expected, update.u, update.v, factor * update.sigma)
+        assert torch.allclose(merged[name], expected, atol=1e-7), name
 
 
 @pytest.mark.parametrize("by_model", [False, True])
@@ -202,12 +204,12 @@ def test_peft_of_weights_that_are_stored_the_other_way_round(tmp_path, by_model)
     names += ["transformer.wte.weight", "lm_head.weight"] * by_model  # of modules of all three kinds
     base = {name: dict(model.named_parameters())[name].detach().clone() for name in names}
     updates = rlkernels.top1_deltas({name: (w + 1e-3 * torch.randn_like(w), w) for name, w in base.items()})
-    told = {"model": model} if by_model else {"fan_in_fan_out": True}
-    rlkernels.export_peft(updates, tmp_path, base_model="tiny", scale=1.0, **told)
+    layout_options = {"model": model} if by_model else {"fan_in_fan_out": True}
+    rlkernels.export_peft(updates, tmp_path, base_model="tiny", scale=1.0, **layout_options)
     merged = dict(peft.PeftModel.from_pretrained(model, tmp_path).merge_and_unload().named_parameters())
     for name, update in updates.items():
-        wanted = rlkernels.add_rank1_(base[name], update.u, update.v, update.sigma)
-        assert torch.allclose(merged[name], wanted, atol=1e-7), name
+        expected = rlkernels.add_rank1_(base[name], update.u, update.v, update.sigma)
+        assert torch.allclose(merged[name], expected, atol=1e-7), name
 
 
 # kind of files -> the beginning of their names, and how many there are
@@ -225,9 +227,9 @@ def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds)
     config, state = model.config, model.state_dict()
     folder = tmp_path_factory.mktemp("layout")
     for number, kind in enumerate(kinds):  # all hold the same names with values of their own
-        stem, parts = LAYOUTS[kind]
+        stem, num_parts = LAYOUTS[kind]
         values = {name: torch.full_like(tensor, number + 1) for name, tensor in state.items()}
-        write(folder, split(values, parts), stem, kind != "shards")
+        write(folder, split(values, num_parts), stem, kind != "shards")
     named = {"named file": "mine.safetensors", "named index": "mine.safetensors.index.json"}
     config.transformers_weights = next((named[kind] for kind in kinds if kind in named), None)
     config.save_pretrained(folder)
@@ -237,10 +239,10 @@ def test_the_files_are_those_that_from_pretrained_reads(tmp_path_factory, kinds)
         with pytest.raises(ValueError, match="holds no .safetensors file of a model"):
             checkpoints.Folder(folder)
         return
-    found = checkpoints.Folder(folder)
-    assert set(found) == set(loaded)
+    files = checkpoints.Folder(folder)
+    assert set(files) == set(loaded)
     for name, tensor in loaded.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(files[name], tensor), name
 
 
 def test_an_index_beside_a_newer_file_and_an_adapter(tmp_path, model):
@@ -270,24 +272,25 @@ def tiny_qwen2_vl():
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2_vl])
 def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
     """Embeddings and vision-language parts too, whose files have other names than the modules."""
-    base, trained = build(), build()
+    base = build()
+    trained = build()
     base.save_pretrained(tmp_path / "base")
     with torch.no_grad():
-        for before, after in zip(base.parameters(), trained.parameters()):
-            after.copy_(before)
-            if before.ndim == 2:
-                after.add_(torch.outer(torch.randn(before.shape[0]), torch.randn(before.shape[1])), alpha=1e-3)
+        for weight, trained_weight in zip(base.parameters(), trained.parameters()):
+            trained_weight.copy_(weight)
+            if weight.ndim == 2:
+                trained_weight.add_(torch.outer(torch.randn(weight.shape[0]), torch.randn(weight.shape[1])), alpha=1e-3)
     trained.save_pretrained(tmp_path / "trained")
-    found = rlkernels.stream_top1(tmp_path / "base", tmp_path / "trained", wanted=lambda name: True)
-    updates = {module.name: module.update for module in found}
+    modules = rlkernels.stream_top1(tmp_path / "base", tmp_path / "trained", wanted=lambda name: True)
+    updates = {module.name: module.update for module in modules}
     with pytest.raises(ValueError, match="model must be given for '.*embed_tokens'"):
         rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0)
     rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
         merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
-    for (name, got), wanted in zip(merged.named_parameters(), trained.parameters()):
-        assert torch.allclose(got, wanted, atol=1e-6), name
+    for (name, merged_weight), expected in zip(merged.named_parameters(), trained.parameters()):
+        assert torch.allclose(merged_weight, expected, atol=1e-6), name
     with pytest.raises(ValueError, match="updates must have names of modules of the model, got 'layers.0.nothing'"):
         rlkernels.export_peft({"layers.0.nothing": next(iter(updates.values()))}, tmp_path, base_model="x", model=base)
 
@@ -310,7 +313,8 @@ def mixture(kind):
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "llama4", "gpt-oss"])
 def test_experts_are_streamed_and_exported_each_by_itself(tmp_path, kind):
     torch.manual_seed(0)
-    base, trained = mixture(kind), mixture(kind)
+    base = mixture(kind)
+    trained = mixture(kind)
     trained.load_state_dict(base.state_dict())
     with torch.no_grad():
         for matrix in Projections.of(dict(trained.named_parameters())).values():
@@ -354,8 +358,8 @@ def test_what_no_projection_holds_is_named_with_its_share():
     assert list(projections) == ["up[0]", "up[1]"] and "embed.weight" not in projections
     projections["up[1]"].fill_(1)
     assert weights["up"].sum() == 36 and not weights["up"][0].any(), "matrices are views"
-    said = "28.0% of the parameters are no projections and stay as trained: embed.weight, norm.weight"
-    assert projections.describe_left_out() == said
+    message = "28.0% of the parameters are no projections and stay as trained: embed.weight, norm.weight"
+    assert projections.describe_left_out() == message
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path):
@@ -364,10 +368,10 @@ def test_export_refuses_what_it_cannot_write(tmp_path):
         rlkernels.export_peft({"w": zero}, tmp_path, base_model="x")
     with pytest.raises(ValueError, match="scale must be 'alpha' or a finite number, got nan"):
         rlkernels.export_peft({"w": zero}, tmp_path, base_model="x", scale=math.nan)
-    one = rlkernels.top1_delta(torch.ones(3, 3), torch.zeros(3, 3))
+    update = rlkernels.top1_delta(torch.ones(3, 3), torch.zeros(3, 3))
     with pytest.raises(ValueError, match="updates must hold each weight once, got 'w' and 'w.weight'"):
-        rlkernels.export_peft({"w": one, "w.weight": one}, tmp_path, base_model="x")
+        rlkernels.export_peft({"w": update, "w.weight": update}, tmp_path, base_model="x")
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 3), "head": torch.nn.Linear(3, 3)})
     model["head"].weight = model["embed"].weight  # PEFT would add both updates to it
     with pytest.raises(ValueError, match="each weight once, got 'embed' and 'head.weight'"):
-        rlkernels.export_peft({"embed.weight": one, "head.weight": one}, tmp_path, base_model="x", model=model)
+        rlkernels.export_peft({"embed.weight": update, "head.weight": update}, tmp_path, base_model="x", model=model)

@@ -28,18 +28,19 @@ def test_weights_are_exponentials():
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS)
 @pytest.mark.parametrize("vocab", [1, 2, 37, 1023, 2053])
 def test_inverts_the_cumulative_distribution(temperature, top_p, top_k, vocab):
-    logits, u = torch.randn(64, vocab) * 3, uniforms(64)
+    logits = torch.randn(64, vocab) * 3
+    random_numbers = uniforms(64)
     logits[:40, 1::2] = -torch.inf
-    ids, logprobs = rlkernels.sample_tokens(logits, u, temperature=temperature, top_p=top_p, top_k=top_k)
+    ids, logprobs = rlkernels.sample_tokens(logits, random_numbers, temperature=temperature, top_p=top_p, top_k=top_k)
     if temperature == 0:
         assert torch.equal(ids, logits.argmax(1)) and (logprobs == 0).all()
         return
-    for row, number, token, logprob in zip(logits, u, ids, logprobs):
-        p = distribution(row, temperature, top_p, top_k)
-        assert p[token] > 0
-        upper = float(p.cumsum(0)[token])
-        assert upper - float(p[token]) - 2e-6 <= float(number) <= upper + 2e-6
-        assert abs(float(logprob) - math.log(p[token])) < 1e-5 * max(1, 1 / temperature)
+    for row, number, token, logprob in zip(logits, random_numbers, ids, logprobs):
+        probs = distribution(row, temperature, top_p, top_k)
+        assert probs[token] > 0
+        upper = float(probs.cumsum(0)[token])
+        assert upper - float(probs[token]) - 2e-6 <= float(number) <= upper + 2e-6
+        assert abs(float(logprob) - math.log(probs[token])) < 1e-5 * max(1, 1 / temperature)
 
 
 def test_weights_are_the_same_integers_on_every_instruction_set(cpu_isa):
@@ -52,24 +53,26 @@ def test_weights_are_the_same_integers_on_every_instruction_set(cpu_isa):
 @pytest.mark.usefixtures("compiled")
 def test_native_equals_reference_to_the_bit(vocab, dtype):
     logits = rows_of_every_kind(vocab).to(dtype)
-    n = len(logits)
-    u = uniforms(n, vocab)
+    num_rows = len(logits)
+    random_numbers = uniforms(num_rows, vocab)
     settings = [*SETTINGS, (1.0, 0.999, 0), (0.8, 1e-6, 0), (1.0, 1.0, 3000), (1.0, 0.95, vocab), (30.0, 0.7, 0)]
-    by_row = [torch.tensor(values)[torch.arange(n) % len(SETTINGS)] for values in zip(*SETTINGS)]
+    by_row = [torch.tensor(values)[torch.arange(num_rows) % len(SETTINGS)] for values in zip(*SETTINGS)]
     for setting in [*(settings[5:] if vocab > 10_000 else settings), by_row]:
-        tensors = [torch.as_tensor(value).expand(n).contiguous() for value in setting]
-        ids, logprobs = reference.sample_tokens(logits, u, *tensors)
+        tensors = [torch.as_tensor(value).expand(num_rows).contiguous() for value in setting]
+        ids, logprobs = reference.sample_tokens(logits, random_numbers, *tensors)
         for isa in every_isa():
-            ours = torch.ops.rlkernels.sample_tokens(logits, u, *tensors)
-            assert torch.equal(ours[0], ids) and torch.equal(ours[1], logprobs), (isa, setting)
+            result = torch.ops.rlkernels.sample_tokens(logits, random_numbers, *tensors)
+            assert torch.equal(result[0], ids) and torch.equal(result[1], logprobs), (isa, setting)
 
 
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(set_threads):
-    logits, u, order = torch.randn(64, 5000), uniforms(64), torch.randperm(64)
-    together = rlkernels.sample_tokens(logits, u, top_p=0.95)
+    logits = torch.randn(64, 5000)
+    random_numbers = uniforms(64)
+    order = torch.randperm(64)
+    batched = rlkernels.sample_tokens(logits, random_numbers, top_p=0.95)
     set_threads(1)
-    alone = rlkernels.sample_tokens(logits[order], u[order], top_p=0.95)
-    assert all(torch.equal(a[order], b) for a, b in zip(together, alone))
+    shuffled = rlkernels.sample_tokens(logits[order], random_numbers[order], top_p=0.95)
+    assert all(torch.equal(a[order], b) for a, b in zip(batched, shuffled))
 
 
 def test_ties_go_to_lower_ids():
@@ -84,42 +87,47 @@ def test_ties_go_to_lower_ids():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_without_a_distribution(value):
-    logits, u = torch.randn(4, 9), uniforms(4)
+    logits = torch.randn(4, 9)
+    random_numbers = uniforms(4)
     logits[2] = value
-    found = {math.nan: "nan", math.inf: "inf", -math.inf: "nothing but -inf"}[value]
-    with pytest.raises(ValueError, match=rf"logits must be .*, got {found} in row 2 \(1 bad rows\)"):
-        rlkernels.sample_tokens(logits, u)
-    ids, logprobs = rlkernels.sample_tokens(logits, u, validate=False)
+    bad_value = {math.nan: "nan", math.inf: "inf", -math.inf: "nothing but -inf"}[value]
+    with pytest.raises(ValueError, match=rf"logits must be .*, got {bad_value} in row 2 \(1 bad rows\)"):
+        rlkernels.sample_tokens(logits, random_numbers)
+    ids, logprobs = rlkernels.sample_tokens(logits, random_numbers, validate=False)
     assert ids[2] == -1 and logprobs[2].isnan() and logprobs.isnan().sum() == 1
     with pytest.raises(ValueError, match=r"uniforms must lie in \[0, 1\), got 1.0 in row 1"):
         rlkernels.sample_tokens(torch.randn(2, 3), torch.tensor([0.5, 1.0]))
 
 
 def test_views_dtypes_and_empty_batches():
-    wide, u = torch.randn(16, 600, dtype=torch.bfloat16), uniforms(16)
+    wide = torch.randn(16, 600, dtype=torch.bfloat16)
+    random_numbers = uniforms(16)
     view = wide[:, ::2]
-    expected = rlkernels.sample_tokens(view.float().contiguous(), u, top_p=0.9)
-    assert all(torch.equal(a, b) for a, b in zip(rlkernels.sample_tokens(view, u, top_p=0.9), expected))
+    expected = rlkernels.sample_tokens(view.float().contiguous(), random_numbers, top_p=0.9)
+    assert all(torch.equal(a, b) for a, b in zip(rlkernels.sample_tokens(view, random_numbers, top_p=0.9), expected))
     ids, logprobs = rlkernels.sample_tokens(torch.zeros(0, 5), torch.zeros(0))
     assert ids.shape == logprobs.shape == (0,) and ids.dtype == torch.int64
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_without_filters_nothing_is_sorted_and_the_tokens_are_the_same(temperature):
-    logits, u = torch.randn(64, 2053) * 3, uniforms(64)
-    logits[:, 5], logits[3, 7:] = -torch.inf, -torch.inf
-    logits[9, 4], logits[11] = torch.nan, -torch.inf
+    logits = torch.randn(64, 2053) * 3
+    random_numbers = uniforms(64)
+    logits[:, 5] = -torch.inf
+    logits[3, 7:] = -torch.inf
+    logits[9, 4] = torch.nan
+    logits[11] = -torch.inf
     options = {"temperature": temperature, "validate": False, "backend": "torch"}
-    with Launches() as plain:
-        got = rlkernels.sample_tokens(logits, u, **options)
-        rlkernels.verify_drafts(logits, [[1] * 63], [0, 64], u, **options)
-    with Launches() as sorted_:  # nothing is cut off, but that is known row by row only
-        wanted = rlkernels.sample_tokens(logits, u, top_p=torch.ones(64), **options)
+    with Launches() as launches:
+        result = rlkernels.sample_tokens(logits, random_numbers, **options)
+        rlkernels.verify_drafts(logits, [[1] * 63], [0, 64], random_numbers, **options)
+    with Launches() as sorted_launches:  # nothing is cut off, but that is known row by row only
+        expected = rlkernels.sample_tokens(logits, random_numbers, top_p=torch.ones(64), **options)
     sorts = {"sort", "argsort", "topk", "msort"}
-    assert not sorts & plain.counts.keys() and sorts & sorted_.counts.keys()
-    assert not plain.waits
-    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1].nan_to_num(7), wanted[1].nan_to_num(7))
-    assert (got[0] == -1).nonzero().flatten().tolist() == [9, 11]
+    assert not sorts & launches.counts.keys() and sorts & sorted_launches.counts.keys()
+    assert not launches.waits
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[1].nan_to_num(7), expected[1].nan_to_num(7))
+    assert (result[0] == -1).nonzero().flatten().tolist() == [9, 11]
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 7), (0.6, 30), (0.6, 0), (1.0, 0), (0.9, 40), (0.999, 0)])
@@ -128,35 +136,37 @@ def test_few_candidates_stand_for_the_whole_vocabulary(monkeypatch, top_p, top_k
     """Ties, rows that are ruled out but for a token, flat ones whose nucleus is no few: all as by a sort."""
     logits = torch.cat([rows_of_every_kind(500), torch.randn(3, 500) * 9])
     logits[-1, 3] = torch.nan
-    u, options = uniforms(len(logits)), {"top_p": top_p, "top_k": top_k, "validate": False, "backend": "torch"}
+    random_numbers = uniforms(len(logits))
+    options = {"top_p": top_p, "top_k": top_k, "validate": False, "backend": "torch"}
     if per_row:
         kinds = torch.arange(len(logits)) % 3
         options["top_p"] = torch.tensor([top_p, 1.0, 0.5])[kinds]
         options["top_k"] = torch.tensor([top_k, 0, 9])[kinds]
-    wanted = rlkernels.sample_tokens(logits, u, **options)
+    expected = rlkernels.sample_tokens(logits, random_numbers, **options)
     monkeypatch.setattr(reference, "CANDIDATES", 32)
     for rows in (slice(None), slice(0, 6), slice(-3, None)):
-        own = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        ids, logprobs = rlkernels.sample_tokens(logits[rows], u[rows], **own)
-        assert torch.equal(ids, wanted[0][rows])
-        assert torch.equal(logprobs.nan_to_num(7), wanted[1][rows].nan_to_num(7))
+        row_options = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        ids, logprobs = rlkernels.sample_tokens(logits[rows], random_numbers[rows], **row_options)
+        assert torch.equal(ids, expected[0][rows])
+        assert torch.equal(logprobs.nan_to_num(7), expected[1][rows].nan_to_num(7))
 
 
 @pytest.mark.parametrize(
     ("options", "waits"), [({"top_k": 50}, 0), ({"top_p": 0.9}, 1), ({"top_p": 0.9, "top_k": 50}, 0)]
 )
 def test_filters_do_not_sort_the_vocabulary(options, waits):
-    logits, u = torch.randn(8, 5003) * 9, uniforms(8)
+    logits = torch.randn(8, 5003) * 9
+    random_numbers = uniforms(8)
     drafts = [[1] * 7], [0, 8]
-    with Launches() as found:
-        rlkernels.sample_tokens(logits, u, validate=False, backend="torch", **options)
-    assert "sort" not in found.counts and len(found.waits) == waits
-    with Launches() as found:
-        rlkernels.verify_drafts(logits, *drafts, u, validate=False, backend="torch", **options)
-    assert "sort" not in found.counts
-    with Launches() as found:  # too flat: its nucleus is nearly all of it
-        rlkernels.sample_tokens(logits * 0, u, validate=False, backend="torch", top_p=0.9)
-    assert "sort" in found.counts
+    with Launches() as launches:
+        rlkernels.sample_tokens(logits, random_numbers, validate=False, backend="torch", **options)
+    assert "sort" not in launches.counts and len(launches.waits) == waits
+    with Launches() as launches:
+        rlkernels.verify_drafts(logits, *drafts, random_numbers, validate=False, backend="torch", **options)
+    assert "sort" not in launches.counts
+    with Launches() as launches:  # too flat: its nucleus is nearly all of it
+        rlkernels.sample_tokens(logits * 0, random_numbers, validate=False, backend="torch", top_p=0.9)
+    assert "sort" in launches.counts
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
@@ -188,24 +198,31 @@ def test_no_gradient_is_recorded(backend):
 
 
 def test_top_k_beyond_the_vocabulary_is_off():
-    logits, u = torch.randn(6, 9), uniforms(6)
-    wanted = rlkernels.sample_tokens(logits, u)
-    assert all(map(torch.equal, rlkernels.sample_tokens(logits, u, top_k=2**70), wanted))
+    logits = torch.randn(6, 9)
+    random_numbers = uniforms(6)
+    expected = rlkernels.sample_tokens(logits, random_numbers)
+    assert all(map(torch.equal, rlkernels.sample_tokens(logits, random_numbers, top_k=2**70), expected))
 
 
 def test_native_verification_equals_reference(cpu_isa):
     starts = torch.tensor([0, 1, 4, 12, 13, 32])
-    logits, u = rows_of_every_kind(37), uniforms(32)
-    t, p = torch.tensor([1.0, 0.0, 0.7, 1.0, 0.4]), torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9])
-    k = torch.tensor([0, 0, 3, 0, 9])
+    logits = rows_of_every_kind(37)
+    random_numbers = uniforms(32)
+    temperatures = torch.tensor([1.0, 0.0, 0.7, 1.0, 0.4])
+    top_p = torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9])
+    top_k = torch.tensor([0, 0, 3, 0, 9])
     lengths = starts.diff()
-    plain, _ = reference.sample_tokens(logits, u, *(s.repeat_interleave(lengths) for s in (t, p, k)))
+    plain, _ = reference.sample_tokens(
+        logits, random_numbers, *(s.repeat_interleave(lengths) for s in (temperatures, top_p, top_k))
+    )
     for wrong in range(32):  # the plain tokens as drafts, with one of them spoilt
         draft = plain.clone()
         draft[wrong] = (draft[wrong] + 1) % 37
         drafts = torch.cat([draft[a : b - 1] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist())])
-        ours = torch.ops.rlkernels.verify_drafts(logits, drafts, starts, u, t, p, k)
-        for a, b in zip(ours, reference.verify_drafts(logits, drafts, starts, u, t, p, k)):
+        result = torch.ops.rlkernels.verify_drafts(logits, drafts, starts, random_numbers, temperatures, top_p, top_k)
+        for a, b in zip(
+            result, reference.verify_drafts(logits, drafts, starts, random_numbers, temperatures, top_p, top_k)
+        ):
             assert torch.equal(a, b)
 
 
@@ -216,7 +233,7 @@ def target_logits(prefix: tuple[int, ...], vocab: int) -> torch.Tensor:
 
 
 def decode(sample: int, length: int, vocab: int, settings: dict, draft_of) -> tuple[list[int], list[float], int]:
-    """Decodes ``length`` tokens, drafting with ``draft_of(prefix)``; returns tokens, log-probabilities and steps."""
+    """Decode ``length`` tokens with drafts of ``draft_of(prefix)``; return tokens, log-probabilities and steps."""
     tokens: list[int] = []
     scores: list[float] = []
     steps = 0
@@ -224,12 +241,14 @@ def decode(sample: int, length: int, vocab: int, settings: dict, draft_of) -> tu
         draft = draft_of(tuple(tokens))[: length - len(tokens) - 1]
         logits = torch.stack([target_logits((*tokens, *draft[:i]), vocab) for i in range(len(draft) + 1)])
         positions = torch.arange(len(tokens), len(tokens) + len(draft) + 1)
-        u = rlkernels.keyed_uniform(3, torch.full_like(positions, sample), positions)
-        accepted, ids, logprobs = rlkernels.verify_drafts(logits, [draft], [0, len(draft) + 1], u, **settings)
-        taken = int(accepted[0]) + 1
-        assert (ids[taken:] == -1).all() and (logprobs[taken:] == 0).all()
-        tokens += ids[:taken].tolist()
-        scores += logprobs[:taken].tolist()
+        random_numbers = rlkernels.keyed_uniform(3, torch.full_like(positions, sample), positions)
+        accepted, ids, logprobs = rlkernels.verify_drafts(
+            logits, [draft], [0, len(draft) + 1], random_numbers, **settings
+        )
+        num_taken = int(accepted[0]) + 1
+        assert (ids[num_taken:] == -1).all() and (logprobs[num_taken:] == 0).all()
+        tokens += ids[:num_taken].tolist()
+        scores += logprobs[:num_taken].tolist()
         steps += 1
     return tokens, scores, steps
 
@@ -256,28 +275,43 @@ def test_drafts_change_no_token_in_any_vocabulary(vocab, setting, sample, data):
 def test_ragged_batch_equals_one_sequence_at_a_time():
     drafts = [[1, 2, 3], [], [4], [0] * 9]
     starts = torch.tensor([0, 4, 5, 7, 17])
-    logits, u = torch.randn(17, 5) * 2, uniforms(17)
-    t, p, k = torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([1.0, 1.0, 0.9, 0.95]), torch.tensor([0, 0, 3, 4])
-    accepted, ids, logprobs = rlkernels.verify_drafts(logits, drafts, starts, u, temperature=t, top_p=p, top_k=k)
+    logits = torch.randn(17, 5) * 2
+    random_numbers = uniforms(17)
+    temperatures = torch.tensor([1.0, 0.0, 0.5, 2.0])
+    top_p = torch.tensor([1.0, 1.0, 0.9, 0.95])
+    top_k = torch.tensor([0, 0, 3, 4])
+    accepted, ids, logprobs = rlkernels.verify_drafts(
+        logits, drafts, starts, random_numbers, temperature=temperatures, top_p=top_p, top_k=top_k
+    )
     flat = torch.tensor([token for draft in drafts for token in draft])
-    again = rlkernels.verify_drafts(logits, flat, starts, u, temperature=t, top_p=p, top_k=k)
-    assert all(torch.equal(a, b) for a, b in zip(again, (accepted, ids, logprobs)))
+    flat_result = rlkernels.verify_drafts(
+        logits, flat, starts, random_numbers, temperature=temperatures, top_p=top_p, top_k=top_k
+    )
+    assert all(torch.equal(a, b) for a, b in zip(flat_result, (accepted, ids, logprobs)))
     for b, draft in enumerate(drafts):
         rows = slice(starts[b], starts[b + 1])
-        alone = rlkernels.verify_drafts(
-            logits[rows], [draft], [0, len(draft) + 1], u[rows], temperature=t[b], top_p=p[b], top_k=k[b]
+        single = rlkernels.verify_drafts(
+            logits[rows],
+            [draft],
+            [0, len(draft) + 1],
+            random_numbers[rows],
+            temperature=temperatures[b],
+            top_p=top_p[b],
+            top_k=top_k[b],
         )
-        assert alone[0].item() == accepted[b]
-        assert torch.equal(alone[1], ids[rows]) and torch.equal(alone[2], logprobs[rows])
+        assert single[0].item() == accepted[b]
+        assert torch.equal(single[1], ids[rows]) and torch.equal(single[2], logprobs[rows])
 
 
 def test_verification_without_validation_waits_for_nothing():
-    drafts, logits, u = torch.tensor([3, 4, 5, 6, 7, 8]), torch.randn(9, 20), uniforms(9)
-    wanted = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u)
+    drafts = torch.tensor([3, 4, 5, 6, 7, 8])
+    logits = torch.randn(9, 20)
+    random_numbers = uniforms(9)
+    expected = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], random_numbers)
     with Launches() as launches:
-        got = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], u, validate=False, backend="torch")
+        result = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], random_numbers, validate=False, backend="torch")
     assert not launches.waits
-    torch.testing.assert_close(got, wanted, atol=2e-7, rtol=2e-7)
+    torch.testing.assert_close(result, expected, atol=2e-7, rtol=2e-7)
 
 
 @pytest.mark.parametrize(("drafts", "starts", "error", "message"), [
@@ -300,33 +334,35 @@ def test_bad_drafts(drafts, starts, error, message):
 def test_known_answer_of_keyed_numbers():
     # Philox4x32-10 with counter and key all zero: first word 0x6627e8d5 (Random123's known-answer file)
     word = 0x6627E8D5
-    got = rlkernels.keyed_uniform(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert got.item() == ((word >> 9) + 0.5) * 2.0**-23
+    number = rlkernels.keyed_uniform(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert number.item() == ((word >> 9) + 0.5) * 2.0**-23
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63, 2**64 - 1, 123456789012345])
 def test_native_keyed_numbers_equal_the_reference(cpu_isa, seed):
     ids = torch.randint(-(2**63), 2**63 - 1, (2053,))
     positions = torch.randint(0, 2**40, (2053,))
-    ours = rlkernels.keyed_uniform(seed, ids, positions, backend="cpu")
-    assert torch.equal(ours, rlkernels.keyed_uniform(seed, ids, positions, backend="torch"))
+    numbers = rlkernels.keyed_uniform(seed, ids, positions, backend="cpu")
+    assert torch.equal(numbers, rlkernels.keyed_uniform(seed, ids, positions, backend="torch"))
 
 
 def test_a_number_depends_on_nothing_but_its_key():
-    ids, positions = torch.arange(1000).flip(0)[::2], torch.arange(0, 3000, 3)[:500]
-    together = rlkernels.keyed_uniform(5, ids, positions)
-    alone = torch.cat([rlkernels.keyed_uniform(5, ids[i : i + 1], positions[i : i + 1]) for i in range(500)])
-    assert torch.equal(together, alone)
+    ids = torch.arange(1000).flip(0)[::2]
+    positions = torch.arange(0, 3000, 3)[:500]
+    batched = rlkernels.keyed_uniform(5, ids, positions)
+    single = torch.cat([rlkernels.keyed_uniform(5, ids[i : i + 1], positions[i : i + 1]) for i in range(500)])
+    assert torch.equal(batched, single)
     assert rlkernels.keyed_uniform(5, ids[:0], positions[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("vary", ["seed", "sample", "position"])
 def test_numbers_are_uniform_along_every_part_of_the_key(vary):
     n = 20_000
-    zero, count = torch.zeros(n, dtype=torch.int64), torch.arange(n)
+    zero = torch.zeros(n, dtype=torch.int64)
+    count = torch.arange(n)
     if vary == "seed":
-        one = torch.zeros(1, dtype=torch.int64)
-        sample = torch.cat([rlkernels.keyed_uniform(s, one, one) for s in range(n)])
+        key = torch.zeros(1, dtype=torch.int64)
+        sample = torch.cat([rlkernels.keyed_uniform(s, key, key) for s in range(n)])
     else:
         sample = rlkernels.keyed_uniform(1, count if vary == "sample" else zero, zero if vary == "sample" else count)
     assert 0 < sample.min() and sample.max() < 1

@@ -13,7 +13,8 @@ from rlkernels.extrapolation import PREDICTORS, Attempt, Limits, Target, extrapo
 from rlkernels.extrapolation.trajectory import storage_noise
 from rlkernels.rank1.ops import leading_deltas
 
-M, N = 24, 40
+M = 24
+N = 40
 LINES = sorted(PREDICTORS)
 
 
@@ -63,7 +64,8 @@ def test_checkpoints_give_x_exactly():
     trajectory = rlkernels.RankOneTrajectory(base, rank=1)
     for s, weights in zip((4, 8, 12), saved):
         trajectory.track(weights, step=s, accuracy=0.5)
-    exact, rough = trajectory.exact_points(saved)["a"], trajectory.points("a")
+    exact = trajectory.exact_points(saved)["a"]
+    rough = trajectory.points("a")
     for x, weights in zip(exact.x, saved):
         assert torch.allclose(x, (weights["a"] - base["a"]) @ exact.v, atol=1e-6)
     assert not torch.allclose(rough.x[0], exact.x[0], rtol=1e-2)
@@ -77,18 +79,20 @@ def test_signs_of_singular_vectors_do_not_matter(monkeypatch):
     import rlkernels.extrapolation.trajectory as module
 
     def flipped(*args, **options):
-        found = leading_deltas(*args, **options)
-        signs = {name: next(flips) for name in found}
-        return {n: (update, left * signs[n], right * signs[n]) for n, (update, left, right) in found.items()}
+        directions = leading_deltas(*args, **options)
+        signs = {name: next(flips) for name in directions}
+        return {n: (update, left * signs[n], right * signs[n]) for n, (update, left, right) in directions.items()}
 
     monkeypatch.setattr(module, "leading_deltas", flipped)
-    other, _ = run(noisy)
+    flipped_trajectory, _ = run(noisy)
     for name in plain.base:
-        assert torch.allclose(plain.points(name).x, other.points(name).x, atol=1e-6)
+        assert torch.allclose(plain.points(name).x, flipped_trajectory.points(name).x, atol=1e-6)
         assert plain.points(name).cosine.min() > 0.9
     for predictor in LINES:
-        ours, theirs = (extrapolate(t, weights, Target(60), predictor=predictor) for t in (plain, other))
-        assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in plain.base)
+        weights_of_plain, weights_of_flipped = (
+            extrapolate(t, weights, Target(60), predictor=predictor) for t in (plain, flipped_trajectory)
+        )
+        assert all(torch.allclose(weights_of_plain[name], weights_of_flipped[name], atol=1e-5) for name in plain.base)
 
 
 @pytest.mark.parametrize("keep_rest", [True, False])
@@ -104,13 +108,15 @@ def test_a_straight_line_is_continued_exactly(predictor, keep_rest):
         moved = {name: base + step / 4 * (weights[name] - base) for name, base in trajectory.base.items()}
         still.track({"still": torch.ones(8, 6)} | moved, step=step, accuracy=step / 8)
     assert skill(still, predictor) == pytest.approx(1, abs=1e-3) and refusal(still, predictor) is None
-    found = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest)
-    assert not any(weight.requires_grad for weight in found.values())
+    predicted = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest)
+    assert not any(weight.requires_grad for weight in predicted.values())
     for i, name in enumerate(trajectory.base):
-        assert torch.allclose(found[name], trajectory.base[name] + line(60, i), atol=2e-6)
+        assert torch.allclose(predicted[name], trajectory.base[name] + line(60, i), atol=2e-6)
     exact = {name: trajectory.points(name) for name in trajectory.base}
-    again = extrapolate(trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest, points=exact)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    predicted_again = extrapolate(
+        trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest, points=exact
+    )
+    assert all(torch.equal(predicted[name], predicted_again[name]) for name in predicted)
 
 
 def test_pls_by_hand():
@@ -119,21 +125,25 @@ def test_pls_by_hand():
     points = trajectory.points("a").until(3)
     y = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]])
-    found = PREDICTORS["pls"](replace(points, x=x, accuracy=y), Target(0, 0.5))
+    prediction = PREDICTORS["pls"](replace(points, x=x, accuracy=y), Target(0, 0.5))
     # standardised first entry is (-1, 0, 1), the second has no covariance with y: w = (1, 0), t = (-1, 0, 1),
     # p = (1, 0), slope 0.1 per t; at 0.5, t is 3: 2 + 1 * 3 and the mean of the second
-    assert found.tolist() == pytest.approx([5.0, 1 / 3])
+    assert prediction.tolist() == pytest.approx([5.0, 1 / 3])
 
 
 def test_rank_1_alone_has_the_norm_of_the_whole_update():
     trajectory, weights = run(noisy)
     points = trajectory.points("a")
-    alone = extrapolate(trajectory, weights, Target(24), keep_rest=False)["a"] - trajectory.base["a"]
-    whole = points.frobenius[-1].float()
-    expected = torch.outer(points.x[-1], points.v) * whole / points.x[-1].norm()  # no step ahead: the update as it is
-    assert torch.allclose(alone, expected, atol=1e-6) and torch.allclose(alone.norm(), whole, rtol=1e-4)
-    kept = extrapolate(trajectory, weights, Target(24))["a"]
-    assert torch.allclose(kept, weights["a"], atol=1e-6)
+    rank_1_update = extrapolate(trajectory, weights, Target(24), keep_rest=False)["a"] - trajectory.base["a"]
+    full_norm = points.frobenius[-1].float()
+    expected = (
+        torch.outer(points.x[-1], points.v) * full_norm / points.x[-1].norm()
+    )  # no step ahead: the update as it is
+    assert torch.allclose(rank_1_update, expected, atol=1e-6) and torch.allclose(
+        rank_1_update.norm(), full_norm, rtol=1e-4
+    )
+    with_rest = extrapolate(trajectory, weights, Target(24))["a"]
+    assert torch.allclose(with_rest, weights["a"], atol=1e-6)
 
 
 def test_weights_that_do_not_fit_are_named():
@@ -188,9 +198,9 @@ REFUSALS = {
 def test_refusals_and_their_reasons(reason, predictor):
     update, options = REFUSALS[reason]
     trajectory, weights = run(update, **options)
-    found = refusal(trajectory, predictor)
-    assert found is not None and found.reason == reason, found
-    assert str(found).startswith(reason + " (")
+    result = refusal(trajectory, predictor)
+    assert result is not None and result.reason == reason, result
+    assert str(result).startswith(reason + " (")
     if reason in ("low gap", "no update", "direction still turning", "storage noise"):
         assert extrapolate(trajectory, weights, Target(60), predictor=predictor) == {}, "such modules are left alone"
 
@@ -218,15 +228,15 @@ def test_state_comes_back_bit_for_bit():
     trajectory, _ = run(noisy)
     state = trajectory.state_dict()
     assert all(isinstance(value, torch.Tensor) for value in state.values())
-    again = rlkernels.RankOneTrajectory(trajectory.base)
-    again.load_state_dict({name: value.clone() for name, value in state.items()})
-    for t in (trajectory, again):
+    restored = rlkernels.RankOneTrajectory(trajectory.base)
+    restored.load_state_dict({name: value.clone() for name, value in state.items()})
+    for t in (trajectory, restored):
         t.track({n: w + noisy(28, i) for i, (n, w) in enumerate(t.base.items())}, step=28, accuracy=0.7)
     for name, value in trajectory.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
+        assert torch.equal(value, restored.state_dict()[name]), name
     empty = rlkernels.RankOneTrajectory(trajectory.base)
-    again.load_state_dict(empty.state_dict())
-    assert len(again) == 0 and again.state_dict()["steps"].numel() == 0
+    restored.load_state_dict(empty.state_dict())
+    assert len(restored) == 0 and restored.state_dict()["steps"].numel() == 0
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -257,10 +267,10 @@ def test_beyond_64_steps_points_stay_spread_over_all_of_training(every):
 def test_states_of_other_modules_and_damaged_ones_are_named(change, message):
     trajectory, _ = run(line, steps=(4, 8))
     state = {name: value for name, value in (trajectory.state_dict() | change).items() if value is not None}
-    again = rlkernels.RankOneTrajectory(trajectory.base)
+    restored = rlkernels.RankOneTrajectory(trajectory.base)
     with pytest.raises((KeyError, ValueError), match=message):
-        again.load_state_dict(state)
-    assert len(again) == 0 and not again._left["a"] and not again._facts["a"]
+        restored.load_state_dict(state)
+    assert len(restored) == 0 and not restored._left["a"] and not restored._facts["a"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -280,11 +290,11 @@ def test_states_of_other_modules_and_damaged_ones_are_named(change, message):
 ])  # fmt: skip
 def test_bad_tracking_is_named(change, message):
     trajectory, weights = run(line, steps=(4, 8))
-    before = trajectory.state_dict()
+    state = trajectory.state_dict()
     with pytest.raises((ValueError, TypeError), match=message):
         trajectory.track(**{"weights": weights, "step": 12, "accuracy": 0.5} | change)
-    after = trajectory.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    state_after = trajectory.state_dict()
+    assert state.keys() == state_after.keys() and all(torch.equal(state[key], state_after[key]) for key in state)
 
 
 @pytest.mark.parametrize(("base", "setting", "error", "message"), [
@@ -313,50 +323,54 @@ def model():
     return [master, (master + 0.5).bfloat16()]
 
 
-def judge(places, right, *, attempt=None, gate=None, available=80):
-    """Tries to add 1 to the weight; ``right``: mean of the master -> share of right answers."""
-    asked, changes, start = [], [], places[0].clone()
+def judge(places, accuracy_of, *, attempt=None, gate=None, available=80):
+    """Try to add 1 to the weight; ``accuracy_of``: mean of the master's change -> share of right answers."""
+    evaluated_rows = []
+    changes = []
+    start = places[0].clone()
 
     def evaluate(rows):
-        asked.append(list(rows))
+        evaluated_rows.append(list(rows))
         assert not torch.is_grad_enabled()
-        return [right(float((places[0] - start).mean()))] * len(rows)
+        return [accuracy_of(float((places[0] - start).mean()))] * len(rows)
 
     tries = (attempt or Attempt(prompts=80)).judge(
         gate or rlkernels.Gate(0.05), {"w": start + 1}, {"w": places}, evaluate, available=available,
         changed=lambda: changes.append(places[0].clone()),
     )  # fmt: skip
-    return tries, asked, changes
+    return tries, evaluated_rows, changes
 
 
 @pytest.mark.parametrize("right", [lambda moved: 1.0, lambda moved: float(moved < 0.1)])
 def test_what_it_rejects_is_put_back_bit_for_bit(right):
     places = model()
-    before = [place.clone() for place in places]
+    original = [place.clone() for place in places]
     tries, _, changes = judge(places, right, attempt=Attempt(prompts=80, max_tries=2, shrink=0.25))
     assert [(t["factor"], t["accepted"]) for t in tries] == [(1.0, False), (0.25, False)]
-    assert all(torch.equal(place, value) for place, value in zip(places, before))
-    assert torch.equal(changes[-1], before[0]), "told after the weights are back"
+    assert all(torch.equal(place, value) for place, value in zip(places, original))
+    assert torch.equal(changes[-1], original[0]), "told after the weights are back"
 
 
 def test_an_evaluation_that_fails_leaves_everything_as_it_was():
-    places, gate = model(), rlkernels.Gate(0.05)
-    before = [place.clone() for place in places]
+    places = model()
+    gate = rlkernels.Gate(0.05)
+    original = [place.clone() for place in places]
     with pytest.raises(ZeroDivisionError):
         judge(places, lambda moved: 0.0 if moved < 0.5 else 1 / 0, gate=gate)
-    assert all(torch.equal(place, value) for place, value in zip(places, before))
+    assert all(torch.equal(place, value) for place, value in zip(places, original))
 
 
 def test_objections_and_prediction_are_those_of_the_settings():
     base = {"w": torch.zeros(6, 5)}
-    trajectory, step = rlkernels.RankOneTrajectory(base), torch.outer(torch.ones(6), torch.arange(5.0))
+    trajectory = rlkernels.RankOneTrajectory(base)
+    step = torch.outer(torch.ones(6), torch.arange(5.0))
     for s in (1, 2, 3, 4):
         trajectory.track({"w": s * step}, step=s, accuracy=0.1 * s)
     assert Attempt(predictor="secant").refusal(trajectory) is None
     strict = Limits(min_rise=0.9)
     assert Attempt(limits=strict).refusal(trajectory).reason == "flat accuracy"
-    found = Attempt(predictor="secant", horizon=2.5).predict(trajectory, {"w": 4 * step})
-    torch.testing.assert_close(found["w"], 10 * step)
+    prediction = Attempt(predictor="secant", horizon=2.5).predict(trajectory, {"w": 4 * step})
+    torch.testing.assert_close(prediction["w"], 10 * step)
     by_accuracy = Attempt(predictor="pls").predict(trajectory, {"w": 4 * step})  # to 1, which rises by 0.1 a step
     torch.testing.assert_close(by_accuracy["w"], 10 * step)
 

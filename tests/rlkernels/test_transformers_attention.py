@@ -11,7 +11,8 @@ from rlkernels.integrations.transformers_attention import add_sinks
 from tools.architectures import build, check_packed, check_paged
 
 LAYOUT = TreeLayout.from_sequences([[*range(70)], [*range(70), 1, 2], [*range(20), *range(9)], [7]])
-BOTH, PACKED = (check_packed, check_paged), (check_packed,)
+BOTH = (check_packed, check_paged)
+PACKED = (check_packed,)
 
 
 @pytest.mark.parametrize(("kind", "checks"), [
@@ -27,11 +28,12 @@ def test_models_compute_what_they_do_by_eager_attention(kind, checks):
         check(build(kind))
 
 
-def with_a_score_more(query, key, value, sinks, window):
-    """Attention whose softmax has the score of the sink beside those of the keys, every step rounded."""
+def attend_with_sink_score(query, key, value, sinks, window):
+    """Attend with a softmax over the scores of the keys and of the sink, every step rounded."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
-    place, depth = torch.arange(LAYOUT.num_tokens), LAYOUT.position_ids
-    seen = (place <= place[:, None]) & (place[:, None] < LAYOUT.end) & (depth[:, None] - depth < window)
+    position = torch.arange(LAYOUT.num_tokens)
+    depth = LAYOUT.position_ids
+    seen = (position <= position[:, None]) & (position[:, None] < LAYOUT.end) & (depth[:, None] - depth < window)
     score = ((query.transpose(0, 1) * 0.3) @ key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
     sink = sinks.view(-1, 1, 1).expand(*score.shape[:2], 1)
     weight = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
@@ -48,11 +50,11 @@ def test_a_sink_is_one_more_score(compiled, dtype, sink):
     for window in (5, 1000):
 
         def ours(query, key, value, sinks, window=window):
-            both = rlkernels.tree_attention(query, key, value, LAYOUT, scale=0.3, window=window, return_lse=True)
-            return add_sinks(*both, sinks)
+            out_and_lse = rlkernels.tree_attention(query, key, value, LAYOUT, scale=0.3, window=window, return_lse=True)
+            return add_sinks(*out_and_lse, sinks)
 
         plain, exact = (
-            with_gradients(lambda *given, window=window: with_a_score_more(*given, window), inputs, grad)
+            with_gradients(lambda *arguments, window=window: attend_with_sink_score(*arguments, window), inputs, grad)
             for inputs in (tensors, [t.double() for t in tensors])
         )
         assert_as_plain(with_gradients(ours, tensors, grad), plain, exact, 1e-6, 2e-6)

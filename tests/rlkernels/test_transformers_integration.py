@@ -51,12 +51,12 @@ def model():
 
 
 def padded(*lengths, beginning=0):
-    """Rows of these lengths, padded on the left, whose first ``beginning`` tokens are the same."""
-    width, start = max(lengths), torch.randint(1, 61, (beginning,))
+    """Make rows of these lengths, padded on the left, whose first ``beginning`` tokens are the same."""
+    width, common_ids = max(lengths), torch.randint(1, 61, (beginning,))
     ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
-    for row, ones, n in zip(ids, mask, lengths):
-        row[width - n :] = torch.cat([start, torch.randint(1, 61, (n - beginning,))])
-        ones[width - n :] = 1
+    for row, mask_row, n in zip(ids, mask, lengths):
+        row[width - n :] = torch.cat([common_ids, torch.randint(1, 61, (n - beginning,))])
+        mask_row[width - n :] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -100,10 +100,10 @@ def test_same_tokens_as_plain_generate(kind, extra):
     for inputs, shared in ((padded(7), 0), (padded(7, 12, 1), 0), (padded(13, 9, 13, beginning=8), 16)):
         plain = plain_generate(model, inputs)  # a DynamicCache would cut at any window of the config
         kv = paged_kv_cache(model, num_blocks=64, block_size=4)
-        for again in (False, True):  # the second time from the cache, where rows wait for the shortest
+        for is_second in (False, True):  # the second time from the cache, where rows wait for the shortest
             with PagedCache(kv, **inputs) as cache:
                 assert torch.equal(generate(model, inputs, cache), plain)
-            assert (again or kv.stats["hits"] == shared) and kv.stats["blocks_pinned"] == 0
+            assert (is_second or kv.stats["hits"] == shared) and kv.stats["blocks_pinned"] == 0
 
 
 def test_our_kernel_runs_in_every_layer_of_every_step(model, monkeypatch):
@@ -141,11 +141,11 @@ def test_a_dropped_cache_gives_its_blocks_back(model):
     plain = generate(model, inputs)
     kv = paged_kv_cache(model, num_blocks=9, block_size=4)
     for _ in range(3):  # 9 blocks are enough for one alone
-        found = generate(model, inputs, PagedCache(kv, **inputs), return_dict_in_generate=True)
-        assert torch.equal(found.sequences, plain)
+        output = generate(model, inputs, PagedCache(kv, **inputs), return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain)
         with pytest.raises(rlkernels.OutOfBlocks, match="close what has ended of the 2 open sequences"):
             PagedCache(kv, **padded(30))
-        del found
+        del output
     assert kv.stats["blocks_pinned"] == 0
 
 
@@ -162,7 +162,8 @@ def test_samples_share_the_prompt(model):
 
 def test_copies_that_do_not_fit_give_all_blocks_back(model):
     """Of the samples of two prompts, which need 3 blocks and one more for each further sample."""
-    inputs, kv = padded(7, 3), paged_kv_cache(model, num_blocks=6, block_size=4)
+    inputs = padded(7, 3)
+    kv = paged_kv_cache(model, num_blocks=6, block_size=4)
     with PagedCache(kv, **inputs) as cache:
         with pytest.raises(rlkernels.OutOfBlocks, match="9 blocks are needed, 6 of 6"):
             generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
@@ -171,13 +172,14 @@ def test_copies_that_do_not_fit_give_all_blocks_back(model):
 
 def test_samples_of_a_prompt_that_older_weights_computed_are_refused(model):
     """They need its blocks, which the advance has made unreachable."""
-    inputs, kv = padded(7), paged_kv_cache(model, num_blocks=64, block_size=4)
-    for again in (False, True):
+    inputs = padded(7)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    for is_second in (False, True):
         with PagedCache(kv, **inputs) as cache:
-            if again:
+            if is_second:
                 kv.advance_version()
-                for said in ("has advanced since the PagedCache was opened: open another", "got one that is closed"):
-                    with pytest.raises(ValueError, match=said):
+                for message in ("has advanced since the PagedCache was opened: open another", "got one that is closed"):
+                    with pytest.raises(ValueError, match=message):
                         generate(model, inputs, cache, do_sample=True, num_return_sequences=4)
             else:
                 generate(model, inputs, cache)
@@ -208,7 +210,8 @@ def test_a_second_turn_in_the_same_cache(model):
 def test_a_failed_pass_leaves_nothing_behind(model, monkeypatch, passes, early):
     """Neither the first one, of a prompt and three more tokens, nor a later one; or before the model runs."""
     ids = torch.randint(1, 61, (1, 8))
-    kv, fail = paged_kv_cache(model, num_blocks=64, block_size=4), Mock(side_effect=RuntimeError("out of memory"))
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    fail = Mock(side_effect=RuntimeError("out of memory"))
     with torch.no_grad(), PagedCache(kv, ids[:, :5]) as cache:
         if passes:
             model(ids[:, :5], **{CACHE: cache})
@@ -227,10 +230,10 @@ def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
     """Such as a reference model, copied from a policy that attends through a paged cache."""
     inputs = padded(7, 4)
     paged_kv_cache(model, num_blocks=8)
-    for one in (copy.deepcopy(model), model):
-        kv = paged_kv_cache(one, num_blocks=64, block_size=4)
+    for either_model in (copy.deepcopy(model), model):
+        kv = paged_kv_cache(either_model, num_blocks=64, block_size=4)
         with PagedCache(kv, **inputs) as cache:
-            check_as_plain(one, inputs, cache)
+            check_as_plain(either_model, inputs, cache)
 
 
 def test_another_default_device(model):
@@ -241,11 +244,12 @@ def test_another_default_device(model):
 
 
 def test_beams_and_assisted_generation_are_refused(model):
-    inputs, assistant = padded(9), build(num_hidden_layers=1)
+    inputs = padded(9)
+    assistant = build(num_hidden_layers=1)
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
-    for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}):
+    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}):
         with PagedCache(kv, **inputs) as cache, pytest.raises(NotImplementedError, match="without beams and assisted"):
-            generate(model, inputs, cache, **how)
+            generate(model, inputs, cache, **options)
 
 
 def test_a_prompt_that_is_no_tensor_is_named(model):
@@ -278,12 +282,12 @@ def test_what_the_kernels_do_not_know_is_refused(model):
         PagedCache(kv, inputs["input_ids"], torch.tensor([[1] * 6, [0] * 6]))
     with pytest.raises(ValueError, match="must be the one that the PagedCache was opened with"):
         generate(model, inputs, PagedCache(kv, inputs["input_ids"]))
-    other = inputs["input_ids"].clone()
-    other[1, -1] += 1
+    changed_ids = inputs["input_ids"].clone()
+    changed_ids[1, -1] += 1
     with PagedCache(kv, **inputs) as cache:
         for _ in range(2):
             with pytest.raises(ValueError, match="those that the PagedCache was opened with, got others in row 1"):
-                generate(model, {**inputs, "input_ids": other}, cache)
+                generate(model, {**inputs, "input_ids": changed_ids}, cache)
     with pytest.raises(ValueError, match="prefill_chunk_size is not supported"):
         generate(model, inputs, PagedCache(kv, **inputs), prefill_chunk_size=2)
     with pytest.raises(rlkernels.OutOfBlocks):
@@ -342,7 +346,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
 ])  # fmt: skip
 def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_one(kind, extra):
-    model, inputs = build(kind, **extra), padded(8, 5)
+    model = build(kind, **extra)
+    inputs = padded(8, 5)
     plain, paged, kv = both(model, inputs)  # 16 tokens at most: the last one is never fed
     assert torch.equal(plain, paged)
     kv.advance_version()
@@ -350,24 +355,24 @@ def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_
         model(plain[:1, :12], **{CACHE: cache})
         with pytest.raises(ValueError, match="at most 16 tokens, the original length of .* rotary factors, got 17"):
             model(plain[:1, 12:], **{CACHE: cache})
-        got = model(plain[:1, 12:-1], **{CACHE: cache}).logits[:, -1]  # the cache is as it was
+        logits = model(plain[:1, 12:-1], **{CACHE: cache}).logits[:, -1]  # the cache is as it was
         model.set_attn_implementation("sdpa")
-        torch.testing.assert_close(got, model(plain[:1, :-1]).logits[:, -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, model(plain[:1, :-1]).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
-def own_loop(model, inputs, cache, *, positions, steps=4):
-    """Logits of the last column of each pass of a user's own loop; ``cache`` None: Transformers without any cache."""
-    ids, mask, out = inputs["input_ids"], inputs["attention_mask"], []
+def user_loop(model, inputs, cache, *, positions, steps=4):
+    """Return the last logits of each pass of a user's loop; ``cache`` None: Transformers without a cache."""
+    ids, mask, step_logits = inputs["input_ids"], inputs["attention_mask"], []
     with torch.no_grad():
         for _ in range(steps):
             start = cache.get_seq_length() if cache is not None else 0
-            given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, start:]} if positions else {}
-            given |= {"attention_mask": mask, CACHE: cache, "use_cache": cache is not None}
-            logits = model(ids[:, start:], **given).logits
-            out.append(logits[:, -1])
+            arguments = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, start:]} if positions else {}
+            arguments |= {"attention_mask": mask, CACHE: cache, "use_cache": cache is not None}
+            logits = model(ids[:, start:], **arguments).logits
+            step_logits.append(logits[:, -1])
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return torch.stack(out)
+    return torch.stack(step_logits)
 
 
 @contextmanager
@@ -389,8 +394,8 @@ def check_as_plain(model, inputs, cache, loop=False):
     """By ``generate``, or in a loop of a user's own."""
     if loop:
         with eager(model):
-            plain = own_loop(model, inputs, None, positions=True)
-        torch.testing.assert_close(own_loop(model, inputs, cache, positions=True), plain, rtol=1e-4, atol=1e-4)
+            plain = user_loop(model, inputs, None, positions=True)
+        torch.testing.assert_close(user_loop(model, inputs, cache, positions=True), plain, rtol=1e-4, atol=1e-4)
     else:
         assert torch.equal(generate(model, inputs, cache), plain_generate(model, inputs))
 
@@ -398,11 +403,12 @@ def check_as_plain(model, inputs, cache, loop=False):
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "OPT", "Bart"])
 def test_padding_that_counts_as_positions_is_refused(kind):
     """In a loop without position ids, and in models that take none, which run rows of one length."""
-    model, inputs = build(kind), padded(13, 10, 13, 9, beginning=8)
+    model = build(kind)
+    inputs = padded(13, 10, 13, 9, beginning=8)
     kv = paged_kv_cache(model, num_blocks=96, block_size=4)
     with PagedCache(kv, **inputs) as cache:
         with pytest.raises(ValueError, match="position_ids must be given for rows with padding"):
-            own_loop(model, inputs, cache, positions=False)
+            user_loop(model, inputs, cache, positions=False)
         if kind != "Bart":
             check_as_plain(model, inputs, cache, loop=True)
     inputs = padded(13, 13, beginning=8) if kind == "Bart" else inputs
@@ -421,9 +427,13 @@ MODELS = {}
 def test_any_padding_in_any_order_of_calls(kind, calls):
     """Batches one after the other in one cache: rows of a common beginning of 0 to 9 tokens and 1 to 5 of their own."""
     model = MODELS.setdefault(kind, build(kind))
-    kv, beginning = paged_kv_cache(model, num_blocks=96, block_size=2), list(range(1, 10))
+    kv = paged_kv_cache(model, num_blocks=96, block_size=2)
+    beginning = list(range(1, 10))
     for rows, loop in calls:
-        texts = [beginning[:shared] + [20 + 5 * i + j for j in range(own)] for i, (shared, own) in enumerate(rows)]
+        texts = [
+            beginning[:shared] + [20 + 5 * i + j for j in range(own_length)]
+            for i, (shared, own_length) in enumerate(rows)
+        ]
         inputs = padded(*map(len, texts))
         for row, text in zip(inputs["input_ids"], texts):
             row[len(row) - len(text) :] = torch.tensor(text)
@@ -432,7 +442,8 @@ def test_any_padding_in_any_order_of_calls(kind, calls):
 
 
 def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
-    gpt2, ids = build("GPT2"), torch.randint(1, 61, (1, 6))
+    gpt2 = build("GPT2")
+    ids = torch.randint(1, 61, (1, 6))
     kv = paged_kv_cache(gpt2, num_blocks=16, block_size=4)
     with torch.no_grad(), PagedCache(kv, ids) as cache:
         for name, value in (
@@ -449,7 +460,8 @@ def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
         with pytest.raises(ValueError, match=r"GPT2LMHeadModel must be in eval mode, got resid_pdrop 0.1"):
             gpt2.train()(ids, **{CACHE: cache})
         gpt2.eval()(ids, **{CACHE: cache})
-    kv, inputs = paged_kv_cache(model, num_blocks=32, block_size=4), padded(9, 6)
+    kv = paged_kv_cache(model, num_blocks=32, block_size=4)
+    inputs = padded(9, 6)
     mask = inputs["attention_mask"]
     with PagedCache(kv, **inputs) as cache:
         generate(model, inputs, cache)
@@ -459,8 +471,8 @@ def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
             model(inputs["input_ids"][:, start:], **{CACHE: cache})
         with pytest.raises(ValueError, match=r"position_ids must be given .* Give \(attention_mask.cumsum"):
             model(inputs["input_ids"][:, start:], mask, **{CACHE: cache})
-        given = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
-        model(inputs["input_ids"][:, start:], mask, position_ids=given, **{CACHE: cache})
+        position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, start:]
+        model(inputs["input_ids"][:, start:], mask, position_ids=position_ids, **{CACHE: cache})
         with pytest.raises(ValueError, match="position_ids must be given for rows with padding"):
             model(inputs["input_ids"][:, :1], torch.cat([mask, mask[:, -1:]], 1), **{CACHE: cache})
 
@@ -483,7 +495,8 @@ def adapted():
     st.lists(st.sampled_from(["default", "other", "none", "both"]), min_size=2, max_size=5), st.booleans()
 )
 def test_adapters_of_peft_share_no_blocks(calls, loop):
-    model, inputs = MODELS.setdefault("peft", adapted.__wrapped__()), padded(12, 12, beginning=10)
+    model = MODELS.setdefault("peft", adapted.__wrapped__())
+    inputs = padded(12, 12, beginning=10)
     kv = paged_kv_cache(model, num_blocks=96, block_size=4)
     for adapter in calls:
         if adapter == "both":
@@ -500,12 +513,19 @@ def test_prompts_within_layers_share_no_blocks(model):
     """Those of LLaMA-Adapter, whose layers PEFT puts into the model and takes out."""
     peft = pytest.importorskip("peft", reason="this machine lacks peft")
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
-    adapted, inputs = peft.get_peft_model(model, config).eval(), padded(12)
+    adapted = peft.get_peft_model(model, config).eval()
+    inputs = padded(12)
     kv = paged_kv_cache(adapted, num_blocks=16, block_size=4)
-    off = adapted.disable_adapter
-    for context, found in ((nullcontext(), 0), (nullcontext(), 8), (off(), 0), (off(), 8), (nullcontext(), 0)):
+    disable = adapted.disable_adapter
+    for context, num_cached in (
+        (nullcontext(), 0),
+        (nullcontext(), 8),
+        (disable(), 0),
+        (disable(), 8),
+        (nullcontext(), 0),
+    ):
         with context, PagedCache(kv, **inputs) as cache:
-            assert cache.num_cached == [found]
+            assert cache.num_cached == [num_cached]
             generate(model, inputs, cache)
 
 
@@ -535,7 +555,8 @@ def test_text_for_a_vision_language_model_and_images_refused():
     )
     torch.manual_seed(3)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60, image_seq_length=4)
-    model, inputs = transformers.LlavaForConditionalGeneration(config).eval(), padded(13, 9, beginning=8)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    inputs = padded(13, 9, beginning=8)
     inputs["input_ids"].clamp_(max=59)
     kv = paged_kv_cache(model, num_blocks=32, block_size=4)
     with PagedCache(kv, **inputs) as cache:
@@ -547,7 +568,7 @@ def test_text_for_a_vision_language_model_and_images_refused():
 def test_keys_and_values_of_differing_shape_are_told(model):
     for name in ("k_proj", "v_proj"):  # one head in the place of two
         setattr(model.model.layers[1].self_attn, name, torch.nn.Linear(32, 8, bias=False))
-    before = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     with pytest.raises(ValueError, match=r"one shape in all layers, Llama.* \(2, 8\) from layer 0 on, .1, 8. fr"):
         paged_kv_cache(model, num_blocks=8)
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == implementation

@@ -53,12 +53,13 @@ def draw(count, seed=0):
 
 
 def conversation(turns, lengths, seed):
-    """Sequences that continue one another: a history that grows, and at each turn two answers that are dropped."""
-    history, found = draw(6, seed), []
+    """Make sequences that continue one another: a growing history, and at each turn two dropped answers."""
+    history = draw(6, seed)
+    sequences = []
     for turn in range(turns):
         history = history + draw(lengths[turn % len(lengths)], (seed, turn))
-        found += [history + draw(2, (seed, turn, "a")), history + draw(5, (seed, turn, "b"))]
-    return found
+        sequences += [history + draw(2, (seed, turn, "a")), history + draw(5, (seed, turn, "b"))]
+    return sequences
 
 
 SYSTEM = draw(CHUNK + 9)
@@ -73,20 +74,20 @@ TREES = {
 }
 
 
-def log_probabilities(model, logits, sequences):
-    """Gradients of the sum of the sequences' log-probabilities; ``logits``: of each sequence."""
+def logprob_grads(model, logits, sequences):
+    """Return gradients of the sum of the sequences' log-probabilities; ``logits``: of each sequence."""
     names, weights = zip(*model.named_parameters())
-    rows = torch.cat([some[: len(sequence) - 1] for some, sequence in zip(logits, sequences)])
+    rows = torch.cat([sequence_logits[: len(sequence) - 1] for sequence_logits, sequence in zip(logits, sequences)])
     targets = torch.tensor([token for sequence in sequences for token in sequence[1:]])
-    found = torch.autograd.grad(token_logprobs(rows, targets, backend="torch").sum(), weights, allow_unused=True)
-    return {name: grad for name, grad in zip(names, found) if grad is not None}
+    grads = torch.autograd.grad(token_logprobs(rows, targets, backend="torch").sum(), weights, allow_unused=True)
+    return {name: grad for name, grad in zip(names, grads) if grad is not None}
 
 
 def pass_alone(model, sequences):
     """Logits and gradients by eager attention, a sequence at a time."""
     model.set_attn_implementation("eager")
     logits = [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
-    return logits, log_probabilities(model, logits, sequences)
+    return logits, logprob_grads(model, logits, sequences)
 
 
 def pass_packed(model, sequences, layout=None, **options):
@@ -94,22 +95,22 @@ def pass_packed(model, sequences, layout=None, **options):
     layout = layout or TreeLayout.from_sequences(sequences)
     rows = model(layout.ids[None], position_ids=layout.position_ids[None], attention=layout, **options).logits[0]
     logits = [rows[place] for place in layout.places]
-    return logits, log_probabilities(model, logits, sequences)
+    return logits, logprob_grads(model, logits, sequences)
 
 
-def distance(found, expected):
-    """Largest difference of logits over the largest logit, and of a weight's gradient over its norm."""
-    (logits, grads), (expected_logits, expected_grads) = found, expected
+def distance(result, expected):
+    """Return the largest difference of logits over the largest logit, and of a weight's gradient over its norm."""
+    (logits, grads), (expected_logits, expected_grads) = result, expected
     assert grads.keys() == expected_grads.keys()
     largest = max(rows.abs().max() for rows in expected_logits)
-    gap = max((rows - others).abs().max() for rows, others in zip(logits, expected_logits)) / largest
+    gap = max((rows - expected_rows).abs().max() for rows, expected_rows in zip(logits, expected_logits)) / largest
     return gap.item(), max(((grads[n] - g).norm() / g.norm()).item() for n, g in expected_grads.items())
 
 
 def assert_as_alone(model, sequences, *, layout=None, **options):
     """At most four times as far as the model alone goes if each weight moves by its last bit: what float32 resolves."""
     expected = pass_alone(model, sequences)
-    found = distance(pass_packed(model, sequences, layout, **options), expected)
+    errors = distance(pass_packed(model, sequences, layout, **options), expected)
     weights = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         for weight in model.parameters():
@@ -117,7 +118,7 @@ def assert_as_alone(model, sequences, *, layout=None, **options):
     limits = distance(pass_alone(model, sequences), expected)
     model.load_state_dict(weights)
     assert max(limits) < 1e-4, "a test that shows little"
-    assert all(error <= 4 * limit for error, limit in zip(found, limits)), (found, limits)
+    assert all(error <= 4 * limit for error, limit in zip(errors, limits)), (errors, limits)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -151,10 +152,10 @@ def test_a_rule_with_a_decay_per_channel():
     shapes = {"query": (8,), "key": (8,), "value": (6,), "g": (8,), "beta": ()}
     row = {name: torch.randn(1, layout.num_tokens, 2, *shape) for name, shape in shapes.items()}
     row |= {"g": -row["g"].exp() * 0.05, "beta": row["beta"].sigmoid()}
-    found, _ = rule(**row, attention=layout, use_qk_l2norm_in_kernel=True)
+    packed, _ = rule(**row, attention=layout, use_qk_l2norm_in_kernel=True)
     for place in layout.places:
-        alone, _ = rule(**{name: x[:, place] for name, x in row.items()}, use_qk_l2norm_in_kernel=True)
-        torch.testing.assert_close(found[:, place], alone, rtol=1e-5, atol=2e-6)
+        single, _ = rule(**{name: x[:, place] for name, x in row.items()}, use_qk_l2norm_in_kernel=True)
+        torch.testing.assert_close(packed[:, place], single, rtol=1e-5, atol=2e-6)
 
 
 def test_layers_that_do_not_follow_a_tree_are_refused():
@@ -183,10 +184,11 @@ def test_a_model_that_is_imported_later_follows(monkeypatch):
     )[..., : inputs.shape[2]]
     exec("from transformers import PreTrainedModel\nclass Later(PreTrainedModel): pass", vars(module))
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 4, 5, 6, 7]])
-    inputs, weight = torch.randn(1, 3, layout.num_tokens), torch.randn(3, 4)
-    found = module.causal_conv1d_fn(inputs, weight, attention=layout)
+    inputs = torch.randn(1, 3, layout.num_tokens)
+    weight = torch.randn(3, 4)
+    packed = module.causal_conv1d_fn(inputs, weight, attention=layout)
     for place in layout.places:
-        torch.testing.assert_close(found[..., place], module.causal_conv1d_fn(inputs[..., place], weight))
+        torch.testing.assert_close(packed[..., place], module.causal_conv1d_fn(inputs[..., place], weight))
 
 
 @pytest.mark.slow
@@ -196,5 +198,5 @@ from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 import rlkernels.integrations.transformers
 print(modeling.causal_conv1d_fn.follows_trees, modeling.torch_chunk_gated_delta_rule.follows_trees)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "True True\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stdout == "True True\n", process.stderr

@@ -12,11 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlkernels.prefix_cache import TreeLayout
 
-EOS, SIZE = 63, 8
+EOS = 63
+BATCH_SIZE = 8
 
 
 def conversations():
-    """Two groups of four answers behind one system prompt; one group has a second turn, which forks."""
+    """Yield two groups of four answers after one system prompt; one group has a second turn, which forks."""
     draw = random.Random(0)
 
     def tokens(count):
@@ -26,8 +27,8 @@ def conversations():
     for group in range(2):
         prompt, history = system + tokens(9), tokens(7)
         for i in range(4):
-            given = prompt + history * (group and i % 2)
-            yield group, given, [*tokens(3 + 2 * i), EOS]
+            context = prompt + history * (group and i % 2)
+            yield group, context, [*tokens(3 + 2 * i), EOS]
 
 
 class Worker:
@@ -80,7 +81,7 @@ def train(trl_integration, policy, tmp_path, monkeypatch):
         callback, steps = gradient_recorder()
         args = asynchronous.AsyncGRPOConfig(
             str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=2,
-            per_device_train_batch_size=SIZE, optim="sgd", temperature=0.9,
+            per_device_train_batch_size=BATCH_SIZE, optim="sgd", temperature=0.9,
             **{"bf16": False, "token_budget": -1, "learning_rate": 1e-2, **settings},
         )  # fmt: skip
         ours = importlib.import_module("rlkernels.integrations.trl_async").SharedPrefixAsyncGRPOTrainer
@@ -98,7 +99,8 @@ class Kernel:
     """What TRL calls of FlashAttention 3, by torch; counts the rows of keys that it is given."""
 
     def __init__(self):
-        self.rows, self.windows = [], set()
+        self.rows = []
+        self.windows = set()
 
     def flash_attn_varlen_func(self, query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
         self.rows.append(len(key))
@@ -130,24 +132,25 @@ WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atten
 def test_loss_and_gradients_are_those_of_trl(train, monkeypatch, settings):
     """In rows of all samples, in rows that a budget cuts, and with a layer whose window is shorter than samples."""
     trainer, steps = train(**settings)
-    theirs, expected, kernel = by_trl(train, monkeypatch, **settings)
+    trl_trainer, expected, kernel = by_trl(train, monkeypatch, **settings)
     assert kernel.windows == ({-1, 15} if "model_init_kwargs" in settings else {-1})
     assert len(steps) == len(expected) == 2 and steps[0].keys() == expected[0].keys()
-    for found, wanted in zip(steps, expected):
-        for name in wanted:
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
-    for found, wanted in zip(trainer.state.log_history[:2], theirs.state.log_history):
+    for result, expected_step in zip(steps, expected):
+        for name in expected_step:
+            torch.testing.assert_close(result[name], expected_step[name], rtol=1e-4, atol=1e-6)
+    for result, expected_step in zip(trainer.state.log_history[:2], trl_trainer.state.log_history):
         for name in ("loss", "grad_norm", "entropy", "kl", "batch/packing_ratio"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+            assert result[name] == pytest.approx(expected_step[name], rel=1e-4, abs=1e-6), name
     assert trainer.state.log_history[0]["batch/packing_ratio"] > 1.5
 
 
 def test_keys_and_values_exist_once_per_token_of_the_tree(train, monkeypatch):
-    attend, seen = TreeLayout.attend, []
+    attend = TreeLayout.attend
+    num_keys = []
 
-    def count(layout, layer, query, key, *others, **options):
-        seen.append(len(key))
-        return attend(layout, layer, query, key, *others, **options)
+    def count(layout, layer, query, key, *arguments, **options):
+        num_keys.append(len(key))
+        return attend(layout, layer, query, key, *arguments, **options)
 
     monkeypatch.setattr(TreeLayout, "attend", count)
     train(gradient_checkpointing=False)
@@ -156,7 +159,7 @@ def test_keys_and_values_exist_once_per_token_of_the_tree(train, monkeypatch):
     for _, prompt, answer in conversations():
         row = [*prompt, *answer, None]
         nodes |= {tuple(row[: end + 1]) for end in range(1, len(row))}
-    assert seen == [len(nodes)] * 4  # two layers in each of two steps
+    assert num_keys == [len(nodes)] * 4  # two layers in each of two steps
     assert len(kernel.rows) == 4 and min(kernel.rows) > 2.5 * len(nodes)
 
 
@@ -176,9 +179,9 @@ def test_lora_and_bfloat16(train, monkeypatch):
 
     exact = train(peft_config=adapter)[1][0]
     assert all("lora" in name for name in exact)
-    ours = train(peft_config=adapter, bf16=True)[1]
-    theirs = by_trl(train, monkeypatch, peft_config=adapter, bf16=True)[1]
-    assert 0 < distance(ours, exact) <= 2 * distance(theirs, exact)
+    shared_steps = train(peft_config=adapter, bf16=True)[1]
+    trl_steps = by_trl(train, monkeypatch, peft_config=adapter, bf16=True)[1]
+    assert 0 < distance(shared_steps, exact) <= 2 * distance(trl_steps, exact)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -194,9 +197,10 @@ def test_the_layout_of_a_tree_of_trl(trl_integration, seed):
     build = importlib.import_module("rlkernels.integrations.trl_async").tree_layout
     layout = build(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
     assert torch.equal(layout.position_ids, packed["position_ids"])
-    index, starts = packed["tree_kv_index"].tolist(), packed["tree_cu_seqlens_q"].tolist()
+    index = packed["tree_kv_index"].tolist()
+    starts = packed["tree_cu_seqlens_q"].tolist()
     for start, stop, low, high in zip(starts, starts[1:], packed["tree_cu_seqlens_k"], packed["tree_cu_seqlens_k"][1:]):
         path = index[low:high]
         for token in range(start, stop):
-            seen = [key for key in range(token + 1) if token < layout.end[key]]
-            assert seen == [key for key in path if key <= token]
+            visible = [key for key in range(token + 1) if token < layout.end[key]]
+            assert visible == [key for key in path if key <= token]

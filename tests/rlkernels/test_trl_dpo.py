@@ -43,17 +43,17 @@ def train(trl_integration, policy, tmp_path):
     return run
 
 
-def assert_same(ours, theirs):
-    (trainer, steps), (plain, expected) = ours, theirs
+def assert_same(shared, alone):
+    (trainer, steps), (plain, expected) = shared, alone
     assert len(steps) == len(expected) == 2 and steps[0].keys() == expected[0].keys()
-    for found, wanted in zip(steps, expected):
-        for name in wanted:
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
-    for step, (found, wanted) in enumerate(zip(trainer.state.log_history[:2], plain.state.log_history)):
-        assert found.keys() - wanted.keys() == {"shared_prefix/tokens_over_trl"}
+    for result, expected_step in zip(steps, expected):
+        for name in expected_step:
+            torch.testing.assert_close(result[name], expected_step[name], rtol=1e-4, atol=1e-6)
+    for step, (result, expected_step) in enumerate(zip(trainer.state.log_history[:2], plain.state.log_history)):
+        assert result.keys() - expected_step.keys() == {"shared_prefix/tokens_over_trl"}
         # before the first update the policy is the reference: the sign of a reward is that of rounding
-        for name in wanted.keys() - ({"rewards/accuracies"} if step == 0 else set()):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+        for name in expected_step.keys() - ({"rewards/accuracies"} if step == 0 else set()):
+            assert result[name] == pytest.approx(expected_step[name], rel=1e-4, abs=1e-5), name
 
 
 CASES = {
@@ -75,12 +75,12 @@ def test_update_equals_that_of_trl(train, name):
     if settings.pop("lora", False):
         peft = importlib.import_module("peft")
         settings["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    ours, theirs = train(**settings), train(shared=False, **settings)
-    assert ours[0].shares_prefixes and ours[0]._compared
-    assert_same(ours, theirs)
+    shared, alone = train(**settings), train(shared=False, **settings)
+    assert shared[0].shares_prefixes and shared[0]._compared
+    assert_same(shared, alone)
     for column in ("ref_chosen_logps", "ref_rejected_logps") if name == "reference computed before" else ():
-        found, wanted = (trainer.train_dataset[column] for trainer in (ours[0], theirs[0]))
-        assert list(found) == pytest.approx(list(wanted), rel=1e-5)
+        logprobs, expected_logprobs = (trainer.train_dataset[column] for trainer in (shared[0], alone[0]))
+        assert list(logprobs) == pytest.approx(list(expected_logprobs), rel=1e-5)
 
 
 def test_tokens_through_the_model(train, monkeypatch):
@@ -100,6 +100,6 @@ def test_two_levels_as_on_a_gpu(train, monkeypatch):
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     monkeypatch.setattr("rlkernels.prefix_cache.tree_attention", lambda query, *_, **options: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
-        found = train()
-    assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text
-    assert_same(found, train(shared=False))
+        result = train()
+    assert not result[0].shares_prefixes and "differ from TRL's" in caplog.text
+    assert_same(result, train(shared=False))

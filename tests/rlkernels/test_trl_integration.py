@@ -14,7 +14,9 @@ from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
 from rlkernels import RolloutHistory
 
-LONGEST, SIZE, EOS = 8, 4, 63
+LONGEST = 8
+NUM_GENERATIONS = 4
+EOS = 63
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,8 @@ def policy(tmp_path_factory):
 @pytest.fixture
 def make_trainer(trl_integration, policy, tmp_path):
     def make(reward=digits, steps=3, settings=(), **parts):
-        settings = {"per_device_train_batch_size": 2 * SIZE, "max_completion_length": LONGEST, "max_steps": steps,
-                    "gradient_checkpointing": False, **dict(settings)}  # fmt: skip
+        settings = {"per_device_train_batch_size": 2 * NUM_GENERATIONS, "max_completion_length": LONGEST,
+                    "max_steps": steps, "gradient_checkpointing": False, **dict(settings)}  # fmt: skip
         return grpo_trainer(tmp_path, policy, ["ABC", "DE"], reward, settings, **parts)
 
     return make
@@ -36,40 +38,43 @@ def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, mak
     suffixes = trl_integration.SuffixRollouts(right=-1.0)  # every answer that ends
     suffixes.answers = {"ABC": [1, 2, 3, 4, 5, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
-    seen, batches = [], []
-    generate, loss = suffixes._generate, trainer._compute_loss
+    generations = []
+    batches = []
+    generate = suffixes._generate
+    loss = trainer._compute_loss
 
     def spy(trainer, rows, size):
-        new, logprobs = generate(trainer, rows, size)
-        seen.append((rows, new))
-        return new, logprobs
+        suffixes_ids, logprobs = generate(trainer, rows, size)
+        generations.append((rows, suffixes_ids))
+        return suffixes_ids, logprobs
 
     monkeypatch.setattr(suffixes, "_generate", spy)
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
-    before = weights(trainer)
+    start_weights = weights(trainer)
     trainer.train()
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    assert len(seen) == len(batches) == 3
+    assert any(not torch.equal(p, start_weights[name]) for name, p in trainer.model.named_parameters())
+    assert len(generations) == len(batches) == 3
 
-    prompt_ids, new = seen[0]
-    begun = {len(ids) - 3: ids for ids in prompt_ids if ids[:3] == [17, 18, 19]}  # "ABC"
-    (length,) = begun  # the group shares its cut
-    assert begun[length] == [17, 18, 19, *[1, 2, 3, 4, 5, EOS][:length]]
+    prompt_ids, suffixes_ids = generations[0]
+    beginnings = {len(ids) - 3: ids for ids in prompt_ids if ids[:3] == [17, 18, 19]}  # "ABC"
+    (length,) = beginnings  # the group shares its cut
+    assert beginnings[length] == [17, 18, 19, *[1, 2, 3, 4, 5, EOS][:length]]
     assert suffixes.beginning("ABC", 0, 3) == []  # longer than answers may be now
     batch = batches[0]
     trained = batch["completion_mask"] * batch["tool_mask"]
     rows = {tuple(ids) for ids in batch["completion_ids"].tolist()}
-    for given, ids in zip(prompt_ids, new):
-        given = given[3:] if given[:3] == [17, 18, 19] else []
-        whole = (given + ids)[:LONGEST]
-        row = next(i for i, r in enumerate(batch["completion_ids"].tolist()) if r[: len(whole)] == whole)
-        assert trained[row].sum() == len(whole) - len(given) and trained[row, : len(given)].sum() == 0
+    for beginning, ids in zip(prompt_ids, suffixes_ids):
+        beginning = beginning[3:] if beginning[:3] == [17, 18, 19] else []
+        answer = (beginning + ids)[:LONGEST]
+        row = next(i for i, r in enumerate(batch["completion_ids"].tolist()) if r[: len(answer)] == answer)
+        assert trained[row].sum() == len(answer) - len(beginning) and trained[row, : len(beginning)].sum() == 0
     assert len(rows) > 1 and suffixes._step == 2
 
 
 def test_only_right_whole_answers_are_remembered(trl_integration):
     suffixes = trl_integration.SuffixRollouts()
-    suffixes._step, suffixes._ends = 0, frozenset({EOS})
+    suffixes._step = 0
+    suffixes._ends = frozenset({EOS})
     ids = [[1, EOS], [2, EOS], [3, 3], [4, EOS], []]
     watched = suffixes.watch(lambda prompts, completion_ids, gold: gold)
     chat = [{"role": "user", "content": "hi"}]
@@ -89,16 +94,16 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
     suffixes = trl_integration.SuffixRollouts()
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
     trainer.processing_class.chat_template = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
-    prompts = [p for p in ("ABC", "DE") for _ in range(SIZE)]
+    prompts = [p for p in ("ABC", "DE") for _ in range(NUM_GENERATIONS)]
     if messages:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     trainer.eos_token_ids = list(range(32))  # so that answers are cut
     ids, _, _ = trainer._tokenize_prompts(prompts)
     torch.manual_seed(2)
-    expected, _ = trainer._generate_single_turn(ids, None, {}, SIZE)
+    expected, _ = trainer._generate_single_turn(ids, None, {}, NUM_GENERATIONS)
     torch.manual_seed(2)
-    found = suffixes(prompts, trainer)
-    assert found["prompt_ids"] == ids and found["completion_ids"] == expected and found["logprobs"] is None
+    result = suffixes(prompts, trainer)
+    assert result["prompt_ids"] == ids and result["completion_ids"] == expected and result["logprobs"] is None
     assert min(map(len, expected)) < LONGEST
 
 
@@ -107,36 +112,40 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
     suffixes = trl_integration.SuffixRollouts(seed=1)
     suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
-    trainer.use_vllm, trainer.vllm_generation = True, Mock(spec=["generate"])
+    trainer.use_vllm = True
+    trainer.vllm_generation = Mock(spec=["generate"])
     generate = trainer.vllm_generation.generate
-    generate.return_value = [], [[7, EOS]] * SIZE, [[[-0.5], [-0.25]]] * SIZE, None
+    generate.return_value = [], [[7, EOS]] * NUM_GENERATIONS, [[[-0.5], [-0.25]]] * NUM_GENERATIONS, None
     trainer.model.train()
     trainer.state.global_step = 3
-    out = suffixes(["ABC"] * SIZE, trainer)
-    begun = suffixes.beginning("ABC", 3, LONGEST)
-    generate.assert_called_once_with(prompts=[[17, 18, 19, *begun]] * SIZE, images=None, num_generations=SIZE)
-    assert begun
-    assert out["completion_ids"] == [[*begun, 7, EOS]] * SIZE
-    assert out["logprobs"] == [[*[0.0] * len(begun), -0.5, -0.25]] * SIZE
+    result = suffixes(["ABC"] * NUM_GENERATIONS, trainer)
+    beginning = suffixes.beginning("ABC", 3, LONGEST)
+    generate.assert_called_once_with(
+        prompts=[[17, 18, 19, *beginning]] * NUM_GENERATIONS, images=None, num_generations=NUM_GENERATIONS
+    )
+    assert beginning
+    assert result["completion_ids"] == [[*beginning, 7, EOS]] * NUM_GENERATIONS
+    assert result["logprobs"] == [[*[0.0] * len(beginning), -0.5, -0.25]] * NUM_GENERATIONS
 
 
 def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
     """What the proposer for vLLM is to find: prompts and answers as token ids, passes over the data as epochs."""
-    path, seen = tmp_path / "new" / "history.bin", []  # a run must not end where it first writes
+    path = tmp_path / "new" / "history.bin"
+    rewarded = []  # a run must not end where it first writes
 
     def reward(prompts, completion_ids, **columns):
-        seen.extend(zip(prompts, completion_ids))
+        rewarded.extend(zip(prompts, completion_ids))
         return digits(prompts, [], completion_ids)
 
     for steps in (2, 4):  # the second run goes on with the file of the first
         recorder = trl_integration.HistoryRecorder(path, every=3)
         make_trainer(recorder.watch(reward), steps=2, callbacks=[recorder]).train()
         history = RolloutHistory.load(path)
-        assert history.stats["rollouts"] == steps * 2 * SIZE == len(seen)
-        assert history.stats["tokens"] == sum(len(ids) for _, ids in seen)
+        assert history.stats["rollouts"] == steps * 2 * NUM_GENERATIONS == len(rewarded)
+        assert history.stats["tokens"] == sum(len(ids) for _, ids in rewarded)
     prompts = {"ABC": [17, 18, 19], "DE": [20, 21]}
     assert all(history.longest_prompt([*ids, 1]) == len(ids) for ids in prompts.values())
-    for prompt, answer in seen[-2 * SIZE :]:
+    for prompt, answer in rewarded[-2 * NUM_GENERATIONS :]:
         handle = history.track(prompts[prompt])
         history.extend(handle, answer[:-1])
         if len(answer) == LONGEST:  # known from its start: what comes next is what came then
@@ -171,19 +180,19 @@ def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
     out = suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
     assert suffixes.continued == 0 and all(all(mask) for mask in out["env_mask"])
     trainer.model.train()
-    suffixes(["ABC"] * SIZE, trainer)
-    assert suffixes.continued in (0, SIZE)
+    suffixes(["ABC"] * NUM_GENERATIONS, trainer)
+    assert suffixes.continued in (0, NUM_GENERATIONS)
     with pytest.raises(ValueError, match="whole groups of 4 answers"):
         suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
 
 
 def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
-    seen = []
+    evaluated = []
 
     def evaluate(model, rows):
         assert not model.training and not torch.is_grad_enabled() and rows == range(10)  # decided by the first eighth
-        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        return [float(len(seen) > 2)] * 10  # the first candidate is no better, the second is
+        evaluated.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return [float(len(evaluated) > 2)] * 10  # the first candidate is no better, the second is
 
     settings = {"track_steps": 1, "first_step": 4, "every": 100, "predictor": "full", "limits": LENIENT}
     callback = trl_integration.GatedExtrapolation(evaluate, 80, **settings)
@@ -192,15 +201,15 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     trainer.train()
     (event,) = callback.events
     assert event["step"] == 4 and event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0, 0.5]
-    present, first, second = seen
+    present, first, second = evaluated
     name = "model.layers.0.mlp.up_proj.weight"
     torch.testing.assert_close(first[name], base[name] + 2 * (present[name] - base[name]))  # twice the steps
     torch.testing.assert_close(second[name], base[name] + 1.5 * (present[name] - base[name]))
-    after = weights(trainer)
-    assert all(torch.equal(after[n], second[n]) for n in after)
+    final_weights = weights(trainer)
+    assert all(torch.equal(final_weights[n], second[n]) for n in final_weights)
     assert torch.equal(present["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
-    inner = trainer.optimizer.state[trainer.model.get_parameter(name)]
-    assert inner["exp_avg"].abs().sum() == 0 and inner["exp_avg_sq"].sum() > 0
+    optimizer_state = trainer.optimizer.state[trainer.model.get_parameter(name)]
+    assert optimizer_state["exp_avg"].abs().sum() == 0 and optimizer_state["exp_avg_sq"].sum() > 0
     assert len(callback.trajectory) == 0
 
 
@@ -226,10 +235,10 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     """Neither in the weights nor in the random numbers of later steps."""
     plain = make_trainer(steps=5)
     plain.train()
-    asked = []
+    random_numbers = []
 
     def evaluate(model, rows):
-        asked.append(torch.rand(3))
+        random_numbers.append(torch.rand(3))
         return [1.0, 0.0] * (len(rows) // 2)
 
     callback = trl_integration.GatedExtrapolation(
@@ -238,7 +247,7 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     watched = make_trainer(steps=5, callbacks=[callback])
     watched.train()
     assert [(e["step"], e["accepted"], len(e["tries"])) for e in callback.events] == [(3, False, 2), (5, False, 2)]
-    assert len(asked) == 6 and all(torch.equal(a, asked[0]) for a in asked)
+    assert len(random_numbers) == 6 and all(torch.equal(a, random_numbers[0]) for a in random_numbers)
     expected = weights(plain)
     assert all(torch.equal(p, expected[name]) for name, p in weights(watched).items())
 
@@ -259,8 +268,8 @@ def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trl_integration, "GatedExtrapolation", lenient)
     names = runpy.run_path(str(ROOT / "examples/trl_sums.py"), run_name="__main__")
     printed = capsys.readouterr().out
-    before, after = re.search(r"prompts: (0\.\d\d) before, (\d\.\d\d) after", printed).groups()
-    assert 0.4 < float(before) < 0.7 and float(after) > float(before) + 0.1
+    accuracy_before, accuracy_after = re.search(r"prompts: (0\.\d\d) before, (\d\.\d\d) after", printed).groups()
+    assert 0.4 < float(accuracy_before) < 0.7 and float(accuracy_after) > float(accuracy_before) + 0.1
     assert names["suffixes"].continued > 0 and len(names["suffixes"].answers) > 16
     assert names["extrapolation"].events[0]["tries"] and "'accepted'" in printed
     stored = RolloutHistory.load(tmp_path / "history.bin").stats

@@ -13,7 +13,7 @@ from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
 
 pytestmark = pytest.mark.slow  # two processes train with TRL
 
-SIZE = 4
+NUM_GENERATIONS = 4
 
 
 def make_trainer(shared, policy, folder, rollout, reward=digits, callbacks=(), **settings):
@@ -22,8 +22,9 @@ def make_trainer(shared, policy, folder, rollout, reward=digits, callbacks=(), *
     from rlkernels.integrations.trl import SharedPrefixGRPOTrainer
 
     torch.manual_seed(0)
-    settings |= {"per_device_train_batch_size": SIZE, "max_completion_length": 8, "optim": "sgd"}
-    cls, prompts = SharedPrefixGRPOTrainer if shared else None, ["ABC", "DE", "FGHI", "J"]
+    settings |= {"per_device_train_batch_size": NUM_GENERATIONS, "max_completion_length": 8, "optim": "sgd"}
+    cls = SharedPrefixGRPOTrainer if shared else None
+    prompts = ["ABC", "DE", "FGHI", "J"]
     parts = {"rollout_func": rollout, "callbacks": list(callbacks)}
     trainer = grpo_trainer(folder, policy, prompts, reward, settings, cls, **parts)
     assert trainer.accelerator.num_processes == 2
@@ -44,18 +45,18 @@ def leave_first_batch(trainer):
 
 
 def train_both_ways(policy, folder):
-    found = []
+    results = []
     for shared in (False, True):
         trainer = make_trainer(shared, policy, folder, answers, max_steps=3)
-        before = weights(trainer)
+        start_weights = weights(trainer)
         if shared:
             leave_first_batch(trainer)
         trainer.train()
-        found.append(weights(trainer))
+        results.append(weights(trainer))
     assert trainer.shares_prefixes and trainer._compared
-    for name, weight in found[0].items():
-        moved = (weight - before[name]).norm()
-        assert (found[1][name] - weight).norm() <= 1e-4 * moved, name
+    for name, weight in results[0].items():
+        distance = (weight - start_weights[name]).norm()
+        assert (results[1][name] - weight).norm() <= 1e-4 * distance, name
 
 
 def shard(policy, folder):
@@ -65,26 +66,26 @@ def shard(policy, folder):
 
     from rlkernels.integrations.trl_shared import pack_rows, share_prefixes
 
-    whole = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).train()
-    model = copy.deepcopy(whole)
+    full_model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).train()
+    model = copy.deepcopy(full_model)
     share_prefixes(model, 0.7, head_in_float32=False)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     rank = dist.get_rank()
-    ids = torch.randint(60, (SIZE, 9), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(60, (NUM_GENERATIONS, 9), generator=torch.Generator().manual_seed(rank))
     ids[:, :4] = ids[:1, :4]  # the prompt
     mask = torch.arange(9) < torch.tensor([9, 7, 6, 9])[:, None]
     packed = pack_rows(ids, mask, 5)
-    found, _ = model(shared_prefix=packed)
-    logits = whole(ids, attention_mask=mask.long()).logits[:, 3:-1] / 0.7
+    logprobs, _ = model(shared_prefix=packed)
+    logits = full_model(ids, attention_mask=mask.long()).logits[:, 3:-1] / 0.7
     expected = logits.log_softmax(-1).gather(2, ids[:, 4:, None])[mask[:, 4:]][:, 0]
-    found = found[packed.pairs]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    for values in (found, expected):
+    logprobs = logprobs[packed.pairs]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    for values in (logprobs, expected):
         (values * torch.arange(len(values))).sum().backward()
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), full_model.parameters(), strict=True):
         dist.all_reduce(q.grad)
         mean, sharded = q.grad / 2, p.grad.full_tensor()
         assert (sharded - mean).norm() <= 1e-4 * mean.norm(), name
@@ -96,26 +97,29 @@ def extrapolate(policy, folder):
     from rlkernels import RolloutHistory
     from rlkernels.integrations.trl import GatedExtrapolation, HistoryRecorder, SuffixRollouts
 
-    seen = []
+    evaluated = []
 
     def evaluate(model, rows):
-        seen.append(rows)
-        return [float(len(seen) > 1)] * len(rows)  # the candidate is better
+        evaluated.append(rows)
+        return [float(len(evaluated) > 1)] * len(rows)  # the candidate is better
 
     gated = GatedExtrapolation(evaluate, 80, track_steps=1, first_step=4, every=100, limits=LENIENT)
-    recorder, suffixes = HistoryRecorder(folder / "history.bin", every=2), SuffixRollouts(right=-1)
+    recorder = HistoryRecorder(folder / "history.bin", every=2)
+    suffixes = SuffixRollouts(right=-1)
     reward = recorder.watch(suffixes.watch(digits))
     trainer = make_trainer(True, policy, folder, suffixes, reward, [gated, recorder], max_steps=4, temperature=0.5)
     trainer.train()
     (event,) = gated.events
     assert event["accepted"] and gather_object([json.dumps(event)])[0] == json.dumps(event)
-    first, second = gather_object([seen])
+    first, second = gather_object([evaluated])
     assert [list(a) + list(b) for a, b in zip(first, second, strict=True)] == [list(range(10))] * 2
-    for name, (one, other) in ((name, gather_object([weight])) for name, weight in weights(trainer).items()):
-        assert torch.equal(one, other), name
+    for name, (weight_0, weight_1) in ((name, gather_object([weight])) for name, weight in weights(trainer).items()):
+        assert torch.equal(weight_0, weight_1), name
     dist.barrier()
     history = RolloutHistory.load(folder / "history.bin")
-    assert history.stats["rollouts"] == 4 * 2 * SIZE and history.longest_prompt([17, 18, 19, 1]) == 3  # "ABC"
+    assert (
+        history.stats["rollouts"] == 4 * 2 * NUM_GENERATIONS and history.longest_prompt([17, 18, 19, 1]) == 3
+    )  # "ABC"
 
 
 def run_all(policy, folder):

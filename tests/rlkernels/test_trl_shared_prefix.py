@@ -10,8 +10,11 @@ import pytest
 import torch
 from tiny import gradient_recorder, grpo_trainer, save_letters
 
-LONGEST, SIZE, VOCAB, EOS = 12, 4, 64, 63
-BASIC = {"per_device_train_batch_size": 2 * SIZE, "gradient_accumulation_steps": 1}
+LONGEST = 12
+NUM_GENERATIONS = 4
+VOCAB = 64
+EOS = 63
+BASIC = {"per_device_train_batch_size": 2 * NUM_GENERATIONS, "gradient_accumulation_steps": 1}
 SPLIT = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}  # groups of 4 in parts
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
@@ -48,26 +51,26 @@ MODELS = {
 def policy(tmp_path_factory):
     """Saves a random model of a kind, and its tokenizer -> folder."""
     transformers = pytest.importorskip("transformers")
-    made = {}
+    folders = {}
 
     def make(kind):
-        if kind not in made:
-            name, more = MODELS[kind]
+        if kind not in folders:
+            name, changes = MODELS[kind]
             torch.manual_seed(5)
             sizes = {
                 "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
                 "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
                 "initializer_range": 0.2, "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS,
             }  # fmt: skip
-            config = getattr(transformers, f"{name}Config")(**sizes | more)
-            made[kind] = tmp_path_factory.mktemp(kind)
+            config = getattr(transformers, f"{name}Config")(**sizes | changes)
+            folders[kind] = tmp_path_factory.mktemp(kind)
             model = transformers.AutoModelForCausalLM.from_config(config)
             for name, weight in model.named_parameters():
                 if name.endswith(("A_log", "dt_bias")):  # recurrent states that last
                     weight.data.uniform_(-3, -1)
-            model.save_pretrained(made[kind])
-            save_letters(made[kind], VOCAB)
-        return made[kind]
+            model.save_pretrained(folders[kind])
+            save_letters(folders[kind], VOCAB)
+        return folders[kind]
 
     return make
 
@@ -80,7 +83,8 @@ class Answers:
     """A rollout function whose prompts have 1 to 30 tokens and whose answers are of any length, the same every time."""
 
     def __init__(self, logprobs=False):
-        self.calls, self.logprobs = 0, logprobs
+        self.calls = 0
+        self.logprobs = logprobs
 
     def __call__(self, prompts, trainer):
         prompt_ids, completion_ids = [], []
@@ -106,13 +110,13 @@ def train(trl_integration, policy, tmp_path):
         callback, steps = gradient_recorder()
         cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else None)
         torch.manual_seed(0)
-        usual = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
+        defaults = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
         adapter = lora and peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
         parts = {"callbacks": [callback], "peft_config": adapter, **dict(options)}
         if cls is None or not issubclass(cls, importlib.import_module("trl").RLOOTrainer):  # which has none
             parts["rollout_func"] = Answers(logprobs=sampler) if rollout is None else rollout
         prompts = [f"p{i}" for i in range(12)]
-        trainer = grpo_trainer(tmp_path, policy(kind), prompts, reward, usual | settings, cls, **parts)
+        trainer = grpo_trainer(tmp_path, policy(kind), prompts, reward, defaults | settings, cls, **parts)
         if sampler:  # as if vLLM had drawn the answers
             trainer.use_vllm, trainer._last_loaded_step = True, -1
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
@@ -122,18 +126,18 @@ def train(trl_integration, policy, tmp_path):
     return run
 
 
-def relative(ours, theirs):
-    return max(((ours[n] - theirs[n]).norm() / (theirs[n].norm() + 1e-30)).item() for n in theirs)
+def relative_error(grads, expected):
+    return max(((grads[n] - expected[n]).norm() / (expected[n].norm() + 1e-30)).item() for n in expected)
 
 
-def assert_same(ours, theirs, tolerance=1e-4):
-    (trainer, steps), (plain, expected) = ours, theirs
+def assert_same(shared, alone, tolerance=1e-4):
+    (trainer, steps), (plain, expected) = shared, alone
     assert len(steps) == len(expected) > 0 and steps[0].keys() == expected[0].keys()
-    assert max(map(relative, steps, expected)) < tolerance
+    assert max(map(relative_error, steps, expected)) < tolerance
     means = () if getattr(trainer, "keep_groups", False) else ("entropy", "kl")  # of micro-batches, which are others
-    for found, wanted in zip(trainer.state.log_history, plain.state.log_history):
+    for log, expected_log in zip(trainer.state.log_history, plain.state.log_history):
         for name in ("loss", "grad_norm", *means):
-            assert found.get(name, 0) == pytest.approx(wanted.get(name, 0), rel=1e-3, abs=1e-5), name
+            assert log.get(name, 0) == pytest.approx(expected_log.get(name, 0), rel=1e-3, abs=1e-5), name
 
 
 CASES = {
@@ -188,15 +192,17 @@ class Recorder:
     """Counts the tokens of a step's batch as TRL passes them, padded, and as a trie."""
 
     def __init__(self):
-        self.answers, self.padded, self.packed = Answers(), 0, 0
+        self.answers = Answers()
+        self.padded = 0
+        self.packed = 0
 
     def __call__(self, prompts, trainer):
-        made = self.answers(prompts, trainer)
-        longest = [max(map(len, made[name])) for name in ("prompt_ids", "completion_ids")]
+        generated = self.answers(prompts, trainer)
+        longest = [max(map(len, generated[name])) for name in ("prompt_ids", "completion_ids")]
         self.padded += len(prompts) * sum(longest)
-        rows = [(*prompt, *answer) for prompt, answer in zip(made["prompt_ids"], made["completion_ids"])]
+        rows = [(*prompt, *answer) for prompt, answer in zip(generated["prompt_ids"], generated["completion_ids"])]
         self.packed += len({row[:end] for row in rows for end in range(1, len(row))})  # a token for each beginning
-        return made
+        return generated
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral", "gpt_oss", "granite", "cohere"])
@@ -228,19 +234,19 @@ def test_the_logs_show_tokens_over_those_of_trl(train, kind):
 def test_answers_to_a_prompt_stay_together_where_it_changes_nothing(train, caplog):
     """Elsewhere one line says why not."""
     caplog.set_level(logging.WARNING, "rlkernels")
-    kept = train(**SPLIT)[0]
-    assert kept.keep_groups
-    batches = [{tuple(row.tolist()) for row in batch["prompt_ids"]} for batch in kept._buffered_inputs]
+    trainer = train(**SPLIT)[0]
+    assert trainer.keep_groups
+    batches = [{tuple(row.tolist()) for row in batch["prompt_ids"]} for batch in trainer._buffered_inputs]
     assert sum(map(len, batches)) <= 4  # 3 prompts in two batches of 6, one of them in both
     assert not train(**SPLIT, options={"keep_groups": False}, max_steps=1)[0].keep_groups
     assert not caplog.messages
-    parted = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+    split = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
     for settings, reason in (
         (SPLIT | {"loss_type": "bnpo"}, "loss_type='bnpo'"),
         (SPLIT | {"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
         (SPLIT | {"use_adaptive_entropy": True}, "the entropy bonus"),
-        (parted, "gradient_accumulation_steps=1, no multiple of steps_per_generation=2"),
-        (parted | {"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3, no multiple of"),
+        (split, "gradient_accumulation_steps=1, no multiple of steps_per_generation=2"),
+        (split | {"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3, no multiple of"),
     ):
         assert not train(**settings, max_steps=1)[0].keep_groups
         assert len(caplog.messages) == 1 and f"TRL shuffles answers for {reason}" in caplog.messages[0]
@@ -253,8 +259,8 @@ def test_lists_of_a_subclass_stay_with_their_rows(trl_integration, train):
 
     class Listed(trl_integration.SharedPrefixGRPOTrainer, trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            found = super()._generate_and_score_completions(inputs)
-            return found | {"answers": found["completion_ids"].tolist()}
+            generated = super()._generate_and_score_completions(inputs)
+            return generated | {"answers": generated["completion_ids"].tolist()}
 
     batches = train(**SPLIT, trainer_class=Listed, max_steps=1)[0]._buffered_inputs
     assert all(batch["answers"] == batch["completion_ids"].tolist() for batch in batches)
@@ -270,27 +276,31 @@ def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
     """Of rows of at most 15 tokens with 22 columns, in the second batch, beyond the original length of 16."""
 
     def growing(prompts, trainer):
-        lengths = [(12, 3)] * SIZE + [(3, 10)] * SIZE if trainer.state.global_step else [(4, 4)] * 2 * SIZE
+        lengths = (
+            [(12, 3)] * NUM_GENERATIONS + [(3, 10)] * NUM_GENERATIONS
+            if trainer.state.global_step
+            else [(4, 4)] * 2 * NUM_GENERATIONS
+        )
         draws = [random.Random(prompt) for prompt in prompts]
         prompt_ids = [[draw.randrange(EOS) for _ in range(p)] for draw, (p, _) in zip(draws, lengths, strict=True)]
         completion_ids = [[random.randrange(EOS) for _ in range(a)] for _, a in lengths]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
-    both = []
+    results = []
     for shared in (True, False):
         random.seed(0)
-        both.append(train("phi3", shared=shared, rollout=growing))
-    assert_same(*both)
-    assert both[0][0]._compared and "where rotary factors change" in caplog.text
+        results.append(train("phi3", shared=shared, rollout=growing))
+    assert_same(*results)
+    assert results[0][0]._compared and "where rotary factors change" in caplog.text
 
 
 def test_positions_that_count_padding_are_found_in_a_batch_without_padding(train, caplog):
     class Equal(Answers):
         def __call__(self, prompts, trainer):
-            found = super().__call__(prompts, trainer)
+            generated = super().__call__(prompts, trainer)
             if trainer.state.global_step == 0:
-                found["prompt_ids"] = [(5 * ids)[:5] for ids in found["prompt_ids"]]
-            return found
+                generated["prompt_ids"] = [(5 * ids)[:5] for ids in generated["prompt_ids"]]
+            return generated
 
     assert_same(train("gpt2", rollout=Equal()), train("gpt2", shared=False, rollout=Equal()), 1e-5)
     assert "differ from TRL's" in caplog.text
@@ -314,8 +324,8 @@ def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
 
     exact = train(shared=False, model_init_kwargs={"dtype": torch.float64})[1][0]
     assert next(iter(exact.values())).dtype == torch.float64
-    ours, theirs = (distance(train(shared=shared, bf16=True)[1][0], exact) for shared in (True, False))
-    assert 0 < ours <= 2 * theirs
+    error, trl_error = (distance(train(shared=shared, bf16=True)[1][0], exact) for shared in (True, False))
+    assert 0 < error <= 2 * trl_error
 
 
 def test_a_batch_without_a_token_in_the_loss(train):
@@ -332,14 +342,14 @@ def test_own_generation_and_evaluation(train, tmp_path):
     trainer, _ = train(max_steps=1)
     trainer.model.eval()
     ids = torch.tensor([[1, 2, 3, 4]])
-    found = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
-    assert found.shape[1] > 4
+    generated = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] > 4
     transformers = importlib.import_module("transformers")
     batched = trainer.model.generate_batch(
         ids.tolist(), transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=EOS),
         transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=16), progress_bar=False,
     )  # fmt: skip
-    assert [output.generated_tokens for output in batched.values()] == found[:, 4:].tolist()
+    assert [output.generated_tokens for output in batched.values()] == generated[:, 4:].tolist()
     assert trainer.model.config._attn_implementation == "sdpa"  # names with "flash" would be looked up on the Hub
 
 
@@ -349,31 +359,32 @@ def test_own_generation_and_evaluation(train, tmp_path):
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):
-        found = train(kind, **settings)
+        result = train(kind, **settings)
     lines = [record.message for record in caplog.records if record.name.startswith("rlkernels")]
     assert len(lines) == 1 and reason in lines[0]
-    assert_same(found, train(kind, shared=False, **settings), 1e-5)
+    assert_same(result, train(kind, shared=False, **settings), 1e-5)
 
 
 def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
     attention = "rlkernels.prefix_cache.tree_attention"
     monkeypatch.setattr(attention, lambda query, *_, **__: query * 0.5)
     with caplog.at_level(logging.WARNING, "rlkernels"):
-        found = train()
-    assert not found[0].shares_prefixes and "differ from TRL's" in caplog.text
+        result = train()
+    assert not result[0].shares_prefixes and "differ from TRL's" in caplog.text
     monkeypatch.undo()
-    assert_same(found, train(shared=False), 1e-6)
+    assert_same(result, train(shared=False), 1e-6)
 
 
 @pytest.mark.parametrize("settings", [SPLIT, {"beta": 0.1, "num_iterations": 2, "max_steps": 4}])
 def test_an_update_of_rloo_equals_that_of_trl(trl_integration, train, settings):
-    ours = train(trainer_class=trl_integration.SharedPrefixRLOOTrainer, **settings)
-    assert ours[0].shares_prefixes and ours[0]._compared and ours[0].keep_groups
-    assert_same(ours, train(trainer_class=importlib.import_module("trl").RLOOTrainer, **settings))
+    result = train(trainer_class=trl_integration.SharedPrefixRLOOTrainer, **settings)
+    assert result[0].shares_prefixes and result[0]._compared and result[0].keep_groups
+    assert_same(result, train(trainer_class=importlib.import_module("trl").RLOOTrainer, **settings))
 
 
 def test_two_trainers_of_trl_are_refused(trl_integration):
-    rloo, sharing = importlib.import_module("trl").RLOOTrainer, trl_integration.SharedPrefixGRPOTrainer
+    rloo = importlib.import_module("trl").RLOOTrainer
+    sharing = trl_integration.SharedPrefixGRPOTrainer
     with pytest.raises(
         TypeError, match="Mine must derive from one trainer of TRL, got GRPOTrainer and RLOOTrainer: take"
     ):
@@ -396,7 +407,8 @@ def test_it_serves_subclasses(trl_integration, train):
         def _compute_loss(self, model, inputs):
             return 2 * super()._compute_loss(model, inputs)
 
-    plain, sharing = train(trainer_class=Own), trl_integration.SharedPrefixGRPOTrainer
+    plain = train(trainer_class=Own)
+    sharing = trl_integration.SharedPrefixGRPOTrainer
     for bases in ((sharing, Own), (Own, sharing)):
         assert_same(shared := train(trainer_class=type("SharedOwn", bases, {})), plain)
         assert shared[0].shares_prefixes and shared[0]._compared

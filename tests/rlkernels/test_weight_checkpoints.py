@@ -17,12 +17,18 @@ STEPS = 4
 @pytest.fixture
 def run(tmp_path):
     """(RUN, weights by step): a straight line in two shards, as a history and as a folder for each step."""
-    gen = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shapes = {"a_proj.weight": (24, 16), "b_proj.weight": (16, 24), "norm.weight": (16,), "experts": (2, 24, 16)}
-    base = {name: torch.randn(*shape, generator=gen) for name, shape in shapes.items()}
-    way = {n: torch.randn(*w.shape[:-1], 1, generator=gen) * torch.randn(w.shape[-1], generator=gen) * 1e-3
-           for n, w in base.items() if w.ndim > 1}  # fmt: skip
-    weights = [{n: w + step * way[n] if n in way else w + step for n, w in base.items()} for step in range(STEPS + 1)]
+    base = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    direction = {}
+    for name, weight in base.items():
+        if weight.ndim > 1:
+            column = torch.randn(*weight.shape[:-1], 1, generator=generator)
+            direction[name] = column * torch.randn(weight.shape[-1], generator=generator) * 1e-3
+    weights = [
+        {n: w + step * direction[n] if n in direction else w + step for n, w in base.items()}
+        for step in range(STEPS + 1)
+    ]
     history = tmp_path / "run" / "weights"
     for step, state in enumerate(weights):
         folder = history / "base" if step == 0 else tmp_path / f"checkpoint-{step}"
@@ -42,9 +48,9 @@ def test_any_step_in_any_order(run):
     folder, weights = run
     history = History(folder / "weights")
     for step in (3, 4, 1, 0, 2, 2):
-        found = history.weights(step)
-        assert found.keys() == weights[step].keys()
-        assert all(torch.equal(found[name], weights[step][name]) for name in found)
+        restored = history.weights(step)
+        assert restored.keys() == weights[step].keys()
+        assert all(torch.equal(restored[name], weights[step][name]) for name in restored)
     assert all(torch.equal(history.base[name], weights[0][name]) for name in weights[0])
     for step in (-1, 5):
         with pytest.raises(ValueError, match=rf"step must be one of .*weights, 0 to 4, got {step}"):
@@ -53,18 +59,19 @@ def test_any_step_in_any_order(run):
 
 def test_from_one_step_to_the_next_one_delta_is_read(run, monkeypatch):
     folder, _ = run
-    history, read = History(folder / "weights"), []
-    monkeypatch.setattr("rlkernels.weights.checkpoints.apply_", lambda weights, delta: read.append(len(delta)))
+    history = History(folder / "weights")
+    delta_sizes = []
+    monkeypatch.setattr("rlkernels.weights.checkpoints.apply_", lambda weights, delta: delta_sizes.append(len(delta)))
     for step in (1, 2, 3, 4, 4):
         history.weights(step)
-    assert len(read) == 4
+    assert len(delta_sizes) == 4
 
 
 def test_damaged_histories(run, tmp_path):
     folder, weights = run
     second = step_file(folder / "weights", 2)
-    kept = second.read_bytes()
-    second.write_bytes(kept[:-1])
+    content = second.read_bytes()
+    second.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=r"step-000002.delta: delta is damaged"):
         History(folder / "weights").weights(3)
     second.write_bytes(encode(weights[2], weights[0]))
@@ -88,10 +95,13 @@ def test_stream_top1_of_steps(run, tmp_path):
     steps = {0: folder / "weights" / "base"} | {i: step_file(folder / "weights", i) for i in range(1, STEPS + 1)}
     plain = {0: steps[0]} | {i: tmp_path / f"checkpoint-{i}" for i in range(1, STEPS + 1)}
     for first, last in ((0, 3), (1, 4), (4, 2)):
-        found, expected = (list(stream_top1(of[first], of[last])) for of in (steps, plain))
-        assert [one.name for one in found] == names
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one.update.v, other.update.v) and one.update.sigma == other.update.sigma > 0
+        modules, expected = (list(stream_top1(paths[first], paths[last])) for paths in (steps, plain))
+        assert [module.name for module in modules] == names
+        for module, expected_module in zip(modules, expected, strict=True):
+            assert (
+                torch.equal(module.update.v, expected_module.update.v)
+                and module.update.sigma == expected_module.update.sigma > 0
+            )
 
 
 def test_a_trajectory_along_a_history(run):
@@ -113,12 +123,14 @@ def test_extrapolate_reads_steps(run, tmp_path, capsys):
     base = str(folder / "weights" / "base")
     steps = [str(step_file(folder / "weights", step)) for step in (3, 1, 4, 2)]
     assert main(["extrapolate", base, *steps, "--output-dir", str(tmp_path / "steps")]) == 0
-    told = capsys.readouterr().out
-    assert "4 checkpoints, 4 of 4 projections taken from step 4 to 8" in told
+    output = capsys.readouterr().out
+    assert "4 checkpoints, 4 of 4 projections taken from step 4 to 8" in output
     folders = [str(tmp_path / f"checkpoint-{step}") for step in range(1, STEPS + 1)]
     assert main(["extrapolate", base, *folders, "--output-dir", str(tmp_path / "folders")]) == 0
-    one, other = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("steps", "folders"))
-    assert one == other and "optimizer.pt" not in one
+    files, expected_files = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("steps", "folders")
+    )
+    assert files == expected_files and "optimizer.pt" not in files
 
 
 def test_a_step_as_a_folder(run, tmp_path, capsys):

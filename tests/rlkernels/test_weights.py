@@ -43,13 +43,13 @@ def random_bits(dtype, *shape, seed=0):
 
 
 def check(new, old, weights=None):
-    """Applying the delta to the old weights gives the bits of the new ones."""
-    made = encode(new, old)
+    """Check that the delta turns the old weights into the bits of the new ones; return the delta."""
+    data = encode(new, old)
     weights = {name: tensor.clone() for name, tensor in old.items()} if weights is None else weights
     expected = {name: raw(tensor) for name, tensor in new.items()}
-    apply_(weights, made)
+    apply_(weights, data)
     assert {name: raw(weights[name]) for name in new} == expected
-    return made
+    return data
 
 
 @pytest.mark.usefixtures("piece")
@@ -81,14 +81,14 @@ def test_views():
         lambda x: x.reshape(4, 6, 20).permute(2, 0, 1), lambda x: torch.complex(x, x).T.conj(),
         lambda x: torch.complex(x, x).conj().imag,
     ):  # fmt: skip
-        old, new, place = (view(x.clone()) for x in values)
-        place.copy_(old)
-        whole = place._base if place._base is not None else place
-        before = whole.clone()
-        check({"w": new}, {"w": old}, {"w": place})
-        place.copy_(old)
-        assert torch.equal(torch.view_as_real(whole) if whole.is_complex() else whole,
-                           torch.view_as_real(before) if before.is_complex() else before)  # fmt: skip
+        old, new, target = (view(x.clone()) for x in values)
+        target.copy_(old)
+        buffer = target._base if target._base is not None else target
+        original = buffer.clone()
+        check({"w": new}, {"w": old}, {"w": target})
+        target.copy_(old)
+        assert torch.equal(torch.view_as_real(buffer) if buffer.is_complex() else buffer,
+                           torch.view_as_real(original) if original.is_complex() else original)  # fmt: skip
     check({"w": values[0, :1].expand(24, 20)}, {"w": values[1, :1].expand(24, 20)}, {"w": values[1, :1].repeat(24, 1)})
 
 
@@ -118,12 +118,15 @@ def test_weights_that_are_tied_on_one_side_alone(names):
     def named(x):
         return {"whole": x, "tied": x, "rows": x[2:4], "even": x[:, ::2], "odd": x[:, 1::2]}
 
-    chosen, pair = names.split(), torch.randn(2, 3)
-    before = {name: named(old)[name].clone() for name in chosen} | {"a": pair[0].clone(), "b": pair[0].clone()}
-    after = {name: named(new)[name].clone() for name in chosen} | {"a": pair[1], "b": pair[1]}
-    after[chosen[-1]] += 1
+    chosen = names.split()
+    pair = torch.randn(2, 3)
+    start_weights = {name: named(old)[name].clone() for name in chosen} | {"a": pair[0].clone(), "b": pair[0].clone()}
+    new_weights = {name: named(new)[name].clone() for name in chosen} | {"a": pair[1], "b": pair[1]}
+    new_weights[chosen[-1]] += 1
     weights = {name: named(old)[name] for name in chosen} | dict.fromkeys("ab", pair[0].clone())
-    refuses(weights, encode(after, before), f"to which the delta gives two values: {', '.join(sorted(chosen))}")
+    refuses(
+        weights, encode(new_weights, start_weights), f"to which the delta gives two values: {', '.join(sorted(chosen))}"
+    )
 
 
 @hypothesis.given(st.data())
@@ -139,41 +142,46 @@ def test_any_model(data):
 def test_format():
     """Read as the module describes it, by zstandard and json alone."""
     new, old = ({"a": torch.tensor([[1.0, x]]), "b": torch.tensor(x).bfloat16()} for x in (2.0, -3.0))
-    made = encode(new, old)
-    magic, (checksum, size) = b"rlkernels delta 1\n", struct.unpack("<IQ", made[18:30])
-    header, frames = json.loads(made[30 : 30 + size]), made[30 + size :]
-    assert made[:18] == magic and checksum == zlib.crc32(made[30:])
-    (name, dtype, shape, [[length, before, after]]), (*other, [[last, *_]]) = header
-    assert (name, dtype, shape, other) == ("a", "float32", [1, 2], ["b", "bfloat16", []])
-    assert (before, after) == (zlib.crc32(struct.pack("<2f", 1, -3)), zlib.crc32(struct.pack("<2f", 1, 2)))
+    data = encode(new, old)
+    magic = b"rlkernels delta 1\n"
+    (checksum, size) = struct.unpack("<IQ", data[18:30])
+    header = json.loads(data[30 : 30 + size])
+    frames = data[30 + size :]
+    assert data[:18] == magic and checksum == zlib.crc32(data[30:])
+    (name, dtype, shape, [[length, checksum_before, checksum_after]]), (*second, [[last, *_]]) = header
+    assert (name, dtype, shape, second) == ("a", "float32", [1, 2], ["b", "bfloat16", []])
+    assert (checksum_before, checksum_after) == (
+        zlib.crc32(struct.pack("<2f", 1, -3)),
+        zlib.crc32(struct.pack("<2f", 1, 2)),
+    )
     xor = bytes(a ^ b for a, b in zip(struct.pack("<2f", 1, -3), struct.pack("<2f", 1, 2)))
     assert zstandard.decompress(frames[:length]) == xor and length + last == len(frames)
 
 
 def test_a_step_in_bfloat16_is_small():
     """One weight in 256 moves by a unit in the last place, as in a step at a learning rate of 1e-6."""
-    gen = torch.Generator().manual_seed(0)
-    old = torch.randn(1 << 21, generator=gen).bfloat16()
-    new = (old.view(torch.int16) + (torch.rand(1 << 21, generator=gen) < 1 / 256)).view(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(1 << 21, generator=generator).bfloat16()
+    new = (old.view(torch.int16) + (torch.rand(1 << 21, generator=generator) < 1 / 256)).view(torch.bfloat16)
     assert old.nbytes > 100 * len(check({"w": new}, {"w": old}))
 
 
 def test_threads_do_not_change_the_bytes(monkeypatch):
     monkeypatch.setattr(delta, "PIECE", 256)
     new, old = ({str(i): random_bits(torch.bfloat16, 100, 9 + i, seed=seed + i) for i in range(9)} for seed in (1, 20))
-    made = set()
+    deltas = set()
     for threads in (1, 2, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        made.add(check(new, old))
-    assert len(made) == 1
+        deltas.add(check(new, old))
+    assert len(deltas) == 1
 
 
 def test_few_pieces_are_in_memory():
     """Copies of what is not contiguous, and pieces on their way from a device, are made when their turn comes."""
-    taken = []
-    results = delta._in_threads(lambda i: i, ((taken.append(i) or i,) for i in range(1000)))
+    drawn = []
+    results = delta._in_threads(lambda i: i, ((drawn.append(i) or i,) for i in range(1000)))
     assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert len(taken) <= 2 * torch.get_num_threads() + 6
+    assert len(drawn) <= 2 * torch.get_num_threads() + 6
     assert list(results) == list(range(5, 1000))
 
 
@@ -190,44 +198,44 @@ def example(monkeypatch):
     return new, old, encode(new, old)
 
 
-def refuses(weights, made, message=None, error=ValueError):
-    before = {name: raw(tensor) for name, tensor in weights.items()}
+def refuses(weights, data, message=None, error=ValueError):
+    bits = {name: raw(tensor) for name, tensor in weights.items()}
     with pytest.raises(error, match=message):
-        apply_(weights, made)
-    assert {name: raw(tensor) for name, tensor in weights.items()} == before
+        apply_(weights, data)
+    assert {name: raw(tensor) for name, tensor in weights.items()} == bits
 
 
 def test_damage_anywhere(example):
-    _, old, made = example
-    for place in range(len(made)):
+    _, old, data = example
+    for position in range(len(data)):
         for bit in (1, 128):
-            refuses(old, made[:place] + bytes([made[place] ^ bit]) + made[place + 1 :], "damaged")
-        refuses(old, made[:place], "damaged")
-    refuses(old, made + b"\0", "damaged")
+            refuses(old, data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :], "damaged")
+        refuses(old, data[:position], "damaged")
+    refuses(old, data + b"\0", "damaged")
 
 
 def test_a_wrong_base(example):
     """The last bit of the last tensor: all that comes before it was right."""
-    new, old, made = example
-    refuses(new, made, "not those that the delta was made from: 'w' differs")
+    new, old, data = example
+    refuses(new, data, "not those that the delta was made from: 'w' differs")
     for weights in old, new:
         weights["tail"].view(torch.int16)[-1] ^= 1
-    refuses(old, made, "not those that the delta was made from: 'tail' differs")
+    refuses(old, data, "not those that the delta was made from: 'tail' differs")
 
 
-def forge(made, change):
-    """The delta after ``change`` of its header and frames, with the checksum that belongs to them."""
-    size = struct.unpack_from("<Q", made, 22)[0]
-    header, frames = change(json.loads(made[30 : 30 + size]), made[30 + size :])
+def forge(data, change):
+    """Return the delta after ``change`` of its header and frames, with their right checksum."""
+    size = struct.unpack_from("<Q", data, 22)[0]
+    header, frames = change(json.loads(data[30 : 30 + size]), data[30 + size :])
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return made[:18] + struct.pack("<IQ", zlib.crc32(text + frames), len(text)) + text + frames
+    return data[:18] + struct.pack("<IQ", zlib.crc32(text + frames), len(text)) + text + frames
 
 
-def with_last_frame(header, frames, frame, after=None):
-    """The same, with another frame in the last piece."""
+def with_last_frame(header, frames, frame, checksum=None):
+    """Return header and frames with another frame in the last piece."""
     piece = header[-1][3][-1]
     frames = frames[: -piece[0]] + frame
-    piece[0], piece[2] = len(frame), piece[2] if after is None else after
+    piece[0], piece[2] = len(frame), piece[2] if checksum is None else checksum
     return header, frames
 
 
@@ -260,32 +268,32 @@ STREAMED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(6))
 ])  # fmt: skip
 def test_a_forged_delta(example, change):
     """Its checksums are right. What it declares takes no memory, and no tensor has changed when it fails."""
-    _, old, made = example
-    refuses(old, forge(made, change))
+    _, old, data = example
+    refuses(old, forge(data, change))
 
 
 def test_forgeries_are_of_the_right_form(example):
-    new, old, made = example
-    apply_(old, forge(made, lambda header, frames: (header, frames)))
+    new, old, data = example
+    apply_(old, forge(data, lambda header, frames: (header, frames)))
     assert {n: raw(t) for n, t in old.items()} == {n: raw(t) for n, t in new.items()}
 
 
 def test_weights_of_another_kind(example):
-    new, old, made = example
-    refuses({"w": old["w"]}, made, "must hold every tensor of the delta, but 'tail' is missing")
-    refuses(old | {"w": old["w"].T}, made, r"float32 \[5, 8\] for 'w', got float32 \[8, 5\]")
-    refuses(old | {"w": old["w"].view(torch.int32)}, made, "got int32")
-    refuses(old | {"w": old["w"][:1].expand(5, 8)}, made, "'w' is expanded")
-    rest = {"other": torch.zeros(2)}
-    apply_(old | rest, made)
-    assert raw(old["w"]) == raw(new["w"]) and not rest["other"].any()
-    for one, two, message in (
+    new, old, data = example
+    refuses({"w": old["w"]}, data, "must hold every tensor of the delta, but 'tail' is missing")
+    refuses(old | {"w": old["w"].T}, data, r"float32 \[5, 8\] for 'w', got float32 \[8, 5\]")
+    refuses(old | {"w": old["w"].view(torch.int32)}, data, "got int32")
+    refuses(old | {"w": old["w"][:1].expand(5, 8)}, data, "'w' is expanded")
+    extra = {"other": torch.zeros(2)}
+    apply_(old | extra, data)
+    assert raw(old["w"]) == raw(new["w"]) and not extra["other"].any()
+    for first, second, message in (
         ({"a": new["w"]}, {}, "and None for 'a'"), ({}, {"b": new["w"]}, "got None and .* for 'b'"),
         ({"a": new["w"]}, {"a": new["w"].T}, r"got \('float32', \[5, 8\]\) and \('float32', \[8, 5\]\) for 'a'"),
         ({"a": new["w"]}, {"a": new["w"].double()}, r"and \('float64', \[5, 8\]\) for 'a'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            encode(one, two)
+            encode(first, second)
 
 
 class Sharded(torch.Tensor):
@@ -306,35 +314,35 @@ def test_what_is_no_weight(weights, message):
 
 
 def test_a_delta_is_bytes(example):
-    new, old, made = example
+    new, old, data = example
     refuses(old, "text", "none of rlkernels.weights.encode: .*not 'str'")
     for kind in (bytearray, memoryview):
         weights = {name: tensor.clone() for name, tensor in old.items()}
-        apply_(weights, kind(made))
+        apply_(weights, kind(data))
         assert raw(weights["tail"]) == raw(new["tail"])
 
 
 def test_autograd_sees_the_change():
     """A backward pass through values that are gone fails, as after any operation in place."""
     weight = torch.nn.Parameter(torch.ones(3))
-    made = encode({"w": torch.zeros(3)}, {"w": torch.ones(3)})
+    data = encode({"w": torch.zeros(3)}, {"w": torch.ones(3)})
     loss = (weight * weight).sum()
-    apply_({"w": weight}, made)
+    apply_({"w": weight}, data)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     with torch.inference_mode():
         inside = torch.ones(3)
-    apply_({"w": inside}, made)
+    apply_({"w": inside}, data)
     assert not inside.any()
 
 
 def test_any_default_device_and_dtype(example):
-    new, old, made = example
+    new, old, data = example
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert encode(new, old) == made
-            apply_(old, made)
+            assert encode(new, old) == data
+            apply_(old, data)
     finally:
         torch.set_default_dtype(torch.float32)
     assert raw(old["w"]) == raw(new["w"])
@@ -343,26 +351,26 @@ def test_any_default_device_and_dtype(example):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine lacks a GPU")
 def test_weights_on_a_gpu(example):
     """On a stream of the caller's, whose work is not over when the delta is made."""
-    new, old, made = example
+    new, old, data = example
     with torch.cuda.stream(torch.cuda.Stream()):
         big = torch.randn(4096, 4096, device="cuda")
         for _ in range(20):
             big = big @ big / 64
         sent = {name: tensor.to("cuda", non_blocking=True) for name, tensor in new.items()}
-        assert encode(sent, old) == made == encode(sent, {name: tensor.cuda() for name, tensor in old.items()})
+        assert encode(sent, old) == data == encode(sent, {name: tensor.cuda() for name, tensor in old.items()})
         wide = torch.zeros(5, 16, device="cuda")
         wide[:, ::2] = old["w"].cuda()
         weights = {"w": wide[:, ::2], "tail": old["tail"].cuda()}
-        apply_(weights, made)
+        apply_(weights, data)
     assert all(raw(weights[name].cpu()) == raw(new[name]) for name in new) and not wide[:, 1::2].any()
 
 
 def test_without_zstandard(example, monkeypatch):
-    new, old, made = example
+    new, old, data = example
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match=r"deltas of weights need zstandard: pip install 'rlkernels\[weights\]'"):
         encode(new, old)
-    refuses(old, made, "pip install", ImportError)
+    refuses(old, data, "pip install", ImportError)
 
 
 def test_one_import_is_enough():

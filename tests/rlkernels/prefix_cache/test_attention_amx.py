@@ -35,18 +35,19 @@ class Ragged(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def attend(tmp_path_factory):
-    """Calls like ``paged_attention`` and, with three more tensors, ``shared_prefix_attention`` -> (out, lse)."""
+    """Return a function like ``paged_attention`` and, with three more tensors, ``shared_prefix_attention``."""
     if not shutil.which("g++"):
         lacks("g++")
     path = tmp_path_factory.mktemp("amx") / "attention.so"
     command = ["g++", *FLAGS, *SOURCES, "-o", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     library = ctypes.CDLL(str(path))
 
     def call(query, key, value, *ragged, scale):
         sizes = (ctypes.c_int64 * 4)(query.shape[1], *key.shape[2:], key.shape[1])
-        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        out = torch.empty_like(query)
+        lse = torch.empty(query.shape[:2])
         prefixes = Ragged.of(*ragged[:3]) if len(ragged) == 6 else Ragged()
         addresses = [ctypes.c_void_p(t.data_ptr()) for t in (query, key, value, out, lse)]
         library.attend(*addresses[:3], sizes, ctypes.c_float(scale), Ragged.of(*ragged[-3:]), prefixes, *addresses[3:])
@@ -55,10 +56,10 @@ def attend(tmp_path_factory):
     return call
 
 
-def check(op, arguments, scale, found):
+def check(op, arguments, scale, result):
     plain = getattr(reference, op)(*arguments, scale)
     exact = getattr(reference, op)(*(t.double() for t in arguments[:3]), *arguments[3:], scale)
-    assert_as_plain(found, plain, exact, floor=0, relative=2**-22)
+    assert_as_plain(result, plain, exact, floor=0, relative=2**-22)
 
 
 @pytest.mark.parametrize("size", [1, 6])  # of the queries: with 6 few keys take all the weight

@@ -39,8 +39,8 @@ def check(problem: Problem, floor: float = 1e-6):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paged_attention(cpu_isa, shape, dtype):
-    lens, q_lens, rest = SHAPES[shape]
-    check(paged(lens, q_lens, dtype=dtype, **rest))
+    lens, q_lens, options = SHAPES[shape]
+    check(paged(lens, q_lens, dtype=dtype, **options))
 
 
 def test_large_scores_and_small_blocks(cpu_isa):
@@ -61,15 +61,15 @@ def test_scores_that_rise_and_fall(cpu_isa, scale):
 
 def test_non_contiguous_query_and_cache(cpu_isa):
     problem = paged([30, 5], [3, 5], heads=4, kv_heads=2, dim=32)
-    wanted = check(problem)
+    expected = check(problem)
     wide = torch.full((8, 3, 4, 40), torch.nan)
     wide[:, 1, :, :32] = problem.query
     problem.query = wide[:, 1, :, :32]
-    both = torch.stack([problem.key_cache, problem.value_cache], 3)
-    problem.key_cache, problem.value_cache = both.unbind(3)
-    torch.testing.assert_close(check(problem), wanted, rtol=0, atol=0)
+    caches = torch.stack([problem.key_cache, problem.value_cache], 3)
+    problem.key_cache, problem.value_cache = caches.unbind(3)
+    torch.testing.assert_close(check(problem), expected, rtol=0, atol=0)
     problem.query = problem.query.transpose(0, 2).contiguous().transpose(0, 2)
-    torch.testing.assert_close(check(problem), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(check(problem), expected, rtol=0, atol=0)
 
 
 def test_query_and_cache_of_different_dtypes(cpu_isa):
@@ -85,7 +85,8 @@ def test_every_nan_is_one_and_stays_in_its_sequence(cpu_isa, bits):
     problem.key_cache[problem.block_tables[1, 2], 1] = nan
     out, lse = rlkernels.paged_attention(*problem.args(), scale=1.0, return_lse=True, backend="cpu")
     assert out[1].isnan().all() and lse[1].isnan().all() and out[0].isfinite().all()
-    ones, lses = torch.ones(2, 4, 32), (nan.expand(2, 4).contiguous(), torch.zeros(2, 4))
+    ones = torch.ones(2, 4, 32)
+    lses = (nan.expand(2, 4).contiguous(), torch.zeros(2, 4))
     infinite = torch.full((2, 4), torch.inf)  # no softmax has such a denominator
     for (a, b), backend in product((lses, lses[::-1], (infinite, lses[1])), ("cpu", "torch")):
         assert all(t.isnan().all() for t in rlkernels.merge_attention(ones, a, ones, b, backend=backend))
@@ -101,15 +102,15 @@ def test_empty(cpu_isa):
 
 def test_a_sequence_gets_the_same_bits_in_any_batch(cpu_isa, set_threads):
     problem = paged([300, 2053, 40, 1100], [1, 1, 1, 1], dim=16, block_size=16)
-    together = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
+    batched = rlkernels.paged_attention(*problem.args(), scale=problem.scale, backend="cpu")
     for i in range(4):
         set_threads(1 + i % 2)
-        one = torch.tensor([0, 1], dtype=torch.int32)
-        alone = rlkernels.paged_attention(
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        single = rlkernels.paged_attention(
             problem.query[i : i + 1], problem.key_cache, problem.value_cache, problem.block_tables[i : i + 1],
-            problem.seq_lens[i : i + 1], one, scale=problem.scale, backend="cpu",
+            problem.seq_lens[i : i + 1], starts, scale=problem.scale, backend="cpu",
         )  # fmt: skip
-        assert torch.equal(alone[0], together[i])
+        assert torch.equal(single[0], batched[i])
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
@@ -140,19 +141,19 @@ GROUPS = {  # prefix tokens, then own keys and queries of each member
 def test_shared_equals_unshared(cpu_isa, name, dtype):
     for heads, kv_heads, dim in ((2, 2, 80), (6, 1, 64)):
         shared, unshared, scale = paged_problems.shared_prefix(GROUPS[name], dtype, heads, kv_heads, dim)
-        ours = rlkernels.shared_prefix_attention(*shared, scale=scale, return_lse=True, backend="cpu")
+        result = rlkernels.shared_prefix_attention(*shared, scale=scale, return_lse=True, backend="cpu")
         plain = rlkernels.paged_attention(*unshared, scale=scale, return_lse=True, backend="cpu")
         floats = [t.double() for t in unshared[:3]]
         exact = reference.paged_attention(*floats, *unshared[3:], scale)
         floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * 0.5
-        assert_as_plain(ours, plain, exact, floor)
+        assert_as_plain(result, plain, exact, floor)
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_reference_equals_sequences_that_share_nothing(name):
     shared, unshared, scale = paged_problems.shared_prefix(GROUPS[name], torch.float64, 4, 2, 8)
-    found = reference.shared_prefix_attention(*shared, scale)
-    torch.testing.assert_close(found, reference.paged_attention(*unshared, scale))
+    result = reference.shared_prefix_attention(*shared, scale)
+    torch.testing.assert_close(result, reference.paged_attention(*unshared, scale))
 
 
 def test_wrong_groups():

@@ -23,7 +23,8 @@ def test_equals_the_model(block_size, num_blocks, data):
 @pytest.mark.parametrize("run", range(4))
 def test_blocks_never_hold_other_tokens_than_their_users_think(run):
     """Follows for long what would be written where: a shared block must hold the same tokens for every sequence."""
-    source, size = random.Random(run), 1 + run
+    source = random.Random(run)
+    size = 1 + run
     pair = PoolPair(12 + 20 * run, size)
     for step in range(500):
         pair.step(source.randrange)
@@ -35,8 +36,8 @@ def test_blocks_never_hold_other_tokens_than_their_users_think(run):
         for handle, table in zip(handles, model.tables(handles)[0].tolist()):
             tokens = model.token_ids(handle)
             for i, block in enumerate(b for b in table if b >= 0):
-                mine = tokens[i * size : (i + 1) * size]
-                shorter, longer = sorted([mine, contents.get(block, mine)], key=len)
+                block_tokens = tokens[i * size : (i + 1) * size]
+                shorter, longer = sorted([block_tokens, contents.get(block, block_tokens)], key=len)
                 assert longer[: len(shorter)] == shorter
                 contents[block] = longer
     assert pair.refused and pair.pools[0].evictions and pair.pools[0].hits

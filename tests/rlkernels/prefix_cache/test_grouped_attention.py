@@ -63,16 +63,20 @@ def test_non_contiguous():
 
 def test_large_scratch_is_right_and_given_back():
     check(rlkernels.GroupedLayout([500], [100, 90], [0, 2]), 4, 1, 512, torch.float32)  # over two million floats
-    tokens, heads, dim = 300, 64, 512  # 30 MB of scratch and more for each thread
-    query, key, lse = torch.zeros(tokens, heads, dim), torch.zeros(tokens, 1, dim), torch.zeros(tokens, heads)
+    tokens = 300
+    heads = 64
+    dim = 512  # 30 MB of scratch and more for each thread
+    query = torch.zeros(tokens, heads, dim)
+    key = torch.zeros(tokens, 1, dim)
+    lse = torch.zeros(tokens, heads)
     nodes = torch.tensor([[0, tokens, tokens]])
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    before = resident()
+    resident_bytes = resident()
     results = torch.ops.rlkernels.tree_attention_backward(query, None, query, key, key, query, lse, nodes, 1.0)
-    assert resident() - before - sum(t.nbytes for t in results) < 50 << 20
+    assert resident() - resident_bytes - sum(t.nbytes for t in results) < 50 << 20
 
 
 def test_nothing_and_no_gradient():
@@ -92,13 +96,13 @@ def test_lengths_that_are_none_are_named(number, bad):
 
 
 def test_a_layout_keeps_its_lengths():
-    given = [torch.tensor(lengths) for lengths in ([4], [3, 2], [0, 2])]
-    layouts = rlkernels.GroupedLayout(*given), rlkernels.GroupedLayout([4], [3, 2], [0, 2])
-    for lengths in given:
+    lengths_tensors = [torch.tensor(lengths) for lengths in ([4], [3, 2], [0, 2])]
+    layouts = rlkernels.GroupedLayout(*lengths_tensors), rlkernels.GroupedLayout([4], [3, 2], [0, 2])
+    for lengths in lengths_tensors:
         lengths += 1000
     assert layouts[0].spans() == layouts[1].spans()
     tensors = torch.randn(3, 9, 2, 8)
-    found = (
+    results = (
         with_gradients(partial(rlkernels.grouped_attention, layout=x, scale=0.5), tensors, tensors[0]) for x in layouts
     )
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))

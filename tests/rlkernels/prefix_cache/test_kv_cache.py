@@ -48,8 +48,8 @@ def test_a_prefix_is_found_again_and_one_token_is_left(cache):
     first = cache.open(range(8))
     assert (first.num_cached, first.length, len(first.slots)) == (0, 8, 8)
     fill(cache, first)
-    again = cache.open(range(8))
-    assert again.num_cached == 4 and len(again.slots) == 4
+    second = cache.open(range(8))
+    assert second.num_cached == 4 and len(second.slots) == 4
     longer = cache.open([*range(8), 99])
     assert longer.num_cached == 8
     assert longer.block_table[:2].tolist() == first.block_table.tolist()
@@ -59,16 +59,16 @@ def test_a_prefix_is_found_again_and_one_token_is_left(cache):
 
 
 def test_new_policy_version_hides_everything(cache):
-    old = cache.open(range(9))
-    fill(cache, old)
+    old_sequence = cache.open(range(9))
+    fill(cache, old_sequence)
     running = cache.open([*range(50, 59)])
     cache.advance_version()
     assert cache.open(range(9)).num_cached == 0
     fill(cache, running)  # opened before: shares nothing
     assert cache.open([*range(50, 59)]).num_cached == 0
-    fill(cache, new := cache.open(range(9)))
+    fill(cache, new_sequence := cache.open(range(9)))
     assert cache.open(range(9)).num_cached == 8
-    assert stored(cache, new) == expected(new)
+    assert stored(cache, new_sequence) == expected(new_sequence)
 
 
 def test_stale_child_is_not_found_under_a_reused_parent():
@@ -108,7 +108,8 @@ def test_truncate_into_a_shared_block_leaves_it_as_it_was(cache):
 
 
 def test_equal_blocks_become_one_on_commit(cache):
-    a, b = cache.open(range(9)), cache.open(range(9))
+    a = cache.open(range(9))
+    b = cache.open(range(9))
     assert a.num_cached == b.num_cached == 0  # nothing is shared before
     fill(cache, a)
     fill(cache, b)
@@ -129,12 +130,12 @@ def test_out_of_blocks_changes_nothing():
     cache = make(num_blocks=4)
     fill(cache, cached := cache.open(range(9)))
     cache.close(cached)
-    before = cache.stats
+    stats = cache.stats
     with pytest.raises(rlkernels.OutOfBlocks, match="5 blocks are needed"):
         cache.open(range(20, 37))
     with pytest.raises(rlkernels.OutOfBlocks):
         cache.open_many([range(9), range(30, 40)])
-    assert cache.stats == before
+    assert cache.stats == stats
     seq = cache.open(range(9))
     assert seq.num_cached == 8
     with pytest.raises(rlkernels.OutOfBlocks):
@@ -147,18 +148,18 @@ def test_out_of_blocks_changes_nothing():
 def test_what_nothing_refers_to_gives_its_blocks_back():
     cache = make(num_blocks=7)
     fill(cache, seq := cache.open(range(9)))
-    kept, *rest = cache.fork(seq, 3)
-    for other in rest:
-        cache.append(other, range(5))
+    remaining, *forks = cache.fork(seq, 3)
+    for fork in forks:
+        cache.append(fork, range(5))
     assert cache.stats["blocks_free"] == 0
     match = "1 blocks are needed, 0 of 7 are free or evictable: close what has ended of the 4 open sequences, or make a"
     with pytest.raises(rlkernels.OutOfBlocks, match=match):
         cache.open([7])
-    del seq, rest, other
+    del seq, forks, fork
     assert cache.stats["blocks_free"] == 4 and cache.open(range(40, 52)).num_cached == 0
-    circle = [kept]
+    circle = [remaining]
     circle.append(circle)
-    del kept, circle
+    del remaining, circle
     gc.collect()
     assert [cache.stats[name] for name in ("blocks_free", "blocks_cached", "blocks_pinned")] == [5, 2, 0]
     assert cache.open(range(9)).num_cached == 8  # what was committed is found until its space is needed
@@ -184,14 +185,14 @@ def test_append_without_memory_changes_nothing(each_backend):
     cache = rlkernels.PagedKVCache(2, 2, 8, num_blocks=16, block_size=4, device="meta")
     parent = cache.open(range(6))
     forks = cache.fork(parent, 2)
-    before = cache.stats, [seq.length for seq in forks]
+    state = cache.stats, [seq.length for seq in forks]
     for tensors in range(20):
         try:
             with LittleMemory(tensors):
                 cache.append_many(forks, [[1], [2, 3, 4]])
             break
         except torch.OutOfMemoryError:
-            assert (cache.stats, [seq.length for seq in forks]) == before
+            assert (cache.stats, [seq.length for seq in forks]) == state
     assert tensors > 0 and [seq.length for seq in forks] == [7, 9]
 
 
@@ -201,29 +202,29 @@ def test_eviction_takes_the_least_recently_used_tail_first():
         fill(cache, seq := cache.open(range(start, start + 12)))
         cache.close(seq)
     cache.close(cache.open(range(9)))  # touches the first two blocks of the older one
-    other = cache.open(range(200, 208))
+    third = cache.open(range(200, 208))
     assert cache.stats["evictions"] == 1
     seq = cache.open([*range(12), 1])
     assert seq.num_cached == 8  # the block that was not touched went first
     cache.close(seq)
     assert cache.open([*range(100, 112), 1]).num_cached == 4  # then the tail of the other one
-    cache.close(other)
+    cache.close(third)
 
 
 def test_group_describes_neighbours():
     cache = make(num_blocks=64)
     fill(cache, parent := cache.open(range(10)))
     forks = cache.fork(parent, 3)
-    fill(cache, alone := cache.open(range(50, 56)))
-    sequences = [*forks, alone]
+    fill(cache, single := cache.open(range(50, 56)))
+    sequences = [*forks, single]
     cache.append_many(sequences, [[1], [2], [3], [4]])
-    tables, lens, starts, own, own_lens = cache.group(sequences, min_tokens=4)
+    tables, lens, starts, suffix_tables, suffix_lens = cache.group(sequences, min_tokens=4)
     assert lens.tolist() == [8, 0] and starts.tolist() == [0, 3, 4]
     assert tables[0].tolist() == parent.block_table[:2].tolist() and tables[1].tolist() == [-1, -1]
-    assert own_lens.tolist() == [3, 3, 3, 7]
-    assert [int(own[i, 0]) for i in range(3)] == [int(s.block_table[2]) for s in forks]
-    assert own[3].tolist() == alone.block_table.tolist()
-    assert all(t.dtype == torch.int32 for t in (tables, lens, starts, own, own_lens))
+    assert suffix_lens.tolist() == [3, 3, 3, 7]
+    assert [int(suffix_tables[i, 0]) for i in range(3)] == [int(s.block_table[2]) for s in forks]
+    assert suffix_tables[3].tolist() == single.block_table.tolist()
+    assert all(t.dtype == torch.int32 for t in (tables, lens, starts, suffix_tables, suffix_lens))
     tables, lens, *_ = cache.group(sequences, min_tokens=9)
     assert lens.tolist() == [0, 0, 0, 0] and tables.shape == (4, 0)
     assert cache.group([])[2].tolist() == [0]
@@ -269,17 +270,18 @@ def test_a_sequence_is_not_copied(cache, duplicate):
 
 
 def test_sequences_may_come_one_by_one(cache):
-    several = cache.open_many([[1, 2], [3, 4, 5]])
-    for call in (cache.slots, lambda some: cache.tables(some)[0], lambda some: cache.group(some)[3]):
-        assert torch.equal(call(seq for seq in several), call(several))
+    sequences = cache.open_many([[1, 2], [3, 4, 5]])
+    for call in (cache.slots, lambda batch: cache.tables(batch)[0], lambda batch: cache.group(batch)[3]):
+        assert torch.equal(call(seq for seq in sequences), call(sequences))
 
 
 def test_wrong_sequences(cache):
-    seq, other = cache.open([1, 2]), cache.open([7])
+    seq = cache.open([1, 2])
+    second = cache.open([7])
     for call, error, message in (
         (lambda: cache.truncate(seq, 3), ValueError, "length must be between 0 and 2, got 3"),
         (lambda: make().append(seq, [1]), ValueError, "one of another cache"),
-        (lambda: cache.append_many([other, seq, seq], [[0], [1], [2]]), ValueError,
+        (lambda: cache.append_many([second, seq, seq], [[0], [1], [2]]), ValueError,
          "got one of them twice, as number 1 and 2"),
         (lambda: cache.group([seq], min_tokens=0.5), TypeError, "min_tokens must be an integer, got 0.5"),
         (lambda: cache.commit(None), TypeError, "seq must be a Sequence of this cache, got None"),

@@ -47,22 +47,27 @@ def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch
     """Also one without keys, and one whose keys are NaN, which stays alone with them."""
     monkeypatch.setattr(library, "suits", lambda *tensors: False)
     monkeypatch.setattr(library, "PIECE", piece)
-    alone, exact = [], reference.paged_attention
-    monkeypatch.setattr(library.reference, "paged_attention", lambda *args: alone.append(args) or (None, None))
+    single_calls = []
+    exact = reference.paged_attention
+    monkeypatch.setattr(library.reference, "paged_attention", lambda *args: single_calls.append(args) or (None, None))
     monkeypatch.setattr(rlkernels.prefix_cache, "_check_lengths", lambda *_: None)
-    pages, lens = attention.Pages(20, 4, 2, 16, dtype, CPU), [5, 12, 0, 1, 7]
-    tables, (keys, values) = pages.table(lens), pages.finished()
+    pages = attention.Pages(20, 4, 2, 16, dtype, CPU)
+    lens = [5, 12, 0, 1, 7]
+    tables = pages.table(lens)
+    (keys, values) = pages.finished()
     values[int(tables[1, 0]), 0] = torch.nan
     query = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     args = query, keys, values, tables, pages.ints(lens), pages.ints(range(6))
     out, lse = rlkernels.paged_attention(*args, scale=0.25, backend="torch", return_lse=True)
-    assert not alone and out.dtype == dtype and out[1].isnan().any() and not out[2].any()
-    wanted, wanted_lse = exact(query.double(), keys.double(), values.double(), *args[3:], 0.25)
-    kept = [0, 3, 4]
-    torch.testing.assert_close(out[kept].double(), wanted[kept], atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
-    torch.testing.assert_close(lse[kept], wanted_lse[kept], atol=1e-5, rtol=1e-5, check_dtype=False)
+    assert not single_calls and out.dtype == dtype and out[1].isnan().any() and not out[2].any()
+    expected, expected_lse = exact(query.double(), keys.double(), values.double(), *args[3:], 0.25)
+    finite_rows = [0, 3, 4]
+    torch.testing.assert_close(
+        out[finite_rows].double(), expected[finite_rows], atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+    )
+    torch.testing.assert_close(lse[finite_rows], expected_lse[finite_rows], atol=1e-5, rtol=1e-5, check_dtype=False)
     rlkernels.paged_attention(*args[:-1], pages.ints([0, 2, 3, 3, 4, 5]), scale=0.25, backend="torch")
-    assert len(alone) == 1, "prompts are computed one by one"
+    assert len(single_calls) == 1, "prompts are computed one by one"
 
 
 def test_prefixes_are_gathered_once_per_group(launches):
@@ -85,13 +90,16 @@ def test_the_host_waits_in_the_first_layer_only(monkeypatch):
 def test_lengths_that_change_in_place_are_noticed(inference):
     with torch.inference_mode(inference):
         pages = attention.Pages(9, 4, 1, 16, F32, CPU)
-        tables, lens, starts = pages.table([12, 12]), pages.ints([5, 12]), pages.ints([0, 1, 2])
-        caches, query = pages.finished(), torch.randn(2, 1, 16)
-        for new in (5, 9):
-            lens[0] = new
+        tables = pages.table([12, 12])
+        lens = pages.ints([5, 12])
+        starts = pages.ints([0, 1, 2])
+        caches = pages.finished()
+        query = torch.randn(2, 1, 16)
+        for length in (5, 9):
+            lens[0] = length
             args = (query, *caches, tables, lens, starts)
-            ours = rlkernels.paged_attention(*args, scale=0.25, backend="torch")
-            torch.testing.assert_close(ours, reference.paged_attention(*args, 0.25)[0])
+            result = rlkernels.paged_attention(*args, scale=0.25, backend="torch")
+            torch.testing.assert_close(result, reference.paged_attention(*args, 0.25)[0])
 
 
 GROUPS = [
@@ -129,11 +137,11 @@ TREE = [[*range(5)], [*range(4), 9, 8], [*range(4), 9, 7, 6], [5, 6]]
                                     rlkernels.TreeLayout.from_sequences(TREE)])  # fmt: skip
 def test_a_token_of_nan_stays_in_its_subtree(tensor, layout):
     """All that sees its key or value is NaN, the log-sum-exp too, also where the kernels say inf; nothing else is."""
-    given = [torch.randn(layout.num_tokens, h, 16) for h in (4, 2, 2)]
-    given[tensor][layout.num_tokens // 3] = torch.nan
+    tensors = [torch.randn(layout.num_tokens, h, 16) for h in (4, 2, 2)]
+    tensors[tensor][layout.num_tokens // 3] = torch.nan
     outputs = []
     for attend in (reference.tree_attention, library.tree_attention):
-        leaves = [t.clone().requires_grad_() for t in given]
+        leaves = [t.clone().requires_grad_() for t in tensors]
         out, lse = attend(*leaves, layout, 0.25)
         outputs.append([out, lse, *torch.autograd.grad(out.sum(), leaves)])
     torch.testing.assert_close(outputs[1], outputs[0], equal_nan=True)
@@ -148,7 +156,8 @@ def test_what_is_not_finite_among_pages_shows_in_output_and_log_sum_exp(make, ar
     """NaN where a query sees it; -inf as log-sum-exp where all its weights are 0, as where it sees no key."""
     torch.manual_seed(0)
     problem = make(*args, F32, CPU)
-    query, caches = problem.inputs["query"], problem.inputs["caches"]
+    query = problem.inputs["query"]
+    caches = problem.inputs["caches"]
     if tensor:
         caches[tensor - 1][:, 1, :, 0] = bad
     else:
@@ -177,19 +186,19 @@ def test_a_window_is_an_argument_of_the_kernels_and_cuts_the_keys(launches):
             assert len(launches[-1].args[1]) <= sum(spans) + len(spans) * (window - 1)
     for queries in ([1, 7, 9], [1, 1, 1]):
         problem = paged([5, 40, 9], queries, dim=16)
-        ours = rlkernels.paged_attention(*problem.args(), scale=0.25, window=6, backend="torch")
-        torch.testing.assert_close(ours, reference.paged_attention(*problem.args(), 0.25, 6)[0], rtol=1e-4, atol=1e-5)
+        result = rlkernels.paged_attention(*problem.args(), scale=0.25, window=6, backend="torch")
+        torch.testing.assert_close(result, reference.paged_attention(*problem.args(), 0.25, 6)[0], rtol=1e-4, atol=1e-5)
         assert launches[-1].kwargs["window_size_left"] == 5
 
 
 def test_between_the_passes_no_gathered_key_is_held():
     layout = GroupedLayout([50], [1] * 20, [0, 20])
     leaves = [torch.randn(layout.num_tokens, h, 16, requires_grad=True) for h in (4, 2, 2)]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    saved_sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         rlkernels.grouped_attention(*leaves, layout, scale=0.25, backend="torch")
     tokens = layout.num_tokens
-    assert sum(kept) == tokens * 16 * (4 + 2 + 2 + 4) + tokens * 4 + 3  # the output, its log-sum-exp, two seeds
+    assert sum(saved_sizes) == tokens * 16 * (4 + 2 + 2 + 4) + tokens * 4 + 3  # the output, its log-sum-exp, two seeds
 
 
 def test_what_suits_the_kernels(monkeypatch):

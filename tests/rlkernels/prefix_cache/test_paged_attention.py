@@ -15,11 +15,12 @@ F = torch.nn.functional
 
 
 def plain(problem: Problem, i: int, window: int | None = None) -> torch.Tensor:
-    """torch's own attention of the queries of sequence i, [q, Hq, d]."""
-    length, rows = int(problem.seq_lens[i]), slice(*problem.query_starts[i : i + 2].tolist())
+    """Compute torch's attention of the queries of sequence i, [q, Hq, d]."""
+    length = int(problem.seq_lens[i])
+    rows = slice(*problem.query_starts[i : i + 2].tolist())
     size = problem.key_cache.shape[1]
-    place = torch.tensor([int(problem.block_tables[i, t // size]) * size + t % size for t in range(length)])
-    key, value = (c.flatten(0, 1)[place.long()] for c in (problem.key_cache, problem.value_cache))
+    cells = torch.tensor([int(problem.block_tables[i, t // size]) * size + t % size for t in range(length)])
+    key, value = (c.flatten(0, 1)[cells.long()] for c in (problem.key_cache, problem.value_cache))
     queries = rows.stop - rows.start
     mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
     mask = mask if window is None else mask.triu(length - queries - window + 1)
@@ -51,7 +52,8 @@ def test_a_window_is_a_mask(window):
 )
 def test_windows_and_soft_caps(cpu_isa, window, softcap, dtype):
     """Decoding, drafts and prefills, of heads that fill vectors and others; keys that are cut into stretches, too."""
-    lens, queries = [5, 2500, 130, 64, 65, 200, 1], [1, 1, 3, 1, 65, 130, 0]
+    lens = [5, 2500, 130, 64, 65, 200, 1]
+    queries = [1, 1, 3, 1, 65, 130, 0]
     for heads, kv_heads, dim in ((4, 2, 32), (6, 1, 20)):
         problem = paged(lens, queries, heads=heads, kv_heads=kv_heads, dim=dim, block_size=16, dtype=dtype)
         scale = 4 * problem.scale
@@ -62,11 +64,13 @@ def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     """It is what a GPU takes where nothing is proven."""
     problem = paged([90, 40], [80, 33], heads=4, kv_heads=2, dim=2)
     attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
-    whole = attend()
+    expected = attend()
     monkeypatch.setattr(reference, "PIECE", 4 * 90 * 7)  # of 4 * 90 * 80
-    with Launches() as made:
-        torch.testing.assert_close(attend(), whole)
-    assert max(shape.numel() for _, shape in made.results if len(shape) == 3) == reference.PIECE  # scores [Hq, q, k]
+    with Launches() as launches:
+        torch.testing.assert_close(attend(), expected)
+    assert (
+        max(shape.numel() for _, shape in launches.results if len(shape) == 3) == reference.PIECE
+    )  # scores [Hq, q, k]
 
 
 @pytest.mark.parametrize("first", [0, 3, 10])
@@ -90,15 +94,17 @@ LAYOUT = ([5, 0, 3], [2, 4, 1, 0, 6, 3], [0, 3, 5, 6])
 
 
 def repeated(query, key, value, layout, scale):
-    """Every sequence [prefix | suffix] by itself; the prefix's outputs are taken from one of its own."""
+    """Attend to every sequence [prefix | suffix] separately; one extra sequence gives the prefix's outputs."""
     out = torch.zeros_like(query)
     for prefix, suffixes in layout.spans():
         for rows in [slice(0, 0), *suffixes]:
-            pick = torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(rows.start, rows.stop)])
-            heads = (t[pick].transpose(0, 1) for t in (query, key, value))
-            whole = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1)
-            new = pick if rows.stop == 0 else pick[prefix.stop - prefix.start :]
-            out = out.index_put((new,), whole[len(whole) - len(new) :])
+            tokens = torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(rows.start, rows.stop)])
+            heads = (t[tokens].transpose(0, 1) for t in (query, key, value))
+            sequence_out = F.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=scale, enable_gqa=True
+            ).transpose(0, 1)
+            used = tokens if rows.stop == 0 else tokens[prefix.stop - prefix.start :]
+            out = out.index_put((used,), sequence_out[len(sequence_out) - len(used) :])
     return out
 
 
@@ -106,8 +112,8 @@ def test_grouped_equals_repeated_with_gradients():
     layout = rlkernels.GroupedLayout(*LAYOUT)
     *inputs, grad = (torch.randn(layout.num_tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     functions = (partial(f, layout=layout, scale=0.3) for f in (rlkernels.grouped_attention, repeated))
-    ours, wanted = (with_gradients(function, inputs, grad) for function in functions)
-    torch.testing.assert_close(ours, wanted)
+    results, expected = (with_gradients(function, inputs, grad) for function in functions)
+    torch.testing.assert_close(results, expected)
 
 
 def test_layout():
@@ -148,27 +154,37 @@ def test_wrong_values_are_named(change, message, backend):
 
 
 def test_wrong_types_and_shapes_are_named():
-    p, one = paged([9, 5], [1, 3]), rlkernels.GroupedLayout([1], [2], [0, 1])
-    narrow = p.key_cache.repeat_interleave(2, -1)[..., ::2]
-    settings, lse, keys, outside = {"scale": 1.0}, p.query[..., 0], p.query[:1, :2], torch.tensor([-1])
-    wanted = rlkernels.paged_attention(*p.args(), **settings)
-    torch.testing.assert_close(rlkernels.paged_attention(p.query, narrow, *p.args()[2:], **settings), wanted)
+    problem = paged([9, 5], [1, 3])
+    small_layout = rlkernels.GroupedLayout([1], [2], [0, 1])
+    narrow = problem.key_cache.repeat_interleave(2, -1)[..., ::2]
+    settings = {"scale": 1.0}
+    lse = problem.query[..., 0]
+    keys = problem.query[:1, :2]
+    outside = torch.tensor([-1])
+    expected = rlkernels.paged_attention(*problem.args(), **settings)
+    torch.testing.assert_close(
+        rlkernels.paged_attention(problem.query, narrow, *problem.args()[2:], **settings), expected
+    )
     if rlkernels.backend.extension_error() is None:
         with pytest.raises(ValueError, match="key_cache must be contiguous in its last dimension with backend='cpu'"):
-            rlkernels.paged_attention(p.query, narrow, *p.args()[2:], **settings, backend="cpu")
-    attend, write = rlkernels.paged_attention, rlkernels.write_kv
-    merge, grouped = rlkernels.merge_attention, partial(rlkernels.grouped_attention, p.query, p.query, p.query)
+            rlkernels.paged_attention(problem.query, narrow, *problem.args()[2:], **settings, backend="cpu")
+    attend = rlkernels.paged_attention
+    write = rlkernels.write_kv
+    merge = rlkernels.merge_attention
+    grouped = partial(rlkernels.grouped_attention, problem.query, problem.query, problem.query)
     for call, arguments, options, error, message in (
-        (attend, (p.query[:, :3], *p.tables()), settings, ValueError, "query must have a multiple of 2"),
-        (attend, (p.query[..., :16], *p.tables()), settings, ValueError, r"query must have shape \[any, any, 32\]"),
-        (attend, (*p.args()[:3], p.block_tables.long(), *p.args()[4:]), settings, TypeError,
+        (attend, (problem.query[:, :3], *problem.tables()), settings, ValueError, "query must have a multiple of 2"),
+        (attend, (problem.query[..., :16], *problem.tables()), settings, ValueError,
+         r"query must have shape \[any, any, 32\]"),
+        (attend, (*problem.args()[:3], problem.block_tables.long(), *problem.args()[4:]), settings, TypeError,
          "block_tables must have dtype torch.int32"),
-        (attend, p.args(), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
-        (attend, p.args(), {"scale": float("nan")}, ValueError, "scale must be finite"),
-        (write, (keys, keys, *p.args()[1:3], outside), {}, ValueError, "slots must be between 0 and 31, got -1"),
-        (merge, (p.query, lse.double(), p.query, lse), {}, TypeError, "lse_a must have dtype torch.float32"),
+        (attend, problem.args(), {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+        (attend, problem.args(), {"scale": float("nan")}, ValueError, "scale must be finite"),
+        (write, (keys, keys, *problem.args()[1:3], outside), {}, ValueError, "slots must be between 0 and 31, got -1"),
+        (merge, (problem.query, lse.double(), problem.query, lse), {}, TypeError,
+         "lse_a must have dtype torch.float32"),
         (grouped, (4,), settings, TypeError, "layout must be a GroupedLayout, got int"),
-        (grouped, (one,), settings, ValueError, "layout must be for the 4 tokens of query"),
+        (grouped, (small_layout,), settings, ValueError, "layout must be for the 4 tokens of query"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call(*arguments, **options)

@@ -15,25 +15,28 @@ from rlkernels.similarity import gpu, reference
 
 
 def test_whole_numbers_are_exact_with_long_trajectories():
-    x, y = torch.randint(0, 3, (2, 1023)).float(), torch.randint(0, 3, (3, 2053)).float()
-    ours = rlkernels.dtw(x, y, band=40, backend="cpu")
-    assert torch.equal(ours, rlkernels.dtw(x, y, band=40, backend="torch"))
+    x = torch.randint(0, 3, (2, 1023)).float()
+    y = torch.randint(0, 3, (3, 2053)).float()
+    cost = rlkernels.dtw(x, y, band=40, backend="cpu")
+    assert torch.equal(cost, rlkernels.dtw(x, y, band=40, backend="torch"))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 70), st.integers(1, 5), st.none() | st.integers(0, 12))
 def test_costs_of_any_shape_equal_the_reference(seed, rows, columns, features, band):
     torch.manual_seed(seed)
-    n, m = 1 + seed % 5, 1 + seed % 38
-    whole = series(n, rows, features, whole=True), series(m, columns, features, whole=True)
+    n = 1 + seed % 5
+    m = 1 + seed % 38
+    whole_series = series(n, rows, features, whole=True), series(m, columns, features, whole=True)
     for options in ({"band": band}, {"mode": "subsequence"}):
-        wanted = distances(*whole, backend="torch", **options)
+        expected = distances(*whole_series, backend="torch", **options)
         for _ in every_isa():
-            torch.testing.assert_close(distances(*whole, backend="cpu", **options), wanted, rtol=0, atol=0)
-    x, y = series(n, rows, features, least=1), series(m, columns, features, least=1)
-    plain, gold = (reference.dtw(*t, x[1], y[1], band) for t in ((x[0], y[0]), (x[0].double(), y[0].double())))
+            torch.testing.assert_close(distances(*whole_series, backend="cpu", **options), expected, rtol=0, atol=0)
+    x = series(n, rows, features, least=1)
+    y = series(m, columns, features, least=1)
+    plain, exact = (reference.dtw(*t, x[1], y[1], band) for t in ((x[0], y[0]), (x[0].double(), y[0].double())))
     for _ in every_isa():
-        assert_as_plain([distances(x, y, band=band, backend="cpu")], [plain], [gold], floor=0, relative=1e-6)
+        assert_as_plain([distances(x, y, band=band, backend="cpu")], [plain], [exact], floor=0, relative=1e-6)
     cost = distances(x, y, band=band, backend="cpu")
     assert cost.isfinite().all()  # the NaN beyond the lengths was not read
     assert torch.equal(distances(y, x, band=band, backend="cpu"), cost.T)
@@ -65,49 +68,56 @@ def check_topk(x, y, k, **settings):
 @pytest.mark.parametrize("k", [1, 7, 60, 3000])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 1.0])
 def test_topk_drops_no_neighbour(cpu_isa, k, noise):
-    x, y = sigmoids(5, 48, noise), sigmoids(3000, 48, noise)
+    x = sigmoids(5, 48, noise)
+    y = sigmoids(3000, 48, noise)
     check_topk(x, y, k, band=4)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 30), st.none() | st.integers(1, 3),
        st.none() | st.integers(0, 9), st.integers(0, 25), st.booleans())  # fmt: skip
-def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, band, k, whole):
+def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, band, k, whole_numbers):
     torch.manual_seed(seed)
-    (x, x_lengths), (y, y_lengths) = series(4, rows, features, whole=whole), series(200, columns, features, whole=whole)
+    (x, x_lengths), (y, y_lengths) = (
+        series(4, rows, features, whole=whole_numbers),
+        series(200, columns, features, whole=whole_numbers),
+    )
     y[seed % 200, 0] = math.inf
-    y[100:150], y_lengths[100:150] = y[:50].clone(), y_lengths[:50].clone()
+    y[100:150] = y[:50].clone()
+    y_lengths[100:150] = y_lengths[:50].clone()
     check_topk(x, y, k, x_lengths=x_lengths, y_lengths=y_lengths, band=band)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 9), st.none() | st.integers(0, 3), st.booleans())
-def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole):
+def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole_numbers):
     """The search of ``gpu.dtw_topk``, where the kernels are stood in for by plain torch on a GPU that is not there."""
     torch.manual_seed(seed)
-    (x, x_lengths), (y, y_lengths) = series(4, 6, 2, whole=whole), series(m, 7, 2, whole=whole)
+    (x, x_lengths), (y, y_lengths) = series(4, 6, 2, whole=whole_numbers), series(m, 7, 2, whole=whole_numbers)
     y[seed % m, 0] = math.inf
     y[m // 2 :], y_lengths[m // 2 :] = y[: m - m // 2].clone(), y_lengths[: m - m // 2].clone()
     all_costs = reference.dtw(x, y, x_lengths, y_lengths, band)
     computed = []
 
-    both = ((x, x_lengths), (y, y_lengths))
-    known = {t.shape[1]: (t, lengths.masked_fill(reference.not_finite(t, lengths), 0)) for t, lengths in both}
+    pairs_of_series = ((x, x_lengths), (y, y_lengths))
+    expected_series = {
+        t.shape[1]: (t, lengths.masked_fill(reference.not_finite(t, lengths), 0)) for t, lengths in pairs_of_series
+    }
 
-    def check_given(a, b, a_lengths, b_lengths, given_band):
-        assert given_band == (-1 if band is None or a.shape[1] == 7 else band)
-        for found, lengths in ((a, a_lengths), (b, b_lengths)):
-            wanted, wanted_lengths = known[found.shape[1]]
-            assert torch.equal(found.numbers.nan_to_num(9), wanted.nan_to_num(9))
-            assert torch.equal(lengths.numbers, wanted_lengths)
+    def check_given(a, b, a_lengths, b_lengths, band_argument):
+        assert band_argument == (-1 if band is None or a.shape[1] == 7 else band)
+        for result, lengths in ((a, a_lengths), (b, b_lengths)):
+            expected_values, expected_lengths = expected_series[result.shape[1]]
+            assert torch.equal(result.numbers.nan_to_num(9), expected_values.nan_to_num(9))
+            assert torch.equal(lengths.numbers, expected_lengths)
 
     def bounds(a, b, *lengths_and_band):
         check_given(a, b, *lengths_and_band)
         costs = all_costs if a.shape[1] == x.shape[1] else all_costs.T
         return GPUTensor((costs * torch.rand(costs.shape).clamp_min(0.5)).nan_to_num(torch.nan, torch.nan))
 
-    def warps(cost, pairs, a, b, a_lengths, b_lengths, given_band):
-        check_given(a, b, a_lengths, b_lengths, given_band)
+    def warps(cost, pairs, a, b, a_lengths, b_lengths, band_argument):
+        check_given(a, b, a_lengths, b_lengths, band_argument)
         pairs = pairs.numbers.flatten()
         pairs = pairs[pairs >= 0]
         pairs = pairs[(a_lengths.numbers[pairs // m] > 0) & (b_lengths.numbers[pairs % m] > 0)]
@@ -118,16 +128,16 @@ def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole):
     with pretended() as waits, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.rlkernels, "dtw_bounds", bounds, raising=False)
         patch.setattr(torch.ops.rlkernels, "dtw_warps_", warps, raising=False)
-        everything = GPUTensor(all_costs.clone()), None, None
-        patch.setattr(torch.ops.rlkernels, "dtw_warps", lambda *_: everything, raising=False)
+        all_warps = GPUTensor(all_costs.clone()), None, None
+        patch.setattr(torch.ops.rlkernels, "dtw_warps", lambda *_: all_warps, raising=False)
         patch.setattr(gpu, "LEAST_PAIRS", 0)
         patch.setattr(gpu, "LEAST_CELLS", 0)
-        series_there = [GPUTensor(t.clone()) for t in (x, y)]
-        found = gpu.dtw_topk(*series_there, k, *(GPUTensor(t) for t in (x_lengths, y_lengths)), band, "cuda")
+        gpu_series = [GPUTensor(t.clone()) for t in (x, y)]
+        result = gpu.dtw_topk(*gpu_series, k, *(GPUTensor(t) for t in (x_lengths, y_lengths)), band, "cuda")
         assert not waits
     expected = reference.smallest(all_costs, k)
-    assert torch.equal(found[1].numbers, expected[1]) and len(set(computed)) == len(computed)
-    torch.testing.assert_close(found[0].numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(result[1].numbers, expected[1]) and len(set(computed)) == len(computed)
+    torch.testing.assert_close(result[0].numbers, expected[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("n", "m", "length", "k", "pays"), [
@@ -144,7 +154,8 @@ def test_bounds_are_for_problems_that_fill_a_gpu(n, m, length, k, pays, monkeypa
 @pytest.mark.parametrize("size", [1e-22, 1e-19, 1e19])
 def test_topk_next_to_the_ends_of_float32(cpu_isa, size):
     # squares that are denormal, vanish or overflow
-    x, y = torch.randn(3, 20) * size, torch.randn(500, 20) * size
+    x = torch.randn(3, 20) * size
+    y = torch.randn(500, 20) * size
     check_topk(x, y, 5, band=2)
 
 
@@ -160,7 +171,8 @@ def test_bound_never_exceeds_the_cost_by_more_than_rounding(cpu_isa):
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_other_dtypes_and_views(dtype, backend):
     wide = torch.randn(40, 30, 3).to(dtype)
-    x, y = wide[::3, ::2, 1:], wide[1::2, 3:, :2]
+    x = wide[::3, ::2, 1:]
+    y = wide[1::2, 3:, :2]
     expected = rlkernels.dtw(x.float().contiguous(), y.float().contiguous(), backend=backend)
-    ours = rlkernels.dtw(x, y, backend=backend)
-    torch.testing.assert_close(ours, expected, rtol=0 if backend == "cpu" else 1e-6, atol=0)
+    cost = rlkernels.dtw(x, y, backend=backend)
+    torch.testing.assert_close(cost, expected, rtol=0 if backend == "cpu" else 1e-6, atol=0)

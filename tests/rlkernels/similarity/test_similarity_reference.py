@@ -10,7 +10,8 @@ from support import Launches
 from rlkernels import Trajectories, dtw, dtw_topk, rhyme_similarity, rhyme_topk, soft_dtw, state_similarity
 from rlkernels.similarity import reference
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def integers(*shape, high=5):
@@ -19,7 +20,7 @@ def integers(*shape, high=5):
 
 
 def brute_dtw(x, y, band=None):
-    """Cost of one pair of non-empty trajectories [L] or [L, D], cell by cell in Python floats."""
+    """Return the cost of one pair of non-empty trajectories [L] or [L, D], cell by cell in Python floats."""
     squares = (x.view(len(x), 1, -1) - y.view(len(y), -1)).square().sum(-1).tolist()
     radius = math.inf if band is None else max(band, abs(len(x) - len(y)))
     cells = {}
@@ -27,9 +28,9 @@ def brute_dtw(x, y, band=None):
         for j in range(len(y)):
             if abs(i - j) > radius:
                 continue
-            before = [cells.get((i - 1, j), math.inf), cells.get((i, j - 1), math.inf)]
-            before.append(cells.get((i - 1, j - 1), 0.0 if i == j == 0 else math.inf))
-            cells[i, j] = squares[i][j] + min(before)
+            predecessors = [cells.get((i - 1, j), math.inf), cells.get((i, j - 1), math.inf)]
+            predecessors.append(cells.get((i - 1, j - 1), 0.0 if i == j == 0 else math.inf))
+            cells[i, j] = squares[i][j] + min(predecessors)
     return cells[len(x) - 1, len(y) - 1]
 
 
@@ -45,15 +46,18 @@ def brute_subsequence(x, y):
 def test_dtw_equals_the_recurrence(band, features):
     x = integers(3, 6, *([features] if features else []))
     y = integers(4, 9, *([features] if features else []))
-    x_lengths, y_lengths = torch.tensor([6, 1, 4]), torch.tensor([9, 1, 5, 4])
+    x_lengths = torch.tensor([6, 1, 4])
+    y_lengths = torch.tensor([9, 1, 5, 4])
     cost = dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, band=band, backend="torch")
     expected = [[brute_dtw(a[:m], b[:n], band) for b, n in zip(y, y_lengths)] for a, m in zip(x, x_lengths)]
     assert cost.dtype == torch.float32 and cost.tolist() == expected
 
 
 def test_subsequence_equals_trying_every_stretch():
-    x, y = integers(8, 4, high=3), integers(8, 9, high=3)
-    x_lengths, y_lengths = torch.tensor([4, 1, 2, 3, 4, 4, 1, 4]), torch.tensor([9, 1, 2, 8, 9, 9, 5, 3])
+    x = integers(8, 4, high=3)
+    y = integers(8, 9, high=3)
+    x_lengths = torch.tensor([4, 1, 2, 3, 4, 4, 1, 4])
+    y_lengths = torch.tensor([9, 1, 2, 8, 9, 9, 5, 3])
     cost, start, end = dtw(x, y, x_lengths=x_lengths, y_lengths=y_lengths, mode="subsequence", backend="torch")
     assert start.dtype == end.dtype == torch.int64
     for i, m in enumerate(x_lengths):
@@ -98,17 +102,19 @@ def test_topk_ties_and_nan():
 
 
 def test_sliced_wasserstein_equals_a_sum_over_directions():
-    x, y = torch.randn(3, 17, 4), torch.randn(5, 17, 4) * 2 + 1
-    ours = state_similarity(x, y, scale=2.0, projections=50, seed=3)
+    x = torch.randn(3, 17, 4)
+    y = torch.randn(5, 17, 4) * 2 + 1
+    similarity = state_similarity(x, y, scale=2.0, projections=50, seed=3)
     directions = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     directions /= directions.norm(dim=0)
     for i in range(3):
         for j in range(5):
             a, b = ((t.double() @ directions).sort(0).values for t in (x[i], y[j]))
             distance = (a - b).square().mean().sqrt()
-            assert math.isclose(ours[i, j].item(), math.exp(-distance / 2), rel_tol=1e-6)
+            assert math.isclose(similarity[i, j].item(), math.exp(-distance / 2), rel_tol=1e-6)
     # in one dimension every direction is +-1, and scipy knows the answer up to the order
-    a, b = torch.rand(1, 40, 1), torch.rand(1, 40, 1) + 2
+    a = torch.rand(1, 40, 1)
+    b = torch.rand(1, 40, 1) + 2
     exact = stats.wasserstein_distance(a.flatten().numpy(), b.flatten().numpy())
     assert -math.log(state_similarity(a, b).item()) >= exact * (1 - 1e-6)
 
@@ -119,7 +125,8 @@ def test_hellinger_and_cosine():
     half = 1 - math.sqrt(1 - 2 * math.sqrt(0.5 * 0.25))
     expected = torch.tensor([[0.0, 1.0, half, 0.0], [0.0, 0.0, 0.0, 1.0]])
     torch.testing.assert_close(state_similarity(p, q, metric="hellinger"), expected)
-    u, v = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [5.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    u = torch.tensor([[3.0, 0.0], [0.0, 0.0]])
+    v = torch.tensor([[0.0, 2.0], [5.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     expected = torch.tensor([[0.5, 1.0, 0.0, 0.5], [0.5, 0.5, 0.5, 1.0]])
     torch.testing.assert_close(state_similarity(u, v, metric="cosine"), expected)
 
@@ -130,10 +137,10 @@ def test_hellinger_and_cosine():
 def test_state_similarity_of_itself_is_one_and_nan_stays_in_its_row(metric, shape):
     x = torch.rand(shape) + 1000
     x[2] = NAN
-    ours = state_similarity(x, x, metric=metric)
+    similarity = state_similarity(x, x, metric=metric)
     good = [0, 1, 3, 4, 5]
-    torch.testing.assert_close(ours[good][:, good].diagonal(), torch.ones(5), rtol=0, atol=1e-5)
-    assert ours[2].isnan().all() and ours[:, 2].isnan().all() and ours[good][:, good].isfinite().all()
+    torch.testing.assert_close(similarity[good][:, good].diagonal(), torch.ones(5), rtol=0, atol=1e-5)
+    assert similarity[2].isnan().all() and similarity[:, 2].isnan().all() and similarity[good][:, good].isfinite().all()
     assert state_similarity(x[:0], x, metric=metric).shape == (0, 6)
     assert state_similarity(x, x[:0], metric=metric).shape == (6, 0)
 
@@ -164,7 +171,8 @@ def test_directions_and_shares_do_not_depend_on_magnitude(size, unit):
 
 def test_infinite_samples_are_similar_to_nothing():
     x = torch.ones(3, 4, 2)
-    x[1, 0, 0], x[2, 1, 1] = INF, -INF
+    x[1, 0, 0] = INF
+    x[2, 1, 1] = -INF
     for metric, states in (("sliced_wasserstein", x), ("cosine", x[:, 0] + x[:, 1]), ("hellinger", x[:2, 0])):
         bad = ~states.flatten(1).isfinite().all(1)
         assert torch.equal(state_similarity(states, states, metric=metric).isnan(), bad[:, None] | bad)
@@ -182,19 +190,22 @@ def test_any_reward_scale(scale):
 
 
 def largest_result(call):
-    """Elements of the largest tensor that a call computes, apart from those that it allocates for its results."""
-    with Launches() as seen:
+    """Return the elements of the largest tensor that a call computes, apart from those allocated for its results."""
+    with Launches() as launches:
         call()
-    return max(shape.numel() for name, shape in seen.results if name not in ("new_empty", "empty"))
+    return max(shape.numel() for name, shape in launches.results if name not in ("new_empty", "empty"))
 
 
 def blocked_calls():
-    x, y = integers(31, 6, 2, high=3), integers(43, 9, 2, high=3)
-    x[3, 2], y[5] = NAN, y[4]
+    x = integers(31, 6, 2, high=3)
+    y = integers(43, 9, 2, high=3)
+    x[3, 2] = NAN
+    y[5] = y[4]
     lengths = {"x_lengths": torch.arange(31) % 7, "y_lengths": torch.arange(43) % 10}
     query, bank = (Trajectories(t[..., 0], t.nan_to_num().abs(), v) for t, v in zip((x, y), lengths.values()))
     bank = Trajectories(bank.rewards, bank.states[:, :6], bank.lengths)
-    alone, wide = Trajectories(query.rewards[:1], query.states[:1]), {"backend": "torch", "projections": 4}
+    single = Trajectories(query.rewards[:1], query.states[:1])
+    options = {"backend": "torch", "projections": 4}
     return {
         "dtw": lambda: dtw(x, y, **lengths, band=2, backend="torch"),
         "subsequence": lambda: dtw(x, y, **lengths, mode="subsequence", backend="torch"),
@@ -205,9 +216,9 @@ def blocked_calls():
         "sliced_wasserstein": lambda: state_similarity(query.states, bank.states, projections=4),
         "hellinger": lambda: state_similarity(query.states[:, 0], bank.states[:, 0], metric="hellinger"),
         "cosine": lambda: state_similarity(query.states[:, 1], bank.states[:, 1], metric="cosine"),
-        "rhyme_similarity": lambda: rhyme_similarity(query, bank, **wide),
-        "rhyme_topk": lambda: rhyme_topk(query, bank, k=5, **wide),
-        "rhyme_topk of one": lambda: rhyme_topk(alone, bank, k=30, **wide),
+        "rhyme_similarity": lambda: rhyme_similarity(query, bank, **options),
+        "rhyme_topk": lambda: rhyme_topk(query, bank, k=5, **options),
+        "rhyme_topk of one": lambda: rhyme_topk(single, bank, k=30, **options),
     }
 
 
@@ -215,12 +226,12 @@ def blocked_calls():
 def test_blocks_change_no_value_and_bound_the_memory(name, monkeypatch):
     torch.manual_seed(1)
     call = blocked_calls()[name]
-    whole = call()
+    expected = call()
     inputs = 43 * 9 * 2  # of the largest, whose padding a copy blanks
     assert largest_result(call) > inputs or name.endswith(("of a long y", "of one", "of none"))
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 20)
     monkeypatch.setattr(reference, "BLOCK_FLOATS", 300)
-    torch.testing.assert_close(call(), whole, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(call(), expected, rtol=0, atol=0, equal_nan=True)
     assert largest_result(call) <= inputs < 31 * 43
 
 
@@ -230,15 +241,16 @@ def curves(n, steps, states):
 
 @pytest.mark.parametrize(("states", "metric"), [((10, 2), "sliced_wasserstein"), ((7,), "hellinger")])
 def test_rhyme_similarity_is_its_formula(states, metric):
-    query, bank = curves(3, 8, states), curves(5, 11, states)
-    ours = rhyme_similarity(query, bank, reward_weight=0.3, reward_scale=0.4, band=2)
+    query = curves(3, 8, states)
+    bank = curves(5, 11, states)
+    similarity = rhyme_similarity(query, bank, reward_weight=0.3, reward_scale=0.4, band=2)
     state = state_similarity(query.states, bank.states, metric=metric)
     for i in range(3):
         for j in range(5):
             a = query.rewards[i, : query.lengths[i]].double()
             b = bank.rewards[j, : bank.lengths[j]].double()
             reward = math.exp(-brute_dtw(a, b, 2) / ((len(a) + len(b)) / 2 * 0.16))
-            assert math.isclose(ours[i, j].item(), 0.3 * reward + 0.7 * state[i, j].item(), rel_tol=1e-5)
+            assert math.isclose(similarity[i, j].item(), 0.3 * reward + 0.7 * state[i, j].item(), rel_tol=1e-5)
 
 
 def test_rhyme_of_rewards_alone_and_of_empty_curves():
@@ -252,7 +264,8 @@ def test_rhyme_of_rewards_alone_and_of_empty_curves():
     ("fraction", "size", "k"), [(0.2, 15, 3), (0.2, 16, 4), (0.07, 100, 7), (1e-9, 4, 1), (1, 4, 4), (0.2, 0, 0)]
 )
 def test_rhyme_topk_takes_the_ceiling(fraction, size, k):
-    query, bank = Trajectories(integers(2, 1, high=3)), Trajectories(integers(size, 1, high=3))  # ties
+    query = Trajectories(integers(2, 1, high=3))
+    bank = Trajectories(integers(size, 1, high=3))  # ties
     score, index = rhyme_topk(query, bank, fraction=fraction, reward_weight=1)
     assert score.shape == index.shape == (2, k)
     dense = rhyme_similarity(query, bank, reward_weight=1).sort(dim=1, descending=True, stable=True)

@@ -15,8 +15,8 @@ def test_launchers_depend_on_no_default_dtype(op):
     expected = op_calls.run(op, kwargs, "triton")
     for name in ("default torch.float64", "default torch.float16"):
         with CONTEXTS[name]():
-            found = op_calls.run(op, kwargs, "triton")
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            result = op_calls.run(op, kwargs, "triton")
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", ["token_logprobs", "merge_attention", "write_kv", "paged_attention", "delta_matvec"])

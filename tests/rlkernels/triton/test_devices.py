@@ -24,20 +24,22 @@ MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.tri
 @pytest.fixture
 def launched(monkeypatch):
     """The kernels that have been launched; a launch fails where no tensor's device is the current one."""
-    held, names, kind = [], set(), type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
+    devices = []
+    names = set()
+    kind = type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
     run = kind.run
 
     class Device(torch.cuda.device):  # torch asks whether something is one
         def __enter__(self):
-            held.append(self.idx)
+            devices.append(self.idx)
             super().__enter__()
 
         def __exit__(self, *exception):
-            held.pop()
+            devices.pop()
             return super().__exit__(*exception)
 
     def checked(kernel, *args, **settings):
-        assert held and {a.get_device() for a in args if isinstance(a, torch.Tensor)} == {held[-1]}, kernel.fn
+        assert devices and {a.get_device() for a in args if isinstance(a, torch.Tensor)} == {devices[-1]}, kernel.fn
         names.add(kernel.fn)
         return run(kernel, *args, **settings)
 
@@ -67,20 +69,21 @@ def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_verdi
     """A change in what an op runs through voids the verdicts on it in the user's cache."""
     modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]  # else some would be imported below
     # they compute nothing
-    aside = {PACKAGE / f"{name}.py" for name in ("__init__", "_check", "_contexts", "_gradients", "backend")}
-    aside |= {*(PACKAGE / "proof").rglob("*.py")}
+    not_computing = {PACKAGE / f"{name}.py" for name in ("__init__", "_check", "_contexts", "_gradients", "backend")}
+    not_computing |= {*(PACKAGE / "proof").rglob("*.py")}
     monkeypatch.setattr(grouped, "Tiling", partial(Tiling, widest=16, rows=8, columns=16))  # wider rows: other kernels
     monkeypatch.setattr(modules[-1], "SHORT", 0)  # the prefix's tile of keys is cut, and its pieces are added up
     for op, problem in small_problems(torch.empty(0).device):
-        seen, before = set(), sys.gettrace()
-        sys.settrace(lambda frame, *_, seen=seen: seen.add(frame.f_code.co_filename))
+        traced_files = set()
+        trace = sys.gettrace()
+        sys.settrace(lambda frame, *_, traced_files=traced_files: traced_files.add(frame.f_code.co_filename))
         try:
             problem.call("triton")
         finally:
-            sys.settrace(before)
-        ran = {path for path in map(Path, seen) if PACKAGE in path.parents}
+            sys.settrace(trace)
+        ran = {path for path in map(Path, traced_files) if PACKAGE in path.parents}
         assert any("triton" in path.name for path in ran)
-        assert ran - aside <= {*python_files(op)}
+        assert ran - not_computing <= {*python_files(op)}
     kernels = {value.fn for m in modules for name, value in vars(m).items() if name.endswith("_kernel")}
     assert kernels == launched
 

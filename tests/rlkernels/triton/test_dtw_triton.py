@@ -13,15 +13,20 @@ import rlkernels
 def test_dtw(rows, columns, features, band):
     sizes = (2 if rows < 20 else 1, rows), (3, columns)
     (x, x_lengths), (y, y_lengths) = (series(n, steps, features, whole=True) for n, steps in sizes)
-    x_lengths[0], y_lengths[0], y_lengths[1] = rows, columns, 0
-    x[0], y[0] = x[0].nan_to_num(1), y[0].nan_to_num(1)
-    y[2, 0], y_lengths[2] = math.inf, columns
+    x_lengths[0] = rows
+    y_lengths[0] = columns
+    y_lengths[1] = 0
+    x[0] = x[0].nan_to_num(1)
+    y[0] = y[0].nan_to_num(1)
+    y[2, 0] = math.inf
+    y_lengths[2] = columns
     for options in ({"band": band}, {"mode": "subsequence"}):
         options |= {"x_lengths": x_lengths, "y_lengths": y_lengths}
-        ours, wanted = (rlkernels.dtw(x, y, **options, backend=b) for b in ("triton", "torch"))
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
+        result, expected = (rlkernels.dtw(x, y, **options, backend=b) for b in ("triton", "torch"))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_topk():
-    x, y = torch.randint(0, 3, (2, 3)).float(), torch.randint(0, 3, (5, 4)).float()
+    x = torch.randint(0, 3, (2, 3)).float()
+    y = torch.randint(0, 3, (5, 4)).float()
     assert all(map(torch.equal, *(rlkernels.dtw_topk(x, y, 3, backend=b) for b in ("triton", "torch"))))

@@ -40,8 +40,8 @@ def test_a_long_prefix_is_cut_into_pieces(monkeypatch, name, heads):
     monkeypatch.setattr(triton_grouped, "SHORT", 1)
     layout = rlkernels.GroupedLayout(*LAYOUTS[name])
     assert len(triton_grouped.key_tiles(layout, 32, heads[0] // heads[1], heads[1])[1])
-    again, first = check(LAYOUTS[name], *heads, 40, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(first, again(), strict=True))
+    run_again, first = check(LAYOUTS[name], *heads, 40, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(first, run_again(), strict=True))
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), ([256] * 8, [256] * 64, [*range(0, 65, 8)])])
@@ -50,24 +50,26 @@ def test_pieces_meet_every_query_once_and_none_is_much_longer(monkeypatch, layou
     monkeypatch.setattr(triton_grouped, "SHORT", short)
     layout = rlkernels.GroupedLayout(*layout)
     programs, tiles = triton_grouped.key_tiles(layout, 64, group, 1)
-    cut, queries, most = len(tiles), {}, 0
+    num_cut = len(tiles)
+    queries = {}
+    longest = 0
     for first, stop, start, end, piece in programs.tolist():
         queries.setdefault(first, []).extend(range(start, end))
         if piece >= 0:
             assert tiles[piece // triton_grouped.PIECES].tolist() == [first, stop]
-        most = max(most, end - start)
+        longest = max(longest, end - start)
     for prefix, suffixes in layout.spans():
-        for part in [prefix, *suffixes]:
-            end = [prefix, *suffixes][-1].stop if part is prefix else part.stop
-            for first in range(part.start, part.stop, 64):
+        for node in [prefix, *suffixes]:
+            end = [prefix, *suffixes][-1].stop if node is prefix else node.stop
+            for first in range(node.start, node.stop, 64):
                 assert sorted(queries.pop(first)) == [*range(first, end)]
     assert not queries
-    assert not cut or 2 * cut < len(programs) - (triton_grouped.PIECES - 1) * cut  # of all tiles
+    assert not num_cut or 2 * num_cut < len(programs) - (triton_grouped.PIECES - 1) * num_cut  # of all tiles
     lengths = (programs[:, 3] - programs[:, 2]).tolist()
     assert lengths == sorted(lengths, reverse=True)
     if len(layout.prefix_lens) == 8:  # of 288 tiles 32 are gone through for 2,304 queries and less, the others for 256
         expected = (2304, 0) if group == 1 and short > 1 else (288, 32)
-        assert (most, cut) == expected
+        assert (longest, num_cut) == expected
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8, 32])
@@ -76,11 +78,12 @@ def test_what_pieces_take_is_bounded(groups, kv_heads):
     """Where many programs run, a long one hides behind the others and is not cut."""
     layout = rlkernels.GroupedLayout([4096] * groups, [512] * 8 * groups, [*range(0, 8 * groups + 1, 8)])
     programs, tiles = triton_grouped.key_tiles(layout, 64, 7, kv_heads)
-    cut = len(tiles)
-    assert cut * kv_heads < triton_grouped.AT_ONCE
-    assert bool(cut) == (groups == 1 and kv_heads == 2)
+    num_cut = len(tiles)
+    assert num_cut * kv_heads < triton_grouped.AT_ONCE
+    assert bool(num_cut) == (groups == 1 and kv_heads == 2)
     lengths = programs[:, 3] - programs[:, 2]
-    work, tiles = int(lengths.sum()), len(programs) - (triton_grouped.PIECES - 1) * cut
+    work = int(lengths.sum())
+    tiles = len(programs) - (triton_grouped.PIECES - 1) * num_cut
     share = work * kv_heads / triton_grouped.AT_ONCE
     assert lengths.max() <= max(share, 2 * work / tiles, triton_grouped.SHORT / 7)
 

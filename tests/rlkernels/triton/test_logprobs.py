@@ -12,15 +12,18 @@ from rlkernels import _check
 @pytest.mark.parametrize("vocab", [1, 1023, 4099])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_error_is_that_of_plain_torch(vocab, dtype, scale):
-    logits, ids = (torch.randn(4, vocab) * scale + 5).to(dtype), torch.randint(vocab, (4,))
+    logits = (torch.randn(4, vocab) * scale + 5).to(dtype)
+    ids = torch.randint(vocab, (4,))
     logits[1, ::3] = -torch.inf
-    logits[1, -1], ids[1] = 0, vocab - 1
+    logits[1, -1] = 0
+    ids[1] = vocab - 1
     check_logprobs("triton", logits, ids, 0.7, floor=1e-6 * (1 + scale))
 
 
 def test_log_probabilities_alone_and_rows_without_a_distribution():
     logits = torch.randn(4, 50)
-    logits[1], logits[2, 3] = -torch.inf, torch.nan
+    logits[1] = -torch.inf
+    logits[2, 3] = torch.nan
     logits.requires_grad_()
     logprobs = rlkernels.token_logprobs(logits, torch.zeros(4).long(), backend="triton")
     logprobs.sum().backward()
@@ -31,12 +34,13 @@ def test_log_probabilities_alone_and_rows_without_a_distribution():
 def test_an_id_outside_the_vocabulary_is_nan_as_in_plain_torch(monkeypatch):
     """Where nobody looks at ids, as on a GPU: -100 of padding would else end the process."""
     monkeypatch.setattr(_check, "indices", lambda *_: None)
-    values, ids = torch.randn(4, 5), torch.tensor([1, -100, 5, 4])
+    values = torch.randn(4, 5)
+    ids = torch.tensor([1, -100, 5, 4])
     score = partial(rlkernels.token_logprobs, ids=ids, return_entropy=True)
     grads = torch.tensor([1, 0, 0, 1]), torch.ones(4)
-    ours, wanted = (with_gradients(partial(score, backend=b), [values], *grads) for b in ("triton", "torch"))
-    assert wanted[0].isnan().tolist() == [False, True, True, False]
-    torch.testing.assert_close(ours, wanted, equal_nan=True)
+    results, expected = (with_gradients(partial(score, backend=b), [values], *grads) for b in ("triton", "torch"))
+    assert expected[0].isnan().tolist() == [False, True, True, False]
+    torch.testing.assert_close(results, expected, equal_nan=True)
 
 
 def test_blocks_that_are_ruled_out_and_nan():
@@ -44,7 +48,8 @@ def test_blocks_that_are_ruled_out_and_nan():
 
 
 def test_opcheck():
-    logits, ids = torch.randn(3, 33), torch.randint(33, (3,))
+    logits = torch.randn(3, 33)
+    ids = torch.randint(33, (3,))
     rlkernels.token_logprobs(logits, ids, backend="triton")
     torch.library.opcheck(torch.ops.rlkernels.token_logprobs_triton.default, (logits, ids, 0.8, True))
 

@@ -8,6 +8,7 @@ import rank1_cases as cases
 import torch
 import triton
 import triton.language as tl
+from accuracy import assert_as_plain
 from rank1_cases import angle, exact, planted, with_spectrum
 
 import rlkernels
@@ -30,24 +31,24 @@ def generated(make, *args, **options):
 
 def solve(pairs, starts=None, tiling=None, tol=1e-2, max_passes=12, seed=0):
     settings = {"tol": tol, "max_passes": max_passes, "min_passes": 1, "rank": 1, "seed": seed}
-    found = grouped.leading_deltas(pairs, starts or [None] * len(pairs), tiling=tiling, **settings)
-    return [one if isinstance(one, ValueError) else one.update for one in found]
+    deltas = grouped.leading_deltas(pairs, starts or [None] * len(pairs), tiling=tiling, **settings)
+    return [delta if isinstance(delta, ValueError) else delta.update for delta in deltas]
 
 
-def check(got, weight, base, tol=1e-2, **options):
-    """Against the reference in passes, status and certificate, and against float64 in truth."""
+def check(update, weight, base, tol=1e-2, **options):
+    """Compare an update with the reference in passes, status and certificate, and with float64 in its direction."""
     plain = reference.top1_delta(weight, base, tol=tol, **options)
     u, s, v = exact(weight, base)
-    assert (got.status, got.changed) == (plain.status, plain.changed)
-    assert abs(got.passes - plain.passes) <= 1
-    assert math.isclose(got.sigma, s[0].item(), rel_tol=max(1e-4, tol**2))
-    assert math.isclose(got.frobenius, plain.frobenius, rel_tol=1e-5)
-    assert angle(got.v, v[:, 0]) <= got.angle_bound
-    assert got.status != "ok" or (got.angle_bound <= tol and angle(got.u, u[:, 0]) <= 2 * tol)
-    assert got.v[got.v.abs().argmax()] > 0 and got.u.dtype == got.v.dtype == torch.float32
-    assert got.u.shape == u[:, 0].shape and got.v.shape == v[:, 0].shape
-    if got.passes == plain.passes:
-        assert abs(got.gap - plain.gap) < 1e-4 and abs(got.residual - plain.residual) < 1e-4
+    assert (update.status, update.changed) == (plain.status, plain.changed)
+    assert abs(update.passes - plain.passes) <= 1
+    assert math.isclose(update.sigma, s[0].item(), rel_tol=max(1e-4, tol**2))
+    assert math.isclose(update.frobenius, plain.frobenius, rel_tol=1e-5)
+    assert angle(update.v, v[:, 0]) <= update.angle_bound
+    assert update.status != "ok" or (update.angle_bound <= tol and angle(update.u, u[:, 0]) <= 2 * tol)
+    assert update.v[update.v.abs().argmax()] > 0 and update.u.dtype == update.v.dtype == torch.float32
+    assert update.u.shape == u[:, 0].shape and update.v.shape == v[:, 0].shape
+    if update.passes == plain.passes:
+        assert abs(update.gap - plain.gap) < 1e-4 and abs(update.residual - plain.residual) < 1e-4
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "long"])
@@ -55,10 +56,10 @@ def test_several_directions_from_the_same_reads(tiling):
     delta, _ = generated(with_spectrum, 17, 36, 3.0 ** -torch.arange(9))
     pairs = [generated(planted, 2, 3, 3e-3, share=0.6), (delta, torch.zeros_like(delta)), (delta, delta)]
     settings = {"tol": 1e-2, "max_passes": 4, "min_passes": 4, "rank": 6, "seed": 0}
-    *found, nothing = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
-    for one, pair in zip(found, pairs):
-        cases.check_directions(one, *pair, 6)
-    assert nothing.update.status == "zero" and nothing.left.shape == (17, 1) and not nothing.right.any()
+    *deltas, zero_delta = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
+    for result, pair in zip(deltas, pairs):
+        cases.check_directions(result, *pair, 6)
+    assert zero_delta.update.status == "zero" and zero_delta.left.shape == (17, 1) and not zero_delta.right.any()
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), SMALL], ids=["registers", "long"])
@@ -66,10 +67,10 @@ def test_modules_of_different_shapes_in_one_call(tiling):
     shapes = [(1, 1), (1, 19), (19, 1), (2, 3), (17, 36), (9, 16)]
     pairs = [generated(planted, m, n, 3e-3, seed=i, share=0.9) for i, (m, n) in enumerate(shapes)]
     pairs.append((pairs[4][1], pairs[4][1]))
-    got = solve(pairs, tiling=tiling, seed=5)
-    for update, pair in zip(got[:-1], pairs[:-1]):
+    updates = solve(pairs, tiling=tiling, seed=5)
+    for update, pair in zip(updates[:-1], pairs[:-1]):
         check(update, *pair, seed=5)
-    assert got[-1].status == "zero" and not got[-1].v.any() and got[-1].angle_bound == math.pi / 2
+    assert updates[-1].status == "zero" and not updates[-1].v.any() and updates[-1].angle_bound == math.pi / 2
 
 
 @pytest.mark.parametrize(("tiling", "step"), [(Tiling(), 2), (SMALL, 5)], ids=["registers", "long"])
@@ -84,10 +85,10 @@ def test_any_mix_of_dtypes_in_one_call(tiling, step):
 def test_views_and_unaligned_rows():
     weight, base = generated(planted, 12, 35, 1e-2, share=0.95)
     (plain,) = solve([(weight, base)])
-    both = torch.cat([weight, base], 1)
-    for pair in ((both[:, :35], both[:, 35:]), (weight.T.contiguous().T, base)):
-        got = rlkernels.top1_delta(*pair, backend="triton")
-        assert angle(got.v, plain.v) < 1e-5 and got.passes == plain.passes
+    joined = torch.cat([weight, base], 1)
+    for pair in ((joined[:, :35], joined[:, 35:]), (weight.T.contiguous().T, base)):
+        update = rlkernels.top1_delta(*pair, backend="triton")
+        assert angle(update.v, plain.v) < 1e-5 and update.passes == plain.passes
 
 
 def test_warm_starts_good_and_misleading():
@@ -110,18 +111,28 @@ def test_statuses_and_errors():
 
 
 def test_same_seed_same_bits_in_any_company():
-    pair, company = generated(planted, 12, 20, 1e-3, share=0.9), generated(planted, 40, 7, 1e-3, share=0.5)
+    pair = generated(planted, 12, 20, 1e-3, share=0.9)
+    company = generated(planted, 40, 7, 1e-3, share=0.5)
     runs = ([pair], 3), ([company, pair, pair], 3), ([pair], -1)
-    one, two, other = (solve(pairs, seed=seed, tiling=SMALL)[-1] for pairs, seed in runs)
-    assert torch.equal(one.v, two.v) and torch.equal(one.u, two.u) and one.angle_bound == two.angle_bound
-    assert not torch.equal(one.v, other.v) and angle(one.v, other.v) <= one.angle_bound + other.angle_bound
+    single, in_company, other_seed = (solve(pairs, seed=seed, tiling=SMALL)[-1] for pairs, seed in runs)
+    assert (
+        torch.equal(single.v, in_company.v)
+        and torch.equal(single.u, in_company.u)
+        and single.angle_bound == in_company.angle_bound
+    )
+    assert (
+        not torch.equal(single.v, other_seed.v)
+        and angle(single.v, other_seed.v) <= single.angle_bound + other_seed.angle_bound
+    )
 
 
 def test_more_passes_than_the_step_holds_are_left_to_the_reference(monkeypatch):
     monkeypatch.setattr(grouped, "MOST_PASSES", 1)
-    pair, easy = generated(planted, 12, 20, 1e-3), generated(planted, 1, 3, 1e-3)
-    found, wanted = solve([pair, easy], max_passes=3)[0], reference.top1_delta(*pair, max_passes=3)
-    assert torch.equal(found.v, wanted.v) and found.passes == wanted.passes == 3
+    pair = generated(planted, 12, 20, 1e-3)
+    easy = generated(planted, 1, 3, 1e-3)
+    update = solve([pair, easy], max_passes=3)[0]
+    expected = reference.top1_delta(*pair, max_passes=3)
+    assert torch.equal(update.v, expected.v) and update.passes == expected.passes == 3
 
 
 WHOLE = {  # shapes at which the tiles of a GPU are whole, and in part
@@ -143,29 +154,31 @@ def test_reads_at_the_tiles_of_a_gpu(name, dtype):
     solver.read(0, statistics=True)
     solver.step(reference.BLOCK)
     assert solver.layout.order == list(range(len(pairs)))
-    for pair, at, facts in zip(pairs, solver.layout.table.tolist(), solver.facts.tolist()):
-        (m, n), column, row = pair[0].shape, at[Module.Q], at[Module.Y]
+    for pair, position, facts in zip(pairs, solver.layout.table.tolist(), solver.facts.tolist()):
+        (m, n) = pair[0].shape
+        column = position[Module.Q]
+        row = position[Module.Y]
         block = solver.q[:4, column : column + n]
-        y, z = solver.y[:4, row : row + m], solver.z[:4, column : column + n]
+        y = solver.y[:4, row : row + m]
+        z = solver.z[:4, column : column + n]
         torch.testing.assert_close(block.double() @ block.double().T, torch.eye(4).double(), rtol=0, atol=1e-6)
-        start, basis = reference.random_block(n, 4, 2**62 + 5, block.device), block.double().T
+        start = reference.random_block(n, 4, 2**62 + 5, block.device)
+        basis = block.double().T
         torch.testing.assert_close(basis @ (basis.T @ start), start, rtol=0, atol=1e-6)
         delta = pair[0].double() - pair[1].double()
         exact = delta @ basis, delta.T @ (delta @ basis)
-        for mine, plain, gold in zip((y, z), reference.delta_read(*pair, block.T), exact):
-            error, allowed = ((t.double() - gold).abs().max() for t in (mine.T, plain))
-            assert error <= 2 * allowed + 1e-6 * gold.abs().max(), f"error {error:.3g}, of plain {allowed:.3g}"
+        assert_as_plain([y.T, z.T], reference.delta_read(*pair, block.T), exact, floor=0, relative=1e-6)
         assert math.isclose(facts[Fact.SQUARE], delta.square().sum(), rel_tol=1e-5)
         assert facts[Fact.CHANGED] == delta.count_nonzero()
 
 
 @triton.jit
 def _small_kernel(gram, least, columns, matrices, norms):
-    row, column, both = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :], tl.arange(0, 2)
+    row, column, index = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :], tl.arange(0, 2)
     t = triton_vectors._cholesky(tl.load(gram + row * 4 + column), tl.load(least + tl.arange(0, 4)))
     tl.store(columns + row * 4 + column, t)
-    m = tl.load(matrices + both[:, None, None] * 16 + row[None, :, :] * 4 + column[None, :, :])
-    tl.store(norms + both, triton_vectors._spectral_norm(m))
+    m = tl.load(matrices + index[:, None, None] * 16 + row[None, :, :] * 4 + column[None, :, :])
+    tl.store(norms + index, triton_vectors._spectral_norm(m))
 
 
 @triton.jit
@@ -174,18 +187,21 @@ def _diagonalise_kernel(gram, ritz, values, k, stride, KP: tl.constexpr):
 
 
 def test_small_matrices_like_the_reference():
-    g = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
-        block, rest = torch.randn(9, 4, generator=g).double(), torch.randn(7, 4, generator=g).double()
-    t, norms = torch.empty(4, 4).double(), torch.empty(2).double()
-    block, rest = block.to(t), rest.to(t)
+        block = torch.randn(9, 4, generator=generator).double()
+        other_block = torch.randn(7, 4, generator=generator).double()
+    t = torch.empty(4, 4).double()
+    norms = torch.empty(2).double()
+    block = block.to(t)
+    other_block = other_block.to(t)
     block[:, 2] = block[:, 0] - 2 * block[:, 1]
-    matrices = torch.stack([rest.T @ rest, torch.zeros(4, 4).double()])
+    matrices = torch.stack([other_block.T @ other_block, torch.zeros(4, 4).double()])
     _small_kernel[(1,)](block.T @ block, 1e-5 * block.norm(dim=0), t, matrices, norms)
-    kept = (block @ t)[:, [0, 1, 3]]
+    orthonormal = (block @ t)[:, [0, 1, 3]]
     # of Cholesky QR of 9 x 4 entries (Yamamoto et al. 2015, theorem 3.1)
     bound = 8 * (9 * 4 + 4 * 5) * 2**-53 * float(torch.linalg.cond(block[:, [0, 1, 3]])) ** 2
-    torch.testing.assert_close(kept.T @ kept, torch.eye(3).to(kept), rtol=0, atol=bound)
+    torch.testing.assert_close(orthonormal.T @ orthonormal, torch.eye(3).to(orthonormal), rtol=0, atol=bound)
     assert not t[:, 2].any()
     exact_norm = torch.linalg.matrix_norm(matrices[0], 2)
     assert exact_norm <= norms[0] <= 1.19 * exact_norm and norms[1] == 0
@@ -199,23 +215,32 @@ def test_eigenvalues_like_the_library(k):
     column of the residual is as long as what is left of it, and eigenvalues are off by its norm (Weyl). Each turn
     rounds by at most 4 units of the largest eigenvalue (Higham 2002, lemma 19.7).
     """
-    g, padded = torch.Generator().manual_seed(k), max(16, triton.next_power_of_2(k))
+    generator = torch.Generator().manual_seed(k)
+    padded = max(16, triton.next_power_of_2(k))
     with torch.device("cpu"):
-        q = torch.linalg.qr(torch.randn(k - 1, k - 1, generator=g).double()).Q
+        q = torch.linalg.qr(torch.randn(k - 1, k - 1, generator=generator).double()).Q
         matrix = torch.zeros(k, k).double()
         matrix[1:, 1:] = q @ torch.diag(torch.tensor([5.0, 5.0, *([1e-9] * (k - 3))]).double()) @ q.T
-    gram, vectors, values = torch.full((k, k + 3), 7.0).double(), torch.zeros(k, k + 3).double(), torch.ones(padded)
-    gram[:, :k], vectors[:, :k], values = matrix.to(gram), torch.eye(k), values.double()
+    gram = torch.full((k, k + 3), 7.0).double()
+    vectors = torch.zeros(k, k + 3).double()
+    values = torch.ones(padded)
+    gram[:, :k] = matrix.to(gram)
+    vectors[:, :k] = torch.eye(k)
+    values = values.double()
     _diagonalise_kernel[(1,)](gram, vectors, values, k, k + 3, KP=padded)
-    found, v, matrix = values[:k], vectors[:, :k], matrix.to(gram)
+    eigenvalues = values[:k]
+    eigenvectors = vectors[:, :k]
+    matrix = matrix.to(gram)
     limit = triton_vectors.SMALL.value * matrix.trace().item()
     rounding = 4 * triton_vectors.SWEEPS.value * (k - 1) * 2**-53  # relative
-    left = gram[:, :k] - torch.diag(found)
-    assert left.norm() <= k * limit
-    torch.testing.assert_close(v.T @ v, torch.eye(k).double(), rtol=0, atol=2 * rounding)
-    assert ((matrix @ v - v * found).norm(dim=0) <= left.norm(dim=0) + 5 * rounding).all()
-    atol = float(left.norm()) + 5 * rounding
-    torch.testing.assert_close(found.sort().values, torch.linalg.eigvalsh(matrix), rtol=0, atol=atol)
+    off_diagonal = gram[:, :k] - torch.diag(eigenvalues)
+    assert off_diagonal.norm() <= k * limit
+    torch.testing.assert_close(eigenvectors.T @ eigenvectors, torch.eye(k).double(), rtol=0, atol=2 * rounding)
+    assert (
+        (matrix @ eigenvectors - eigenvectors * eigenvalues).norm(dim=0) <= off_diagonal.norm(dim=0) + 5 * rounding
+    ).all()
+    atol = float(off_diagonal.norm()) + 5 * rounding
+    torch.testing.assert_close(eigenvalues.sort().values, torch.linalg.eigvalsh(matrix), rtol=0, atol=atol)
     assert not values[k:].any() and (gram[:, k:] == 7).all()
 
 
@@ -230,10 +255,10 @@ def test_delta_matvec(shape, dtypes):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_add_rank1(dtype, stochastic):
     storage = torch.randn(11, 145).to(dtype)
-    before = storage.clone()
+    original = storage.clone()
     equal = 0.95 if dtype == torch.float32 else 0.99
     cases.check_add_rank1("triton", dtype, stochastic, storage[2:, 3:140], equal)
-    assert torch.equal(storage[:, 140:], before[:, 140:]) and torch.equal(storage[:, :3], before[:, :3])
+    assert torch.equal(storage[:, 140:], original[:, 140:]) and torch.equal(storage[:, :3], original[:, :3])
 
 
 def test_add_rank1_takes_parts_of_the_weight_and_counts_as_a_change():

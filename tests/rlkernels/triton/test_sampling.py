@@ -6,11 +6,11 @@ import rlkernels
 
 
 def assert_as_the_reference(logits, temperature, top_p, top_k):
-    u = rlkernels.keyed_uniform(7, torch.arange(len(logits)), torch.arange(len(logits)))
+    uniforms = rlkernels.keyed_uniform(7, torch.arange(len(logits)), torch.arange(len(logits)))
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    ours, wanted = (rlkernels.sample_tokens(logits, u, **settings, backend=b) for b in ("triton", "torch"))
-    assert torch.equal(ours[0], wanted[0])
-    torch.testing.assert_close(ours[1], wanted[1], atol=2e-7, rtol=2e-7)
+    result, expected = (rlkernels.sample_tokens(logits, uniforms, **settings, backend=b) for b in ("triton", "torch"))
+    assert torch.equal(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1], atol=2e-7, rtol=2e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,10 +18,10 @@ def assert_as_the_reference(logits, temperature, top_p, top_k):
 def test_every_kind_of_row_with_every_filter(vocab, dtype):
     """Peaked, flat, tied across blocks, ruled out: candidates that are few, and a whole row where they are not."""
     rows = torch.cat([rows_of_every_kind(vocab)[::3], torch.randn(4, vocab).round() * 1e-30]).to(dtype)
-    some = torch.randperm(len(rows))
-    temperature = torch.tensor([1.0, 0.7, 1e-3, 30.0, 0.0, 1e-6])[some % 6]
-    top_p = torch.tensor([0.9, 1.0, 0.5, 0.999, 1e-6])[some.flip(0) % 5]
-    top_k = torch.tensor([0, 50, 0, 4096, 0, 4097, 1])[some % 7]
+    order = torch.randperm(len(rows))
+    temperature = torch.tensor([1.0, 0.7, 1e-3, 30.0, 0.0, 1e-6])[order % 6]
+    top_p = torch.tensor([0.9, 1.0, 0.5, 0.999, 1e-6])[order.flip(0) % 5]
+    top_k = torch.tensor([0, 50, 0, 4096, 0, 4097, 1])[order % 7]
     assert_as_the_reference(rows, temperature, top_p, top_k)
     assert_as_the_reference(rows, temperature, 1.0, 0)
 
@@ -38,23 +38,25 @@ def test_a_list_that_is_full_and_one_that_would_run_over(top_p):
 def test_rows_without_a_distribution():
     logits = torch.randn(5, 9)
     logits[1], logits[2, 3], logits[3, 0] = -torch.inf, torch.nan, torch.inf
-    u = torch.full((5,), 0.5)
-    u[4] = 1.0
-    ids, logprobs = rlkernels.sample_tokens(logits, u, validate=False, backend="triton")
+    uniforms = torch.full((5,), 0.5)
+    uniforms[4] = 1.0
+    ids, logprobs = rlkernels.sample_tokens(logits, uniforms, validate=False, backend="triton")
     assert (ids >= 0).tolist() == (~logprobs.isnan()).tolist() == [True, False, False, False, False]
 
 
 def test_verification_equals_the_reference():
-    starts, settings = torch.tensor([0, 1, 4, 9]), {"temperature": torch.tensor([1.0, 0.0, 0.6]), "top_p": 0.9}
-    logits, u = torch.randn(9, 20), rlkernels.keyed_uniform(0, torch.arange(9), torch.arange(9))
+    starts = torch.tensor([0, 1, 4, 9])
+    settings = {"temperature": torch.tensor([1.0, 0.0, 0.6]), "top_p": 0.9}
+    logits = torch.randn(9, 20)
+    uniforms = rlkernels.keyed_uniform(0, torch.arange(9), torch.arange(9))
     drafts = torch.tensor([3, 4, 5, 6, 7, 8])
-    right = rlkernels.verify_drafts(logits, drafts, starts, u, backend="torch", **settings)
-    drafts[0] = right[1][1]  # the first draft token of the second sequence is right
-    ours, wanted = (
-        rlkernels.verify_drafts(logits, drafts, starts, u, backend=b, **settings) for b in ("triton", "torch")
+    verified = rlkernels.verify_drafts(logits, drafts, starts, uniforms, backend="torch", **settings)
+    drafts[0] = verified[1][1]  # the first draft token of the second sequence is right
+    result, expected = (
+        rlkernels.verify_drafts(logits, drafts, starts, uniforms, backend=b, **settings) for b in ("triton", "torch")
     )
-    torch.testing.assert_close(ours, wanted, atol=2e-7, rtol=2e-7)
-    assert ours[0][1] >= 1
+    torch.testing.assert_close(result, expected, atol=2e-7, rtol=2e-7)
+    assert result[0][1] >= 1
 
 
 def test_no_gradient_is_recorded():
@@ -62,18 +64,20 @@ def test_no_gradient_is_recorded():
 
 
 def test_it_is_one_op_to_the_compiler_which_would_fuse_its_rounding():
-    logits, u, ops = torch.randn(3, 37), torch.full((3,), 0.5), set()
+    logits = torch.randn(3, 37)
+    uniforms = torch.full((3,), 0.5)
+    ops = set()
 
-    def draw(logits, u):
-        return rlkernels.sample_tokens(logits, u, top_p=0.9, validate=False, backend="triton")
+    def draw(logits, uniforms):
+        return rlkernels.sample_tokens(logits, uniforms, top_p=0.9, validate=False, backend="triton")
 
     def graph(module, _):
         ops.update(str(node.target) for node in module.graph.nodes)
         return module
 
     torch.compiler.reset()
-    drawn = torch.compile(draw, fullgraph=True, backend=graph)(logits, u)
+    drawn = torch.compile(draw, fullgraph=True, backend=graph)(logits, uniforms)
     assert "rlkernels.sample_tokens_triton.default" in ops and not any("triton_kernel_wrapper" in op for op in ops)
-    assert all(map(torch.equal, drawn, draw(logits, u)))
+    assert all(map(torch.equal, drawn, draw(logits, uniforms)))
     settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
-    torch.library.opcheck(torch.ops.rlkernels.sample_tokens_triton.default, (logits, u, *settings))
+    torch.library.opcheck(torch.ops.rlkernels.sample_tokens_triton.default, (logits, uniforms, *settings))
