@@ -40,14 +40,14 @@ def test_every_op_with_a_gpu_kernel_is_timed_and_sanitized():
 def test_the_proof_comes_first_of_all_that_needs_the_extension():
     jobs = command.plan(CASES, "cuda", 0.5, sanitizer=True)
     kinds = [job["kind"] for job in jobs]
-    before = [job for job in jobs[: kinds.index("prove")] if job["kind"] == "time"]
-    assert before[0]["op"] == "grouped_attention" and not any(OPS[job["op"]].cuda for job in before)
+    early_jobs = [job for job in jobs[: kinds.index("prove")] if job["kind"] == "time"]
+    assert early_jobs[0]["op"] == "grouped_attention" and not any(OPS[job["op"]].cuda for job in early_jobs)
     assert [job["stage"] for job in jobs] == sorted((job["stage"] for job in jobs), key=STAGES.index)
     assert {job["stage"] for job in jobs} == {*STAGES}
     assert {job["kind"] for job in jobs} == command.LIMITS_S.keys() | {"prove"}
     assert len({command.name_of(job) for job in jobs}) == len(jobs)
-    timed = [j for j in jobs if j["kind"] == "time"]
-    assert sorted((j["op"], j["case"]) for j in timed if not j["late"]) == sorted((c.op, c.label) for c in LARGE)
+    timed_jobs = [j for j in jobs if j["kind"] == "time"]
+    assert sorted((j["op"], j["case"]) for j in timed_jobs if not j["late"]) == sorted((c.op, c.label) for c in LARGE)
     dry = command.plan(CASES, "cpu", 0.5, sanitizer=False)
     first = {case.op: case.label for case in reversed(SMALL)}
     assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
@@ -58,9 +58,9 @@ OPTIONS = ["--rehearse", "--seconds", "0.001", "--commit", "abc"]
 QUICK = ("--no-build", "--no-tests")
 
 
-def dry_run(path, *arguments, without=QUICK, cases="bench.gpu.cases:CASES"):
-    """Runs the command without a build and tests -> (exit code, entries of the record)."""
-    return command.main([*OPTIONS, *without, "--output", str(path), *arguments], cases), read(path)
+def dry_run(path, *options, without=QUICK, cases="bench.gpu.cases:CASES"):
+    """Run the command without a build and tests; return the exit code and the entries of the record."""
+    return command.main([*OPTIONS, *without, "--output", str(path), *options], cases), read(path)
 
 
 ROW = {**asdict(Row("", "torch", "")), "ok": True, "median_s": 1.0}
@@ -72,22 +72,24 @@ def of(entries, kind):
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Has jobs answered by kind, with rows or a message, and gives those asked for; proof and counters are done."""
+    """Return a function that answers jobs by kind, with rows or a message, and lists them; skip proof and counters."""
     for part in ("prove", "count"):
         monkeypatch.setattr(command.Session, part, lambda self, job: self.finish(job))
 
-    def make(**found):
-        asked = []
+    def make(**answers):
+        jobs = []
 
         def ask(job, limit, end, hear):
-            asked.append(job)
-            answer = found.get(job["kind"], [])
-            for row in answer if isinstance(answer, list) else []:
+            jobs.append(job)
+            answer = answers.get(job["kind"], [])
+            if not isinstance(answer, list):
+                return answer
+            for row in answer:
                 hear({"row": row | {"op": job["op"], "shape": job["case"]}})
-            return {"ok": True} if isinstance(answer, list) else answer
+            return {"ok": True}
 
         monkeypatch.setattr(command, "Worker", Mock(return_value=Mock(ask=ask)))
-        return asked
+        return jobs
 
     return make
 
@@ -106,44 +108,48 @@ def test_dry_run_leaves_a_record_and_one_of_the_proof(tmp_path, capsys):
 
 
 def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
-    path, asked = tmp_path / "record.jsonl", answering(time=[ROW], model=[ROW])
+    path = tmp_path / "record.jsonl"
+    answered_jobs = answering(time=[ROW], model=[ROW])
     monkeypatch.setattr(command.Session, "test", lambda self, job: self.finish(job))
     jobs = command.plan(CASES, "cpu", 0.001, sanitizer=False)
-    _, first = dry_run(path, "--ops", "delta_matvec")
-    assert first[-1]["finished"] and [job["op"] for job in asked[1:]] == ["delta_matvec"]
-    _, second = dry_run(path)
-    assert second[-1]["finished"] and second[-1]["left_out"] == [] and second[: len(first)] == first
-    done = sorted(command.name_of(job) for job in asked)
-    ours = [job for job in jobs if job["kind"] not in ("prove", "tests", "counters")]
-    few = ("delta_matvec", *command.REHEARSED)
-    assert done == sorted(command.name_of(job) for job in ours if job["kind"] != "time" or job["op"] in few)
-    count = len(asked)
+    _, first_entries = dry_run(path, "--ops", "delta_matvec")
+    assert first_entries[-1]["finished"] and [job["op"] for job in answered_jobs[1:]] == ["delta_matvec"]
+    _, second_entries = dry_run(path)
+    assert second_entries[-1]["finished"] and second_entries[-1]["left_out"] == []
+    assert second_entries[: len(first_entries)] == first_entries
+    job_names = sorted(command.name_of(job) for job in answered_jobs)
+    planned_jobs = [job for job in jobs if job["kind"] not in ("prove", "tests", "counters")]
+    ops = ("delta_matvec", *command.REHEARSED)
+    expected_jobs = [job for job in planned_jobs if job["kind"] != "time" or job["op"] in ops]
+    assert job_names == sorted(command.name_of(job) for job in expected_jobs)
+    num_jobs = len(answered_jobs)
     dry_run(path)
-    assert len(asked) == count
-    # of other code, or of code that no commit names, nothing is kept, and nothing is lost
+    assert len(answered_jobs) == num_jobs
+    # rows of other code, or of code that no commit names, are not reused; the file keeps a copy
     assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", "abd")[1], "row")) == 1
     assert read(path.with_name("record.jsonl.before"))[0]["commit"] == "abc"
     for commit in ("abd-dirty", "unknown"):
-        path.write_text("".join(json.dumps({**e, "commit": commit}) + "\n" for e in second))
+        path.write_text("".join(json.dumps({**e, "commit": commit}) + "\n" for e in second_entries))
         assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", commit)[1], "row")) == 1
 
 
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):
-    asked = answering(time={"ok": False, "message": "the process died with code 7: [/]"})
+    jobs = answering(time={"ok": False, "message": "the process died with code 7: [/]"})
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
     (row,) = of(entries, "row")
     assert code == 1 and row["provider"] == "the inputs and the reference" and "code 7: [/]" in row["missing"]
-    assert sum(job["kind"] == "time" for job in asked) == 1
+    assert sum(job["kind"] == "time" for job in jobs) == 1
     assert {"kind": "done", "job": "time top1_delta: 257 x 1023"} in entries
 
 
 def test_a_rival_that_is_not_installed_is_no_failure(tmp_path, answering, capsys):
-    absent = ROW | {"provider": "FlashInfer", "ok": None, "median_s": None, "missing": "flashinfer is not installed"}
-    answering(time=[ROW, absent])
+    message = "flashinfer is not installed"
+    missing_row = ROW | {"provider": "FlashInfer", "ok": None, "median_s": None, "missing": message}
+    answering(time=[ROW, missing_row])
     code, entries = dry_run(tmp_path / "record.jsonl", "--ops", "top1_delta")
-    printed = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert code == 0 and entries[-1]["failed"] == [] and not of(entries, "row")[1]["ok"]
-    assert "FlashInfer flashinfer is not installed" in printed and "FAILED" not in printed
+    assert "FlashInfer flashinfer is not installed" in output and "FAILED" not in output
 
 
 def test_what_the_end_of_the_budget_cuts_is_left_out(tmp_path, answering):
@@ -158,7 +164,7 @@ JOB = {"stage": "tests", "kind": "tests", "op": "all", "case": "files", "device"
 
 @pytest.mark.slow
 def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
-    """In a run whose tests are of three kinds: right, wrong, and one that hangs."""
+    """Run tests of three kinds: a right one, a wrong one, and one that hangs."""
     files = {name: str(tmp_path / f"test_{name}.py") for name in ("right", "wrong", "endless")}
     Path(files["right"]).write_text("def test(): assert True")
     Path(files["wrong"]).write_text("def test_what_fails(): assert False")
@@ -174,17 +180,17 @@ def test_tests_are_recorded_file_by_file(tmp_path, monkeypatch, answering):
     path = tmp_path / "record.jsonl"
     code, entries = dry_run(path, without=("--no-build",))
     assert code == 1
-    found = {Path(test["file"]).stem.removeprefix("test_"): test for test in of(entries, "tests")}
-    assert {name: test["ok"] for name, test in found.items()} == {"right": True, "wrong": False, "endless": False}
-    assert "1 failed" in found["wrong"]["closing"] and "1 passed" in found["right"]["closing"]
-    assert "cut after 2 s" in found["endless"]["closing"]
-    assert any("test_what_fails" in line for line in found["wrong"]["failures"])
-    # what was tested is not tested again, also where the rest was not
+    tests = {Path(test["file"]).stem.removeprefix("test_"): test for test in of(entries, "tests")}
+    assert {name: test["ok"] for name, test in tests.items()} == {"right": True, "wrong": False, "endless": False}
+    assert "1 failed" in tests["wrong"]["closing"] and "1 passed" in tests["right"]["closing"]
+    assert "cut after 2 s" in tests["endless"]["closing"]
+    assert any("test_what_fails" in line for line in tests["wrong"]["failures"])
+    # a tested file is not tested again, also where the others were not tested
     path.write_text("".join(line for line in path.open() if '"done"' not in line and "test_right" not in line))
-    again = Mock(return_value=(0, "1 passed"))
-    monkeypatch.setattr(command, "run", again)
+    rerun = Mock(return_value=(0, "1 passed"))
+    monkeypatch.setattr(command, "run", rerun)
     code, entries = dry_run(path, without=("--no-build",))
-    assert code == 1 and entries[-1]["finished"] and [c.args[0][3] for c in again.mock_calls] == [files["right"]]
+    assert code == 1 and entries[-1]["finished"] and [c.args[0][3] for c in rerun.mock_calls] == [files["right"]]
 
 
 def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
@@ -195,19 +201,20 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
     jobs = [job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "dtw"]
     monkeypatch.setattr(command, "plan", lambda *_: jobs)
     code, entries = dry_run(tmp_path / "record.jsonl")
-    found = {e["case"]: e for e in of(entries, "sanitize")}
-    assert code == 1 and found["memcheck"]["ok"] and found["memcheck"]["message"] == "clean: 6 calls"
-    assert not found["racecheck"]["ok"] and "hazard" in found["racecheck"]["log"]
-    asked = [arguments[: arguments.index(sys.executable)] for (arguments, *_), _ in sanitizer.call_args_list]
-    plain = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    # calls that torch and Triton try out and survive are no errors
-    assert asked == [[*plain, "--report-api-errors", "no"], [*plain[:2], "racecheck", *plain[3:]]]
+    verdicts = {e["case"]: e for e in of(entries, "sanitize")}
+    assert code == 1 and verdicts["memcheck"]["ok"] and verdicts["memcheck"]["message"] == "clean: 6 calls"
+    assert not verdicts["racecheck"]["ok"] and "hazard" in verdicts["racecheck"]["log"]
+    commands = [arguments[: arguments.index(sys.executable)] for (arguments, *_), _ in sanitizer.call_args_list]
+    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
+    racecheck = ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"]
+    # a call that torch and Triton try out and survive is no error
+    assert commands == [memcheck, racecheck]
 
 
 def test_sanitized_process_calls_the_kernels():
-    printed = run_python("-m", "bench.gpu.sanitized", "delta_matvec", TRITON_INTERPRET="1")
-    called = [f"delta_matvec on triton: {shape}" for shape in ("257 x 1023", "1 x 1 float32")]
-    assert printed.splitlines() == [*called, "2 calls"]
+    output = run_python("-m", "bench.gpu.sanitized", "delta_matvec", TRITON_INTERPRET="1")
+    calls = [f"delta_matvec on triton: {shape}" for shape in ("257 x 1023", "1 x 1 float32")]
+    assert output.splitlines() == [*calls, "2 calls"]
 
 
 SHARED = ("accuracy", "conftest", "op_calls", "paged_problems", "rank1_cases", "sampling_cases", "support")
@@ -216,9 +223,9 @@ SHARED = ("accuracy", "conftest", "op_calls", "paged_problems", "rank1_cases", "
 def test_tests_of_the_gpu_need_few_packages():
     """A GPU machine may lack what only the trainer needs."""
     imported = set()
-    shared = [f"tests/{name}.py" for name in SHARED]
+    helper_files = [f"tests/{name}.py" for name in SHARED]
     proof = [path.relative_to(command.ROOT) for path in (command.ROOT / "rlkernels/proof").rglob("*.py")]
-    for file in [*command.test_files(), *shared, "tests/rlkernels/triton/conftest.py", *proof]:
+    for file in [*command.test_files(), *helper_files, "tests/rlkernels/triton/conftest.py", *proof]:
         imported |= set(re.findall(r"^(?:from|import) (\w+)", (command.ROOT / file).read_text(), re.MULTILINE))
     imported -= {"rlkernels", "bench", *SHARED, *sys.stdlib_module_names}
     assert imported <= {"torch", "triton", "pytest", "numpy", "yaml"}
@@ -240,9 +247,9 @@ def test_build_goes_on_without_the_cuda_part(tmp_path, monkeypatch, with_cuda, c
     monkeypatch.delenv("RLKERNELS_NO_CUDA", raising=False)
     build = Build("cpu", with_cuda=with_cuda)
     assert build.done(120)
-    found = build.found
-    assert [found["ok"], *([found["without_cuda"]["ok"]] if "without_cuda" in found else [])] == ok
-    assert found["ok"] or "what the compiler said" in found["log"]
+    result = build.found
+    assert [result["ok"], *([result["without_cuda"]["ok"]] if "without_cuda" in result else [])] == ok
+    assert result["ok"] or "what the compiler said" in result["log"]
     build.stop()
 
 
@@ -255,34 +262,36 @@ def test_build_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
     assert build.process.poll() is not None
 
 
-@pytest.mark.parametrize("done", [True, False])
-def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, answering, done):
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_slow_build_is_waited_for_half_of_the_time_at_most(tmp_path, monkeypatch, answering, is_done):
     build = Mock(found={"ok": True, "seconds": 1.0})
-    build.done.return_value, start = done, Mock(return_value=build)
-    asked, proved = answering(time=[ROW], model=[ROW]), []
+    build.done.return_value = is_done
+    start = Mock(return_value=build)
+    jobs = answering(time=[ROW], model=[ROW])
+    proved_jobs = []
     monkeypatch.setattr(command, "Build", start)
     monkeypatch.setattr(command, "extension_error", lambda: "it is missing")
-    monkeypatch.setattr(command.Session, "prove", lambda self, job: proved.append(job))
+    monkeypatch.setattr(command.Session, "prove", lambda self, job: proved_jobs.append(job))
     code, entries = dry_run(tmp_path / "record.jsonl", "--budget-seconds", "100", without=("--no-tests",))
     assert code == 0
     start.assert_called_once_with("cpu")
-    *waited, last = build.mock_calls
-    assert last == call.stop() and all(0 <= one.args[0] <= 50 for one in waited)
-    assert len(of(entries, "build")) == done == len(proved)
-    # what needs no extension did not wait, and what needs it is left for the next call where it is not there
-    timed = [job["op"] for job in asked if job["kind"] == "time"]
-    assert timed[0] == "grouped_attention" and {*timed} == {*command.REHEARSED}
-    left = entries[-1]["left_out"]
-    assert any(line.startswith("prove") for line in left) and not any(line.startswith("model") for line in left)
+    *waits, last_call = build.mock_calls
+    assert last_call == call.stop() and all(0 <= wait.args[0] <= 50 for wait in waits)
+    assert len(of(entries, "build")) == is_done == len(proved_jobs)
+    # jobs that need no extension did not wait; those that need it are left for the next call
+    timed_ops = [job["op"] for job in jobs if job["kind"] == "time"]
+    assert timed_ops[0] == "grouped_attention" and {*timed_ops} == {*command.REHEARSED}
+    left_out = entries[-1]["left_out"]
+    assert any(line.startswith("prove") for line in left_out) and not any(line.startswith("model") for line in left_out)
 
 
 def test_a_command_is_cut_with_all_that_it_started(tmp_path):
-    mark = tmp_path / "late"
-    script = f"(sleep 1; touch {mark}) & echo begun; wait"
-    code, said = run(["sh", "-c", script], dict(os.environ), 0.3)
-    assert code is None and said == "begun\n\ncut after 0 s"
+    late_file = tmp_path / "late"
+    script = f"(sleep 1; touch {late_file}) & echo begun; wait"
+    code, output = run(["sh", "-c", script], dict(os.environ), 0.3)
+    assert code is None and output == "begun\n\ncut after 0 s"
     time.sleep(1.2)
-    assert not mark.exists()
+    assert not late_file.exists()
     assert run(["sh", "-c", "echo said; exit 3"], dict(os.environ), 60) == (3, "said\n")
 
 
@@ -298,7 +307,7 @@ def test_unknown_op_and_missing_gpu_are_named(capsys):
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
-    """Runs the command on the cases of tests/planted.py, of which nothing is proved."""
+    """Return a function that runs the command on the cases of tests/planted.py, without the proof."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]), prepend=os.pathsep)
     monkeypatch.setenv("PLANTED_PID", str(tmp_path / "pid"))
     monkeypatch.setattr(command.Session, "prove", lambda self, job: self.finish(job))
@@ -315,19 +324,20 @@ def test_who_dies_hangs_or_is_wrong_is_named_and_the_others_are_timed(tmp_path, 
     monkeypatch.setitem(command.LIMITS_S, "time", 20.0 / 6)
     ops = ("merge_attention", "write_kv", "delta_matvec", "add_rank1_")
     code, entries = planted(path, "--ops", *ops)
-    found = rows(entries)
+    results = rows(entries)
     for shape in ("dies", "hangs", "wrong", "fails"):
         for name in ("cpu", "torch"):
-            assert found[shape, name]["ok"] and found[shape, name]["median_s"] > 0 and found[shape, name]["error"] == 0
-    assert "died with code -9" in found["dies", "triton"]["missing"]
-    assert found["hangs", "triton"]["missing"] == "hung for 20 s and was killed"
-    assert "no room for 40 GiB" in found["fails", "triton"]["missing"]
-    wrong = found["wrong", "triton"]
-    assert not wrong["ok"] and "median_s" not in wrong and wrong["error"] == pytest.approx(0.3)
-    assert wrong["allowed"] < 1e-3 and code == 1 and len(entries[-1]["failed"]) == 4
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "failed: time merge_attention dies triton: the process died" in printed
-    # what was found is not looked for again
+            row = results[shape, name]
+            assert row["ok"] and row["median_s"] > 0 and row["error"] == 0
+    assert "died with code -9" in results["dies", "triton"]["missing"]
+    assert results["hangs", "triton"]["missing"] == "hung for 20 s and was killed"
+    assert "no room for 40 GiB" in results["fails", "triton"]["missing"]
+    wrong_row = results["wrong", "triton"]
+    assert not wrong_row["ok"] and "median_s" not in wrong_row and wrong_row["error"] == pytest.approx(0.3)
+    assert wrong_row["allowed"] < 1e-3 and code == 1 and len(entries[-1]["failed"]) == 4
+    output = " ".join(capsys.readouterr().out.split())
+    assert "failed: time merge_attention dies triton: the process died" in output
+    # a second call does no job again
     monkeypatch.setattr(command.Session, "work", lambda self, jobs: jobs and pytest.fail(f"{jobs}"))
     assert planted(path, "--ops", *ops)[0] == 1 and len(read(path)) == len(entries) + 2  # call and end
 
@@ -347,24 +357,25 @@ def test_killed_call_leaves_its_rows_and_the_next_one_goes_on(tmp_path, planted)
     path = tmp_path / "record.jsonl"
     script = "import sys; from bench.gpu.session import main; sys.exit(main(sys.argv[1:], 'planted:TIMED'))"
     options = [*OPTIONS, *QUICK, "--output", str(path), "--ops", *SLOW]
-    killed = subprocess.Popen([sys.executable, "-c", script, *options], cwd=ROOT)
+    command_process = subprocess.Popen([sys.executable, "-c", script, *options], cwd=ROOT)
     while not (path.exists() and sum('"row"' in text for text in path.read_text().splitlines()) >= 4):
-        assert killed.poll() is None
+        assert command_process.poll() is None
         time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(timeout=30)
-    worker, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while alive(worker):  # it goes with the command: it would keep the device from the next one
+    command_process.send_signal(signal.SIGKILL)
+    command_process.wait(timeout=30)
+    worker_pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 30
+    while alive(worker_pid):  # a worker that outlived the command would keep the device from the next one
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    kept = read(path)
-    assert 4 <= len(of(kept, "row")) < 12 and "end" not in {e["kind"] for e in kept}
+    first_entries = read(path)
+    assert 4 <= len(of(first_entries, "row")) < 12 and "end" not in {e["kind"] for e in first_entries}
     with path.open("a") as file:
-        file.write('{"kind": "row", "of": "ti')  # a line that was being written
+        file.write('{"kind": "row", "of": "ti')  # the line that the kill cut
     code, entries = planted(path, "--ops", *SLOW)
-    assert code == 0 and entries[: len(kept)] == kept
-    timed = sorted((e["op"], e["provider"]) for e in of(entries, "row"))
-    assert timed == sorted(itertools.product(SLOW, ("cpu", "triton", "torch")))
+    assert code == 0 and entries[: len(first_entries)] == first_entries
+    timed_rows = sorted((e["op"], e["provider"]) for e in of(entries, "row"))
+    assert timed_rows == sorted(itertools.product(SLOW, ("cpu", "triton", "torch")))
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
@@ -375,40 +386,45 @@ def test_end_of_the_budget_is_not_a_failure(tmp_path, planted):
 
 @pytest.mark.slow
 def test_process_that_outlives_sigkill_ends_the_call(tmp_path, monkeypatch, planted):
-    """As one does that waits in a driver. Nothing more is started, and nothing waits for ever."""
-    really, ended = process.kill, []
+    """Keep a process that waits in a driver: nothing more is started, and nothing waits for ever."""
+    kill_process = process.kill
+    killed_processes = []
 
     def kill(running):
-        ended.append(running)
-        really(running)
+        killed_processes.append(running)
+        kill_process(running)
 
     monkeypatch.setattr(process, "kill", kill)
     monkeypatch.setitem(command.LIMITS_S, "time", 20.0 / 6)
     code, entries = planted(tmp_path / "record.jsonl", "--ops", "write_kv", "delta_matvec")
-    assert code == 1 and "still there" in entries[-1]["lost"] and len(ended) == 1
+    assert code == 1 and "still there" in entries[-1]["lost"] and len(killed_processes) == 1
     assert ("wrong", "cpu") not in rows(entries) and "time delta_matvec: wrong" in entries[-1]["left_out"]
 
 
 def test_decode_is_timed_by_replay_too_and_rivals_with_their_copies():
     case = Case("paged_attention", "4 of 40", partial(attention.paged, [40] * 4, [1] * 4, (4, 2, 16), 8, torch.float32))
-    said, without = [], [["4 of 40", "triton"]]
-    for late in (False, True):  # what is compiled comes last
-        assert run_contest(case, torch.device("cpu"), 0.01, without, said.append, late) == {"ok": True}
-        without += [["4 of 40", m["row"]["provider"]] for m in said if "row" in m]
-    order = [m["row"]["provider"] for m in said if "row" in m]
+    messages = []
+    timed_rows = [["4 of 40", "triton"]]
+    for late in (False, True):  # compiled providers come last
+        assert run_contest(case, torch.device("cpu"), 0.01, timed_rows, messages.append, late) == {"ok": True}
+        timed_rows += [["4 of 40", message["row"]["provider"]] for message in messages if "row" in message]
+    order = [message["row"]["provider"] for message in messages if "row" in message]
     assert order == ["cpu", "torch", "torch SDPA", "torch varlen", "FlashInfer", "flash-attn", "torch FlexAttention"]
-    rows, replays = ({m[kind]["provider"]: m[kind] for m in said if kind in m} for kind in ("row", "replay"))
+    rows = {message["row"]["provider"]: message["row"] for message in messages if "row" in message}
+    replays = {message["replay"]["provider"]: message["replay"] for message in messages if "replay" in message}
     assert rows["torch SDPA"]["copy_s"] > 0 and "copy_s" not in rows["torch"]
     assert replays["torch SDPA"]["replay_s"] > 0 and replays["cpu"]["ok"]
     # a rival that is not installed, or has no code for the device, is no failure, and its row says why
     assert rows["FlashInfer"]["ok"] is None and rows["FlashInfer"]["missing"] == "flashinfer is not installed"
     assert rows["torch varlen"]["ok"] is None and "torch varlen" not in replays
-    (line,) = summary([{"kind": kind, **m[kind]} for m in said for kind in m if kind in ("row", "replay")])
+    entries = [{"kind": "row", **row} for row in rows.values()]
+    entries += [{"kind": "replay", **replay} for replay in replays.values()]
+    (line,) = summary(entries)
     assert line.startswith("paged_attention, 4 of 40: ") and "torch SDPA " in line and ", replayed " in line
 
 
 def test_counters_are_read_from_the_report():
-    """As Nsight Compute writes it, after what it says itself."""
+    """Read the CSV that Nsight Compute writes after messages of its own."""
     text = """==PROF== Connected to process 7
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
 "0","7","python3","127.0.0.1","_decode_kernel","1","7","(128, 1, 1)","(256, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","134,217,728"
@@ -428,23 +444,23 @@ def test_a_mistake_of_a_stage_leaves_the_others(tmp_path, monkeypatch, answering
     code, entries = dry_run(tmp_path / "record.jsonl", "--stages", "ops", "counters", "sharded")
     (mistake,) = of(entries, "mistake")
     assert code == 1 and "no such metric" in mistake["message"] and mistake["job"].startswith("counters")
-    begun = [e["stage"] for e in of(entries, "stage") if "decision" in e]
-    assert begun == ["ops", "sharded", "counters"] and all(e["decision"] for e in of(entries, "stage")[::2])
+    started_stages = [e["stage"] for e in of(entries, "stage") if "decision" in e]
+    assert started_stages == ["ops", "sharded", "counters"] and all(e["decision"] for e in of(entries, "stage")[::2])
 
 
 @pytest.mark.slow
 def test_rehearsal_of_all_stages(tmp_path):
-    """Each stage leaves its rows, but for what needs CUDA's kernels or compute-sanitizer."""
+    """Run every stage: each leaves its rows, but those that need CUDA's kernels or compute-sanitizer."""
     path = tmp_path / "record.jsonl"
     options = [*OPTIONS, "--output", str(path), "--budget-seconds", "3000"]
     subprocess.run([sys.executable, "-m", "bench.gpu.session", *options], cwd=ROOT, check=True)
     entries = read(path)
     assert entries[-1]["failed"] == [] and not of(entries, "mistake")
     assert [e["stage"] for e in of(entries, "stage") if "took_s" in e] == STAGES[:-1]
-    rows = {(e["of"], e["op"], e["provider"]) for e in of(entries, "row") if e["ok"]}
-    assert {op for kind, op, _ in rows if kind == "time"} == {*command.REHEARSED}
-    assert ("update", "trl_update", "TRL") in rows and ("update", "trl_update", "rlkernels") in rows
-    assert ("preset", "preset", "python_trainer") in rows and ("sharded", "fsdp2", "python_trainer") in rows
-    assert {op for kind, op, _ in rows if kind == "model"} and of(entries, "replay")
+    results = {(e["of"], e["op"], e["provider"]) for e in of(entries, "row") if e["ok"]}
+    assert {op for kind, op, _ in results if kind == "time"} == {*command.REHEARSED}
+    assert ("update", "trl_update", "TRL") in results and ("update", "trl_update", "rlkernels") in results
+    assert ("preset", "preset", "python_trainer") in results and ("sharded", "fsdp2", "python_trainer") in results
+    assert {op for kind, op, _ in results if kind == "model"} and of(entries, "replay")
     assert of(entries, "prove")[0]["ok"] and of(entries, "counted")[0]["ok"]
     assert all(e["ok"] for e in of(entries, "tests")) and of(entries, "tests")

@@ -23,25 +23,29 @@ COUNTS = {
 
 def result(op=OP, chosen="triton", date="2026-01-02", capability="9.0", reason=""):
     entry = {"reason": reason, "wins": not reason, "cases": {}}
-    ours = "triton" if chosen == "torch" else chosen
-    verdict = {"op": op, "backend": chosen, "workload": "w", "date": date, "candidates": {ours: entry}}
+    candidate = "triton" if chosen == "torch" else chosen
+    verdict = {"op": op, "backend": chosen, "workload": "w", "date": date, "candidates": {candidate: entry}}
     device = {"gpu": "NVIDIA X", "capability": capability, "triton": "3.6.0"}
     return {"device": device, "verdicts": {op: verdict}, "left_out": {}}
 
 
 class Machine:
-    """Compilers, as far as the check of records asks them: ``now`` is the present code, ``counts`` what it needs."""
+    """Stand in for the compilers: ``kernels`` is the present code, ``counts`` what it needs."""
 
     def __init__(self):
-        self.now, self.counts, self.failure = dict(CODE), json.loads(json.dumps(COUNTS)), ""
+        self.kernels = dict(CODE)
+        self.counts = json.loads(json.dumps(COUNTS))
+        self.failure = ""
 
     def __call__(self, record):
-        self.arch, self.triton, self.nvcc = record["device"]["capability"], record["device"]["triton"], record["nvcc"]
+        self.arch = record["device"]["capability"]
+        self.triton = record["device"]["triton"]
+        self.nvcc = record["nvcc"]
         return self
 
     def compile(self, pairs):
         launches = {name: self.counts[name] for name in ("launches", "waits")}
-        return {pair: {"kernels": self.now, **launches} for pair in pairs}
+        return {pair: {"kernels": self.kernels, **launches} for pair in pairs}
 
     def count(self, pairs):
         return dict.fromkeys(pairs, self.counts)
@@ -57,62 +61,63 @@ def machine():
 
 @pytest.fixture
 def composed(tmp_path, machine):
-    """Writes records by name -> what comes of all that were written."""
+    """Return a function that writes a record by name, and composes all records written so far."""
 
-    def write(name, found, code=CODE):
+    def write(name, record, code=CODE):
         path = tmp_path / f"{name}-prove.json"
-        ((op, verdict),) = found["verdicts"].items()
-        write_record(path, found, {op: dict.fromkeys(verdict["candidates"], code)} if code else {})
-        return again()
+        ((op, verdict),) = record["verdicts"].items()
+        write_record(path, record, {op: dict.fromkeys(verdict["candidates"], code)} if code else {})
+        return compose_again()
 
-    def again():
+    def compose_again():
         return compose(sorted(tmp_path.glob("*-prove.json")), Check(machine))
 
-    write.again, write.folder = again, tmp_path
+    write.compose_again = compose_again
+    write.folder = tmp_path
     return write
 
 
 def test_the_newest_record_that_stands_counts(composed):
     assert composed("a", result())[0] == {"backends": {"9.0": {OP: "triton"}}, "records": ["a-prove.json"]}
     assert composed("b", result("dtw", "cuda", capability="8.0"))[0]["backends"]["8.0"] == {"dtw": "cuda"}
-    found, remarks = composed("c", result(chosen="torch", date="2026-01-03", reason="1.20 times as long"))
-    assert found["backends"]["9.0"] == {OP: "torch"}
+    composition, remarks = composed("c", result(chosen="torch", date="2026-01-03", reason="1.20 times as long"))
+    assert composition["backends"]["9.0"] == {OP: "torch"}
     assert "c-prove.json, grouped_attention triton: 1.20" in remarks[-1]
 
-    unclear = result(chosen="torch", date="2026-01-04", reason="0.96 times as long")
-    unclear["verdicts"][OP]["candidates"]["triton"]["cases"] = {"a": {"interval": [0.93, 0.99]}}
-    assert composed("d", unclear)[0]["backends"]["9.0"] == {OP: "torch"} and not is_decided(unclear["verdicts"][OP])
-    found, _ = composed("c", result(date="2026-01-03"))
-    assert found["backends"]["9.0"] == {OP: "triton"}
+    undecided = result(chosen="torch", date="2026-01-04", reason="0.96 times as long")
+    undecided["verdicts"][OP]["candidates"]["triton"]["cases"] = {"a": {"interval": [0.93, 0.99]}}
+    assert composed("d", undecided)[0]["backends"]["9.0"] == {OP: "torch"} and not is_decided(undecided["verdicts"][OP])
+    composition, _ = composed("c", result(date="2026-01-03"))
+    assert composition["backends"]["9.0"] == {OP: "triton"}
 
-    other = CODE | {"_key_kernel": "sub;"}
-    found, remarks = composed("c", result(chosen="torch", date="2026-01-03"), other)
-    assert found["backends"]["9.0"] == {OP: "triton"}
+    changed_code = CODE | {"_key_kernel": "sub;"}
+    composition, remarks = composed("c", result(chosen="torch", date="2026-01-03"), changed_code)
+    assert composition["backends"]["9.0"] == {OP: "triton"}
     assert "c-prove.json, grouped_attention triton: _key_kernel changed, and may be faster now" in remarks
-    found, remarks = composed("e", result(date="2026-01-05"), None)
+    composition, remarks = composed("e", result(date="2026-01-05"), None)
     assert "e-prove.json, grouped_attention triton: the record has no PTX of it: prove it again" in remarks
 
 
 def test_other_code_stands_for_what_was_proved_if_it_is_right_and_no_count_is_worse(composed, machine, capsys):
     assert composed("a", result())[0]["backends"]
-    machine.now["_key_kernel"] = "sub;"
-    found, (remark,) = composed.again()
-    assert not found["backends"]
+    machine.kernels["_key_kernel"] = "sub;"
+    composition, (remark,) = composed.compose_again()
+    assert not composition["backends"]
     assert remark == "a-prove.json, grouped_attention triton: _key_kernel changed, and the record was not counted"
 
-    machine.now = dict(CODE)
+    machine.kernels = dict(CODE)
     (path,) = composed.folder.glob("*.json")
     count_unchanged([path], Check(machine))
     assert json.loads(path.read_text())["counts"] == {PAIR: COUNTS} and PAIR in capsys.readouterr().out
-    for now in ({"_query_kernel": "mov;", "_key_kernel": "sub;"}, {"_query_kernel": "mov;", "_new_kernel": "sub;"}):
-        machine.now = now
-        found, (remark,) = composed.again()
-        assert found["backends"] == {"9.0": {OP: "triton"}} and "no count is worse, tests/ptx pass" in remark
+    for kernels in ({"_query_kernel": "mov;", "_key_kernel": "sub;"}, {"_query_kernel": "mov;", "_new_kernel": "sub;"}):
+        machine.kernels = kernels
+        composition, (remark,) = composed.compose_again()
+        assert composition["backends"] == {"9.0": {OP: "triton"}} and "no count is worse, tests/ptx pass" in remark
     machine.failure = "1 failed, 60 passed"
-    found, (remark,) = composed.again()
-    assert not found["backends"] and remark.endswith("_new_kernel changed: tests/ptx: 1 failed, 60 passed")
+    composition, (remark,) = composed.compose_again()
+    assert not composition["backends"] and remark.endswith("_new_kernel changed: tests/ptx: 1 failed, 60 passed")
     machine.counts["wrong"] = "an error of 1, allowed 0.1"
-    assert composed.again()[1][0].endswith("_new_kernel changed: wrong: an error of 1, allowed 0.1")
+    assert composed.compose_again()[1][0].endswith("_new_kernel changed: wrong: an error of 1, allowed 0.1")
     count_unchanged([path], Check(machine))
     assert json.loads(path.read_text())["counts"] == {PAIR: COUNTS}, "of other code nothing is written"
 
@@ -122,13 +127,13 @@ def test_one_launch_more_voids_a_record_of_the_same_kernels(composed, machine):
     composed("b", result("write_kv", "torch"))
     count_unchanged([*composed.folder.glob("*.json")], Check(machine))
     machine.counts["launches"] += 1
-    found, remarks = composed.again()
-    assert not found["backends"]
+    composition, remarks = composed.compose_again()
+    assert not composition["backends"]
     assert remarks == ["a-prove.json, grouped_attention triton: launches 5, 4 in the record",
                        "b-prove.json, write_kv triton: its launches changed, and may be faster now"]  # fmt: skip
     machine.counts["launches"] -= 2
-    found, remarks = composed.again()
-    assert found["backends"] == {"9.0": {OP: "triton"}}, "where torch won, ours may win with fewer launches"
+    composition, remarks = composed.compose_again()
+    assert composition["backends"] == {"9.0": {OP: "triton"}}, "where torch won, ours may win with fewer launches"
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -149,23 +154,20 @@ def test_what_is_worse_is_named(change, message):
 
 def test_less_is_not_worse():
     ptxas = {"registers": 64, "spilled bytes": 0, "shared bytes": 0, "blocks per SM": 8}
-    better = {"launches": 2, "waits": 0, "instructions": {"_one_kernel": 30_000}, "bytes": {"_one_kernel": 900},
+    improved = {"launches": 2, "waits": 0, "instructions": {"_one_kernel": 30_000}, "bytes": {"_one_kernel": 900},
               "ptxas": {"_one_kernel": ptxas}}  # fmt: skip
-    assert [*compare(COUNTS, COUNTS)] == [*compare(COUNTS | better, COUNTS)] == []
+    assert [*compare(COUNTS, COUNTS)] == [*compare(COUNTS | improved, COUNTS)] == []
 
 
 def test_a_kernel_that_does_what_torch_did_is_no_more_work():
-    """torch's kernels are not counted; but one that leaves as many launches, or replaces ours, is."""
-    more = {name: COUNTS[name] | {"_new_kernel": 10**6} for name in ("instructions", "bytes")}
-    moved = {"instructions": {kernel: count * 1.009 for kernel, count in COUNTS["instructions"].items()}}
-    assert (
-        [*compare(COUNTS | more | {"launches": 2}, COUNTS)]
-        == [*compare(COUNTS | moved | {"launches": 2}, COUNTS)]
-        == []
-    )
-    alone = {name: {"_new_kernel": 10**6} for name in more}
-    for worse in (more, moved, alone | {"launches": 2}):
-        assert [*compare(COUNTS | worse, COUNTS)]
+    """torch's kernels are not counted; a kernel that leaves as many launches, or replaces ours, is."""
+    added_kernel = {name: COUNTS[name] | {"_new_kernel": 10**6} for name in ("instructions", "bytes")}
+    rebalanced = {"instructions": {kernel: count * 1.009 for kernel, count in COUNTS["instructions"].items()}}
+    for change in (added_kernel, rebalanced):
+        assert [*compare(COUNTS | change | {"launches": 2}, COUNTS)] == []
+    replaced = {name: {"_new_kernel": 10**6} for name in added_kernel}
+    for change in (added_kernel, rebalanced, replaced | {"launches": 2}):
+        assert [*compare(COUNTS | change, COUNTS)]
 
 
 def test_compilers_that_are_not_here_are_named(monkeypatch):
@@ -201,21 +203,26 @@ EDITS = {  # of the kernel that writes keys and values: what is replaced
 
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
-    """Makes one of ``EDITS`` in a copy of the package -> whether a record of the unchanged code stands, and remarks."""
+    """Return a function that makes one of ``EDITS`` in a copy of the package.
+
+    It returns whether a record of the unchanged code stands, and the remarks.
+    """
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    root, package = tmp_path / "root", records.ROOT / "rlkernels"
+    root = tmp_path / "root"
+    package = records.ROOT / "rlkernels"
     root.mkdir()
     for name in ("tests", "csrc"):
         (root / name).symlink_to(records.ROOT / name)
     shutil.copytree(package, root / "rlkernels", ignore=shutil.ignore_patterns("_C*", "__pycache__"))
     monkeypatch.setattr(records, "ROOT", root)
-    record, path = result("write_kv"), tmp_path / "a-prove.json"
+    record = result("write_kv")
+    path = tmp_path / "a-prove.json"
     import triton
 
     record["device"]["triton"] = triton.__version__
-    made = Compilers(record | {"nvcc": None}).compile(["write_kv:triton"])["write_kv:triton"]
-    write_record(path, record, {"write_kv": {"triton": made["kernels"]}})
+    compiled = Compilers(record | {"nvcc": None}).compile(["write_kv:triton"])["write_kv:triton"]
+    write_record(path, record, {"write_kv": {"triton": compiled["kernels"]}})
     count_unchanged([path], Check())
 
     checks = {}
@@ -229,8 +236,8 @@ def edited(tmp_path, monkeypatch):
         monkeypatch.setattr(Compilers, "test", lambda self: failure)
         check = checks.setdefault(change, Check())
         check.failures.clear()
-        found, remarks = compose([path], check)
-        return bool(found["backends"]), " ".join(remarks)
+        composition, remarks = compose([path], check)
+        return bool(composition["backends"]), " ".join(remarks)
 
     return edit
 
@@ -253,22 +260,20 @@ def test_what_the_package_says_is_what_the_records_say(monkeypatch):
     """Run ``python -m bench.gpu.records`` where this fails."""
     monkeypatch.setattr(Compilers, "test", lambda self: "")  # they run beside this one
     try:
-        found, remarks = compose(sorted(records.RECORDS.glob("*-prove.json")), Check())
+        composition, remarks = compose(sorted(records.RECORDS.glob("*-prove.json")), Check())
     except Missing as missing:
         lacks(str(missing))
     print("\n".join(remarks))
-    assert json.loads(records.RESULT.read_text()) == found
-    assert found["backends"] == backend.RECORDS
+    assert json.loads(records.RESULT.read_text()) == composition
+    assert composition["backends"] == backend.RECORDS
 
 
 def test_every_verdict_that_counts_was_counted():
     """Otherwise the next change of its kernels voids it; ``python -m bench.gpu.records`` counts."""
-    found = json.loads(records.RESULT.read_text())
-    loaded = records.load([records.RECORDS / name for name in found["records"]])
-    for capability, backends in found["backends"].items():
+    composition = json.loads(records.RESULT.read_text())
+    records_read = records.load([records.RECORDS / name for name in composition["records"]])
+    for capability, backends in composition["backends"].items():
         for op, chosen in backends.items():
-            assert any(
-                f"{op}:{chosen if chosen != 'torch' else 'triton'}" in record.get("counts", {})
-                for _, record in loaded
-                if record["device"]["capability"] == capability
-            ), op
+            pair = f"{op}:{chosen if chosen != 'torch' else 'triton'}"
+            of_gpu = [record for _, record in records_read if record["device"]["capability"] == capability]
+            assert any(pair in record.get("counts", {}) for record in of_gpu), op

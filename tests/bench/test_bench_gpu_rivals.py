@@ -21,18 +21,18 @@ ON_A_CPU = ("torch SDPA", "torch varlen", "torch FlexAttention")
 
 
 def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa=False):
-    """In place of torch's kernel, which has no CPU code: does what its documentation says."""
+    """Stand in for torch's kernel, which has no CPU code: do what its documentation says."""
     assert enable_gqa or q.shape[1] == k.shape[1]
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     assert window_size == ((-1, 0) if max_q > 1 else (-1, -1))
-    parts = (t.split(starts.diff().tolist()) for t, starts in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k)))
-    return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*parts)])
+    sequences = (t.split(starts.diff().tolist()) for t, starts in ((q, cu_seq_q), (k, cu_seq_k), (v, cu_seq_k)))
+    return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*sequences)])
 
 
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_rivals_compute_the_same_attention(monkeypatch, queries, has_gqa):
-    """varlen_attn gets packed rows, and the heads that its version wants."""
+    """Check that varlen_attn gets packed rows, and the heads that its version takes."""
 
     def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
         return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
@@ -40,10 +40,10 @@ def test_rivals_compute_the_same_attention(monkeypatch, queries, has_gqa):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if has_gqa else varlen_of_2_11)
     query = torch.randn(3, queries, 4, 16)
     key, value = torch.randn(2, 3, 24, 2, 16)
-    wanted = torch.cat([reference.attend(q, k, v, 0.3, True)[0] for q, k, v in zip(query, key, value)])
-    found = rivals.attention(query, key, value, 0.3)
+    expected = torch.cat([reference.attend(q, k, v, 0.3, True)[0] for q, k, v in zip(query, key, value)])
+    named_rivals = rivals.attention(query, key, value, 0.3)
     for name in ON_A_CPU:
-        torch.testing.assert_close(found[name].make()(), wanted)
+        torch.testing.assert_close(named_rivals[name].make()(), expected)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -54,10 +54,11 @@ def test_flashinfer_gets_the_pages(monkeypatch, queries):
 
         def plan(self, *args, sm_scale, causal=False, **dtypes):
             self.starts = torch.arange(4) if queries == 1 else args[0]
-            indptr, self.indices, last, heads, kv_heads, dim, size = args if queries == 1 else args[1:]
+            indptr, self.indices, last_page_lens, heads, kv_heads, dim, size = args if queries == 1 else args[1:]
             assert (heads, kv_heads, dim, size) == (4, 2, 16, 8) and causal == (queries > 1)
-            self.indptr, self.scale = indptr.tolist(), sm_scale
-            self.lens = ((indptr.diff() - 1) * size + last).tolist()
+            self.indptr = indptr.tolist()
+            self.scale = sm_scale
+            self.lens = ((indptr.diff() - 1) * size + last_page_lens).tolist()
 
         def run(self, q, caches):
             tables = torch.stack([self.indices[a:b] for a, b in zip(self.indptr, self.indptr[1:])])
@@ -68,11 +69,11 @@ def test_flashinfer_gets_the_pages(monkeypatch, queries):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(rivals, "WORKSPACE_BYTES", 16)
     problem = attention.paged([24] * 3, [queries] * 3, (4, 2, 16), 8, torch.float32, CPU)
-    found = rivals.paged(problem.inputs)["FlashInfer"]
-    torch.testing.assert_close(found.make()(), problem.call("torch")[0])
+    rival = rivals.paged(problem.inputs)["FlashInfer"]
+    torch.testing.assert_close(rival.make()(), problem.call("torch")[0])
     monkeypatch.delitem(sys.modules, "flashinfer")
     with pytest.raises(ModuleNotFoundError):
-        found.make()
+        rival.make()
 
 
 LAYOUTS = {  # with the tokens of the longest sequence
@@ -83,24 +84,26 @@ LAYOUTS = {  # with the tokens of the longest sequence
 
 @pytest.mark.parametrize(("layout", "longest"), LAYOUTS.values(), ids=LAYOUTS)
 def test_rivals_of_training(monkeypatch, layout, longest):
-    scale, (query, grad) = 0.25, torch.randn(2, layout.num_tokens, 4, 16)
+    scale = 0.25
+    query, grad = torch.randn(2, layout.num_tokens, 4, 16)
     key, value = torch.randn(2, layout.num_tokens, 2, 16)
-    at = torch.arange(layout.num_tokens)
-    mask = rivals.sees(layout, CPU)(0, 0, at[:, None], at)
+    positions = torch.arange(layout.num_tokens)
+    mask = rivals.sees(layout, CPU)(0, 0, positions[:, None], positions)
     heads = rivals.repeated(4, key, value)
-    parts = (t.transpose(0, 1) for t in (query, *heads))
-    masked = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scale).transpose(0, 1)
-    torch.testing.assert_close(masked, reference.tree_attention(query, key, value, layout, scale)[0])
-    # copies of a prefix are added up again: output and gradients are those of the packed tokens
+    qkv = (t.transpose(0, 1) for t in (query, *heads))
+    masked_output = torch.nn.functional.scaled_dot_product_attention(*qkv, mask, scale=scale).transpose(0, 1)
+    torch.testing.assert_close(masked_output, reference.tree_attention(query, key, value, layout, scale)[0])
+    # the gradients of the copies of a prefix are summed: output and gradients are those of the packed tokens
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     out, _ = reference.tree_attention(*leaves, layout, scale)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    found = rivals.grouped(query, key, value, grad, layout)
-    for rival in (found[f"torch {name}, every prefix repeated"] for name in ("SDPA", "varlen")):
+    named_rivals = rivals.grouped(query, key, value, grad, layout)
+    for name in ("SDPA", "varlen"):
+        rival = named_rivals[f"torch {name}, every prefix repeated"]
         torch.testing.assert_close(rival.outputs(rival.make()()), exact)
-    torch.testing.assert_close([t.detach() for t in found["torch FlexAttention"].make()()], exact)
-    copies = found["torch SDPA, every prefix repeated"].copy()
+    torch.testing.assert_close([t.detach() for t in named_rivals["torch FlexAttention"].make()()], exact)
+    copies = named_rivals["torch SDPA, every prefix repeated"].copy()
     assert [tuple(t.shape) for t in copies] == [(len(layout.suffix_lens), 4, longest, 16)] * 3
 
 
@@ -117,32 +120,32 @@ def test_copies_that_contiguous_attention_reads():
 def test_timed_cases_have_rivals():
     case = Case("shared_prefix_attention", "two prefixes", None)
     problem = attention.shared([16] * 2, 3, [8], 1, (4, 2, 16), 8, torch.float32, CPU)
-    found = rivals_of(case, problem)
-    assert found.keys() == {"torch SDPA", "torch varlen", "torch FlexAttention", "FlashInfer", "flash-attn"}
-    torch.testing.assert_close(found["torch SDPA"].make()(), problem.call("torch")[0])
+    named_rivals = rivals_of(case, problem)
+    assert named_rivals.keys() == {"torch SDPA", "torch varlen", "torch FlexAttention", "FlashInfer", "flash-attn"}
+    torch.testing.assert_close(named_rivals["torch SDPA"].make()(), problem.call("torch")[0])
     ragged = attention.paged(*attention.ODD, (4, 2, 16), 8, torch.float32, CPU)
     assert rivals_of(replace(case, op="paged_attention"), ragged) == {}
-    compiled = {
+    problems = {
         "sample_tokens": logits.sample(2, 9, torch.float32, [(1.0, 1.0, 0)], CPU),
         "token_logprobs": logits.logprobs(2, 9, torch.float32, True, CPU),
         "linear_token_logprobs": cross_entropy(5, 33, 8, torch.float32, CPU),
         "grouped_attention": attention.grouped(attention.groups(2, 2, 4, 3), (4, 2, 16), torch.float32, CPU),
     }
-    for op, problem in compiled.items():
+    for op, problem in problems.items():
         assert any("torch" in name for name in rivals_of(replace(case, op=op), problem)), op
-    untimed = logits.linear_logprobs(2, 9, 4, torch.float32, CPU)
-    assert rivals_of(replace(case, op="linear_token_logprobs"), untimed) == {}
+    untimed_problem = logits.linear_logprobs(2, 9, 4, torch.float32, CPU)
+    assert rivals_of(replace(case, op="linear_token_logprobs"), untimed_problem) == {}
 
 
 def test_a_rival_is_judged_by_its_own_rule():
-    right = torch.ones(3)
-    gate = Tolerance(Problem(lambda backend: right))
-    assert Rival(None, outputs=lambda out: out.flip(0)).verdict(gate, right.flip(0).double()) == (0.0, 2e-6)
+    output = torch.ones(3)
+    gate = Tolerance(Problem(lambda backend: output))
+    assert Rival(None, outputs=lambda out: out.flip(0)).verdict(gate, output.flip(0).double()) == (0.0, 2e-6)
     assert Rival(None, judge=lambda out: (float(out), 4.0)).verdict(gate, 5) == (5.0, 4.0)
     assert Rival(None).verdict(gate, torch.ones(2))[0] == math.inf
-    assert Rival(None).verdict(gate, [right, right, right]) == (math.inf, 0.0)
-    several = Tolerance(Problem(lambda backend: (right, right)))
-    assert Rival(None).verdict(several, right)[0] == 0.0, "the first output alone"
+    assert Rival(None).verdict(gate, [output, output, output]) == (math.inf, 0.0)
+    two_outputs = Tolerance(Problem(lambda backend: (output, output)))
+    assert Rival(None).verdict(two_outputs, output)[0] == 0.0, "the first output alone"
 
 
 def test_tokens_of_others_must_be_possible():
@@ -158,12 +161,14 @@ def test_tokens_of_others_must_be_possible():
     judge = next(iter(samplers.rivals(logits, 1.0, 0.9, 5).values())).judge
     assert judge(logits.argmax(-1)) == (0.0, 0.0) and judge(logits.argmin(-1)) == (1.0, 0.0)
     assert judge(torch.full((400,), 50)) == (math.inf, 0.0)
-    drawn = torch.stack([samplers.race(logits[:1], torch.empty(1, 50).exponential_(), 1.0)[0] for _ in range(4000)])
-    counts, expected = torch.bincount(drawn[:, 0], minlength=50), 4000 * logits[0].softmax(-1)
-    assert ((counts - expected).square() / expected).sum() < 110  # chi-square of 49 degrees: below with 1 - 1e-6
+    drawn_ids = torch.stack([samplers.race(logits[:1], torch.empty(1, 50).exponential_(), 1.0)[0] for _ in range(4000)])
+    counts = torch.bincount(drawn_ids[:, 0], minlength=50)
+    expected = 4000 * logits[0].softmax(-1)
+    chi_square = ((counts - expected).square() / expected).sum()
+    assert chi_square < 110  # 49 degrees of freedom: below 110 with probability 1 - 1e-6
 
 
 def test_cross_entropy_from_states_is_the_loss_that_others_compute():
     problem = cross_entropy(5, 33, 8, torch.float32, CPU)
-    for mine, exact in zip(problem.call("torch"), problem.exact()):
-        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
+    for result, exact in zip(problem.call("torch"), problem.exact()):
+        torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-5)

@@ -18,12 +18,12 @@ from tools.policies import sums as pretrain
 
 @pytest.fixture
 def dry(tmp_path):
-    """Runs the dry run -> (exit code, record)."""
+    """Return a function that runs the dry run, and gives the exit code and the record."""
 
-    def run(*arguments, folder="work"):
+    def run(*changes, folder="work"):
         record = tmp_path / "record.json"
         options = ["--device", "cpu", "--work-dir", str(tmp_path / folder), "--output", str(record)]
-        code = train.main([*options, *arguments])
+        code = train.main([*options, *changes])
         return code, json.loads(record.read_text()) if record.exists() else None
 
     return run
@@ -31,16 +31,17 @@ def dry(tmp_path):
 
 def test_settings_fit_task_and_policy():
     config = load_config(train.SETTINGS)
-    task, longest = config.task.load(), config.rollout.max_completion_length
+    task = config.task.load()
+    max_tokens = config.rollout.max_completion_length
     with torch.device("meta"):
-        room = pretrain.new_policy("large").config.max_position_embeddings
+        max_positions = pretrain.new_policy("large").config.max_position_embeddings
     for example in [*task.train, *task.gate, *task.test]:
         terms = [int(term) for term in example.prompt[:-1].split("+")]
-        assert len(pretrain.solution(terms)) < longest and len(example.prompt) + longest <= room
-    # what pretraining keeps away from holds all that is asked here
+        assert len(pretrain.solution(terms)) < max_tokens and len(example.prompt) + max_tokens <= max_positions
+    # the examples that pretraining leaves out hold all examples of the training
     shipped = SumsSettings(variant=config.task.variant).load()
-    kept = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
-    assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= kept
+    shipped_prompts = {example.prompt for example in [*shipped.train, *shipped.gate, *shipped.test]}
+    assert {example.prompt for example in [*task.train, *task.gate, *task.test]} <= shipped_prompts
     assert len(task.gate) == 512
     assert config.accelerators.alpha.first_step < config.max_steps
 
@@ -48,16 +49,18 @@ def test_settings_fit_task_and_policy():
 @pytest.mark.slow
 def test_dry_run_stops_goes_on_and_ends(dry, tmp_path, monkeypatch):
     settings = ["--set", "max_steps=60"]
-    baseline, started = tmp_path / "work/runs/baseline/seed-0", time.monotonic()
+    baseline_folder = tmp_path / "work/runs/baseline/seed-0"
+    start_time = time.monotonic()
 
     def two_steps_are_logged():
-        return started + (10**6 if len(read_metrics(baseline)) > 2 else 0)
+        return start_time + (10**6 if len(read_metrics(baseline_folder)) > 2 else 0)
 
     monkeypatch.setattr(train.time, "monotonic", two_steps_are_logged)
     code, record = dry(*settings, "--budget-seconds", "1000030")
     assert code == 0 and not record["finished"] and not record["failed"]
-    stopped = record["runs"]["baseline"]
-    assert 2 <= stopped["steps"] < 60 and stopped["last_row"]["step"] == stopped["steps"] and not stopped["finished"]
+    stopped_run = record["runs"]["baseline"]
+    assert 2 <= stopped_run["steps"] < 60 and not stopped_run["finished"]
+    assert stopped_run["last_row"]["step"] == stopped_run["steps"]
     assert record["policy"]["parameters"] > 0 and record["runs"]["all"]["steps"] == 0
 
     monkeypatch.undo()
@@ -92,17 +95,17 @@ def test_what_fails_is_named(dry, tmp_path, monkeypatch, capsys):
 ])  # fmt: skip
 def test_a_child_ends_in_time(script, stop, kill, expected):
     now = time.monotonic()
-    ended = train.run_child(["-c", script], now + stop, now + kill)
-    assert ended.endswith(expected) and bool(ended) == bool(expected)
+    message = train.run_child(["-c", script], now + stop, now + kill)
+    assert message.endswith(expected) and bool(message) == bool(expected)
 
 
 CPU = torch.device("cpu")
 
 
-def row_of(part, without=()):
-    found = []
-    assert model.run(part, "auto", CPU, list(without), found.append) == {"ok": True}
-    return found[-1]["row"] if found else None
+def row_of(part, timed_rows=()):
+    messages = []
+    assert model.run(part, "auto", CPU, list(timed_rows), messages.append) == {"ok": True}
+    return messages[-1]["row"] if messages else None
 
 
 @pytest.mark.slow
@@ -110,10 +113,10 @@ def row_of(part, without=()):
 def test_a_part_of_the_model_is_judged_timed_and_profiled(part):
     row = row_of(part)
     assert row["ok"] and 0 < row["error"] <= row["allowed"]
-    # of decoding the difference of two timings, which noise may turn around at this size
+    # decoding's median is a difference of two timings, whose sign noise may flip at this size
     assert row["median_s"] * row["tokens_per_s"] > 0 and (part == "decode" or row["median_s"] > 0)
     assert any(line["name"].startswith("aten::") and line["calls"] > 0 for line in row["profile"])
-    assert row_of(part, without=["auto"]) is None
+    assert row_of(part, timed_rows=["auto"]) is None
 
 
 @pytest.mark.slow
@@ -122,10 +125,10 @@ def test_a_part_of_the_model_is_judged_timed_and_profiled(part):
     ("train", "rlkernels.prefix_cache.reference.tree_attention"),
 ])  # fmt: skip
 def test_attention_that_is_off_by_a_third_does_not_pass(monkeypatch, part, attention):
-    whole = resolve_name(attention)
+    attend = resolve_name(attention)
 
     def wrong(*args, **kwargs):
-        out = whole(*args, **kwargs)
+        out = attend(*args, **kwargs)
         return (out[0] * 0.7, out[1]) if isinstance(out, tuple) else out * 0.7
 
     monkeypatch.setattr(model, "backend", lambda who: nullcontext())

@@ -31,8 +31,13 @@ def test_match(out, reference, expected):
 def test_case_rows():
     x = torch.ones(1000)
     calls = []
+
+    def set_up():
+        calls.append("setup")
+        return x.clone()
+
     providers = {
-        "ours": (lambda: calls.append("setup") or x.clone(), lambda y: y.mul_(2)),
+        "ours": (set_up, lambda y: y.mul_(2)),
         "torch reference": lambda: x + x,
         "wrong": lambda: x * 3,
         "peer": optional("no_such_package_at_all", lambda m: m.double),
@@ -47,11 +52,11 @@ def test_case_rows():
 
 
 def test_peak_memory_counts_everything_but_what_was_there_before():
-    held = torch.ones(8 * 2**20)
-    row = next(_runner.run_case(Case("copy", "32 MiB", {"torch reference": held.clone}), seconds=0.01))
+    tensor = torch.ones(8 * 2**20)
+    row = next(_runner.run_case(Case("copy", "32 MiB", {"torch reference": tensor.clone}), seconds=0.01))
     if row.peak_bytes is None:
         pytest.skip("this machine lacks /proc/self/clear_refs")
-    assert 0.9 * held.nbytes < row.peak_bytes < 1.5 * held.nbytes
+    assert 0.9 * tensor.nbytes < row.peak_bytes < 1.5 * tensor.nbytes
 
 
 def test_plans_of_adapters_without_peft_are_named_as_missing(monkeypatch):
@@ -97,8 +102,8 @@ def test_only_cases_whose_shape_contains_a_text(capsys, monkeypatch):
     shapes = [Case("op", shape, {"ours": lambda: 1}, reference=None) for shape in ("first 1", "second 2")]
     monkeypatch.setattr(importlib.import_module("bench.keyed_uniform"), "cases", lambda quick: iter(shapes))
     assert main(["keyed_uniform", "--quick", "--only", "second"]) == 0
-    said = capsys.readouterr().out
-    assert "second 2" in said and "first 1" not in said
+    output = capsys.readouterr().out
+    assert "second 2" in output and "first 1" not in output
     with pytest.raises(SystemExit):
         main(["keyed_uniform", "--quick", "--only", "third"])
     assert "--only must be a part of the shape of a case, got 'third'" in capsys.readouterr().err
@@ -125,5 +130,5 @@ def test_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as exit:
         importlib.import_module(module).main()
-    said = capsys.readouterr().out
-    assert exit.value.code == 0 and "usage: " in said and "%%" not in said
+    output = capsys.readouterr().out
+    assert exit.value.code == 0 and "usage: " in output and "%%" not in output

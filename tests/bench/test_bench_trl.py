@@ -21,17 +21,18 @@ SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.p
          "rollout.prompts_per_step=2", "rollout.num_generations=4", "rollout.max_completion_length=16"]  # fmt: skip
 
 
-class Enough(Exception):
-    """Ends a trainer that trains without end."""
+class EnoughSteps(Exception):
+    """End a trainer that trains without end."""
 
 
 @pytest.mark.parametrize("run", [_trl.run_ours, _trl.run_trl])
 def test_each_turn_is_a_step_and_reports_it(trl_integration, tmp_path, run):
-    config, pipe = load_config("configs/sums.yaml", [*trl.COMMON, *SMALL]), Mock()
-    pipe.send.side_effect = None, None, Enough  # after the reports of two steps
-    with pytest.raises((Enough, UserError)):
+    config = load_config("configs/sums.yaml", [*trl.COMMON, *SMALL])
+    pipe = Mock()
+    pipe.send.side_effect = None, None, EnoughSteps  # after the reports of two steps
+    with pytest.raises((EnoughSteps, UserError)):
         run(Turns(pipe), config.model_dump(mode="json"), tmp_path / "run")
-    ready, *steps = (sent.args[0] for sent in pipe.send.call_args_list)
+    ready, *steps = (call.args[0] for call in pipe.send.call_args_list)
     assert ready is None and len(steps) == 2
     for step in steps:
         assert 0 < step.rollout_s < step.seconds and 8 <= step.generated_tokens <= 8 * 16
@@ -42,13 +43,13 @@ def test_trl_gets_the_settings_of_the_run(trl_integration, tmp_path):
                "optimizer.warmup_steps=5", "optimizer.learning_rate=2e-4"]  # fmt: skip
     config = load_config("configs/sums.yaml", [*SMALL, *changes])
     trainer = _trl.make_grpo_trainer(config, tmp_path, batch=4)
-    wanted = {
+    expected = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "top_k": 7,
         "max_completion_length": 16, "temperature": 1.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28,
         "delta": 1.5, "beta": 0.0, "learning_rate": 2e-4, "weight_decay": 0.1, "max_grad_norm": 1.0, "bf16": False,
         "warmup_steps": 5,
     }  # fmt: skip
-    assert {name: getattr(trainer.args, name) for name in wanted} == wanted
+    assert {name: getattr(trainer.args, name) for name in expected} == expected
     assert trainer.model.dtype.itemsize == 4 and len(trainer.train_dataset) == 8
     prompt, answer = (trainer.train_dataset[0][name] for name in ("prompt", "answer"))
     assert trainer.reward_funcs[0]([prompt], [f"A:{answer}"], [[1]], answer=[answer]) == [1.0]
@@ -56,14 +57,14 @@ def test_trl_gets_the_settings_of_the_run(trl_integration, tmp_path):
 
 def test_rows(tmp_path):
     work = replace(trl.small(tmp_path), name="some")
-    taken = {"a": [Step(2.0, 0.5, 100, 60), Step(4.0, 1.0, 300, 60)]}
-    whole, rollout, update = trl.rows(work, taken)
-    assert [table[0].median_s for table in (whole, rollout, update)] == [3.0, 0.75, 2.25]
-    assert whole[0].peak_bytes == 300 and rollout[0].peak_bytes is None and whole[0].extra == "20 tokens/s"
-    assert whole[0].shape == "some: 16 x 8, up to 64"
+    step_reports = {"a": [Step(2.0, 0.5, 100, 60), Step(4.0, 1.0, 300, 60)]}
+    step_rows, rollout_rows, update_rows = trl.rows(work, step_reports)
+    assert [table[0].median_s for table in (step_rows, rollout_rows, update_rows)] == [3.0, 0.75, 2.25]
+    assert step_rows[0].peak_bytes == 300 and rollout_rows[0].peak_bytes is None and step_rows[0].extra == "20 tokens/s"
+    assert step_rows[0].shape == "some: 16 x 8, up to 64"
 
 
-def given_values(turns, values, folder):
+def report_generations(turns, values, folder):
     turns.end_turn()
     turns.end_turn(Step(float(values["rollout"]["num_generations"]), 0.5, None, 1))
 
@@ -71,9 +72,9 @@ def given_values(turns, values, folder):
 @pytest.mark.slow
 def test_trainers_take_turns_and_their_settings_reach_them(tmp_path):
     config = trl.small(tmp_path).config
-    workers = {name: trl.Worker(given_values, config.model_dump(mode="json"), tmp_path / name) for name in "ab"}
-    taken = trl.measure(workers, 0, 1)
-    assert {name: [step.seconds for step in steps] for name, steps in taken.items()} == {"a": [8.0], "b": [8.0]}
+    workers = {name: trl.Worker(report_generations, config.model_dump(mode="json"), tmp_path / name) for name in "ab"}
+    step_reports = trl.measure(workers, 0, 1)
+    assert {name: [step.seconds for step in steps] for name, steps in step_reports.items()} == {"a": [8.0], "b": [8.0]}
     assert not any(worker.process.is_alive() for worker in workers.values())
 
 
@@ -82,10 +83,10 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
     monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
     monkeypatch.setattr(trl, "product_rate", lambda: 1e9)
     work = trl.real_size(tmp_path)
-    count = 1 if find_spec("trl") is None else 2
-    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == count
-    body = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 64 + 2 * 576
-    assert work.weights == 1000 * 576 + body + 576, "the tied ones once"
+    num_providers = 1 if find_spec("trl") is None else 2
+    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == num_providers
+    layer_weights = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 64 + 2 * 576
+    assert work.weights == 1000 * 576 + layer_weights + 576, "the tied ones once"
     work = replace(work, weights=10**6)
     tables = trl.rows(work, {"a": [Step(2.0, 0.5, 100, 125)]})
     extras = [f"{rate} tokens/s, 0 GFLOP/s, 50% of a large product" for rate in (62, 250, 83)]
@@ -94,8 +95,8 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
 
 @pytest.mark.slow
 def test_the_study_trains_by_trl(trl_integration, tmp_path):
-    few = ["max_steps=2", "evaluation.eval_steps=1", "task.test_size=4", "evaluation.eval_limit_during=4"]
-    harness = Harness(study.STUDIES[0], tmp_path, [*SMALL, *few], ["TRL"])
+    quick_settings = ["max_steps=2", "evaluation.eval_steps=1", "task.test_size=4", "evaluation.eval_limit_during=4"]
+    harness = Harness(study.STUDIES[0], tmp_path, [*SMALL, *quick_settings], ["TRL"])
     harness.run_all(1)
     (row,) = harness.rows(1)
     assert row["arm"] == "TRL" and row["tokens"] >= 16 and row["seconds"] > 0
@@ -107,17 +108,17 @@ def test_the_study_trains_by_trl(trl_integration, tmp_path):
 def test_all_arms_of_an_update_compute_the_gradients_of_trl(trl_integration, part):
     (case,) = (case for case in trl_update.cases(quick=True) if case.shape.startswith(part))
     assert isinstance(case.providers["FlexAttention"], Missing), "no backward pass on a CPU"
-    found = {name: call() for name, call in case.providers.items() if callable(call)}
-    assert found.keys() == trl_update.ARMS.keys() - {"TRL", "FlexAttention"}
-    for name, gradients in found.items():
-        assert len(gradients) == len(found[case.reference])
-        for gradient, wanted in zip(gradients, found[case.reference]):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5, msg=name)
+    gradients = {name: call() for name, call in case.providers.items() if callable(call)}
+    assert gradients.keys() == trl_update.ARMS.keys() - {"TRL", "FlexAttention"}
+    for name, arm_gradients in gradients.items():
+        assert len(arm_gradients) == len(gradients[case.reference])
+        for gradient, expected in zip(arm_gradients, gradients[case.reference]):
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_the_copies_of_paths_are_attended_to(trl_integration):
     """By the arm that stands for TRL's asynchronous trainer."""
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [6]])
     query, key, value = (torch.randn(layout.num_tokens, heads, 4) for heads in (4, 2, 2))
-    found = trl_update.attend_with_copies(layout, 0, query, key, value, 0.5, None)
-    torch.testing.assert_close(found, reference.tree_attention(query, key, value, layout, 0.5)[0])
+    output = trl_update.attend_with_copies(layout, 0, query, key, value, 0.5, None)
+    torch.testing.assert_close(output, reference.tree_attention(query, key, value, layout, 0.5)[0])

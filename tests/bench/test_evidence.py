@@ -34,22 +34,22 @@ def pairs_of(study: str, arm: str, plain: str = "plain") -> list[tuple[Any, Any]
 
 def to_end(arm: str) -> list[str]:
     """Tokens and seconds to plain's end on lattice_paths."""
-    return [to_plains_end(pairs_of("earlier_runs", arm), which) for which in (0, 1)]
+    return [to_plains_end(pairs_of("earlier_runs", arm), column) for column in (0, 1)]
 
 
 def with_earlier_run(arm: str) -> list[str]:
     """Tokens and seconds to plain's end on lattice_paths, with those of the earlier run."""
-    found = []
-    for which, key in enumerate(("earlier tokens", "earlier seconds")):
+    ratios = []
+    for column, key in enumerate(("earlier tokens", "earlier seconds")):
         logs = []
         for row, plain in pairs_of("earlier_runs", arm):
             path, last = row["evaluations"], plain["evaluations"][-1]
-            spent = (
-                reached([*path, path[-1]], last[3])[which] + row[key]
-            )  # None would end the test: a seed is not there
-            logs.append(math.log(spent / last[1 + which]))
-        found.append(geometric(logs))
-    return found
+            to_level = reached([*path, path[-1]], last[3])
+            assert to_level, "the run of a seed does not get there"
+            cost = to_level[column] + row[key]
+            logs.append(math.log(cost / last[1 + column]))
+        ratios.append(geometric(logs))
+    return ratios
 
 
 def points(arm: str) -> str:
@@ -60,41 +60,44 @@ def points(arm: str) -> str:
 
 def bracketed(values: Sequence[float], form: str, unit: str = "") -> str:
     """``74.2 % [70.1, 78.3]``."""
-    found = Interval.of(values)
-    assert found.low is not None, "one seed has no interval"
-    return f"{form.format(found.mean)} {unit}[{form.format(found.low)}, {form.format(found.high)}]"
+    interval = Interval.of(values)
+    assert interval.low is not None, "one seed has no interval"
+    return f"{form.format(interval.mean)} {unit}[{form.format(interval.low)}, {form.format(interval.high)}]"
 
 
 @cache
-def alpha() -> list[dict[str, float]]:
+def alpha_accuracies() -> list[dict[str, float]]:
     """Accuracies of each seed after 24 of 60 steps, at the end, and with other weights."""
     return [seed["accuracy"] for seed in json.loads((RESULTS / "alpha.json").read_text())["dapo"].values()]
 
 
-def gain(weights: str) -> str:
-    shares = [100 * (seed[weights] - seed["base"]) / (seed["full"] - seed["base"]) for seed in alpha()]
+def share_gained(weights: str) -> str:
+    shares = [100 * (seed[weights] - seed["base"]) / (seed["full"] - seed["base"]) for seed in alpha_accuracies()]
     return bracketed(shares, "{:.1f}", "% ")
 
 
-def kept(weights: str) -> str:
-    return bracketed([100 * seed[weights] / seed["full"] for seed in alpha()], "{:.1f}", "% ")
+def accuracy_kept(weights: str) -> str:
+    return bracketed([100 * seed[weights] / seed["full"] for seed in alpha_accuracies()], "{:.1f}", "% ")
 
 
 def suffixes(plain: str) -> list[str]:
     """Tokens and seconds to 0.60 of RPO by plain, and the difference at the end."""
     variants = json.loads((RESULTS / "rpo.json").read_text())["variants"]
-    ours, theirs = variants[f"{plain}+rpo"], variants[plain]
+    with_rpo, without_rpo = variants[f"{plain}+rpo"], variants[plain]
     keys = ("tokens_to_0.6", "seconds_to_0.6")
-    ratios = [geometric([math.log(a / b) for a, b in zip(ours[key], theirs[key], strict=True)]) for key in keys]
-    differences = [100 * (a - b) for a, b in zip(ours["accuracy"], theirs["accuracy"], strict=True)]
+    ratios = []
+    for key in keys:
+        pairs = zip(with_rpo[key], without_rpo[key], strict=True)
+        ratios.append(geometric([math.log(a / b) for a, b in pairs]))
+    differences = [100 * (a - b) for a, b in zip(with_rpo["accuracy"], without_rpo["accuracy"], strict=True)]
     return [*ratios, bracketed(differences, "{:.1f}")]
 
 
 def sooner(arm: str, text: str = "") -> list[str]:
     """Mean seconds to 0.85, and how many times as long TRL takes."""
-    ours = pairs_of("trl", "TRL", arm)
-    ratios = Interval.of(log_ratios([pair_of(pair, 0.85) for pair in ours], 1))
-    mean, *ends = (f"{math.exp(x):.1f}" for x in (ratios.mean, ratios.low, ratios.high))
+    pairs = pairs_of("trl", "TRL", arm)
+    ratios = Interval.of(log_ratios([pair_of(pair, 0.85) for pair in pairs], 1))
+    mean, *ends = (f"{math.exp(log_ratio):.1f}" for log_ratio in (ratios.mean, ratios.low, ratios.high))
     return [f"{fmean(at_level(arm_rows('trl', arm), 0.85, 1)):.1f}", f"{mean} {text}[{', '.join(ends)}]"]
 
 
@@ -153,12 +156,12 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "Without a database": lambda: [to_end(f"{OURS}, no database")[0], points(f"{OURS}, no database")],
         "Dynamic sampling ends": lambda: [points("dynamic sampling")],
         "| 60 steps at 3e-5 |": lambda: [
-            gain(f"rank {rank}, rest trained") for rank in ("1, scale a", "4, scale 1", "16, scale 1")
+            share_gained(f"rank {rank}, rest trained") for rank in ("1, scale a", "4, scale 1", "16, scale 1")
         ],
-        "| nothing more |": lambda: [gain("cut")],
-        "| `pls`, as the paper |": lambda: [gain("ungated pls as in the paper")],
-        "| `secant` |": lambda: [gain("ungated secant")],
-        "| `full` |": lambda: [gain("ungated full"), kept("ungated full")],
+        "| nothing more |": lambda: [share_gained("cut")],
+        "| `pls`, as the paper |": lambda: [share_gained("ungated pls as in the paper")],
+        "| `secant` |": lambda: [share_gained("ungated secant")],
+        "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
         "| before; after |": lambda: [with_weights("start")[0], with_weights("end")[0]],
@@ -175,12 +178,14 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
 
 def check(line: str, figures: Sequence[str]) -> None:
     """Assert that a line has these figures in this order, and no further interval."""
-    plain, place = line.replace("**", "").replace("|", " ").replace("  ", " "), 0
+    text = line.replace("**", "").replace("|", " ").replace("  ", " ")
+    position = 0
     for figure in figures:
-        assert figure in plain[place:], f"the rows give {figure}, and the page says {line}"
-        place = plain.index(figure, place) + len(figure)
-    stated, computed = len(INTERVAL.findall(plain)), sum(len(INTERVAL.findall(figure)) for figure in figures)
-    assert stated == computed, f"{stated - computed} intervals are not computed in {line}"
+        assert figure in text[position:], f"the rows give {figure}, and the page says {line}"
+        position = text.index(figure, position) + len(figure)
+    num_stated = len(INTERVAL.findall(text))
+    num_computed = sum(len(INTERVAL.findall(figure)) for figure in figures)
+    assert num_stated == num_computed, f"{num_stated - num_computed} intervals are not computed in {line}"
 
 
 @pytest.mark.parametrize(
@@ -206,8 +211,8 @@ def test_the_page_of_a_study_has_the_tables_of_its_rows(name):
     rows, page = read_rows(RESULTS / f"{name}.jsonl"), (RESULTS / f"{name}.md").read_text().splitlines()
     expected: list[str] = []
     for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
-        if own := [row for row in rows if row["study"] == study.name]:
-            expected += [line for line in tables(study, own) if line]
+        if study_rows := [row for row in rows if row["study"] == study.name]:
+            expected += [line for line in tables(study, study_rows) if line]
     assert expected and [line for line in page if line.startswith("|")] == expected
 
 
@@ -215,9 +220,9 @@ def test_a_changed_figure_and_a_missing_row_are_found(monkeypatch):
     figures = CLAIMS["docs/results.md"]["| this trainer | 13"]
     line = "| this trainer | 13.8 | 4.6 [3.9, 5.5] |"
     check(line, figures())
-    for changed in (line.replace("3.9", "3.8"), line.replace("4.6", "4.7"), line + " 1.0 [0.9, 1.1] |"):
+    for changed_line in (line.replace("3.9", "3.8"), line.replace("4.6", "4.7"), line + " 1.0 [0.9, 1.1] |"):
         with pytest.raises(AssertionError):
-            check(changed, figures())
+            check(changed_line, figures())
     rows = read_rows(RESULTS / "trl.jsonl")
     monkeypatch.setattr("test_evidence.read_rows", lambda path: [row for row in rows if row["seed"] != 2])
     with pytest.raises(AssertionError, match="the rows give"):

@@ -17,22 +17,22 @@ def test_the_history_equals_its_model(compiled):
 
 
 def test_a_history_that_is_not_its_model_is_named(compiled, monkeypatch):
-    shorter = History.draft
-    monkeypatch.setattr(History, "draft", lambda *arguments: shorter(*arguments)[:-1])
-    found = operations.run_history(SimpleNamespace(operations=500, seed=0))
-    assert found["operations"] == 0 and "AssertionError: ('draft'" in found["problems"][0]
+    full_draft = History.draft
+    monkeypatch.setattr(History, "draft", lambda *arguments: full_draft(*arguments)[:-1])
+    row = operations.run_history(SimpleNamespace(operations=500, seed=0))
+    assert row["operations"] == 0 and "AssertionError: ('draft'" in row["problems"][0]
 
 
 def test_growth_is_the_slope_and_its_interval():
     rng, steps = np.random.default_rng(0), range(4000)
     noise = rng.normal(0, 1e5, len(steps))
-    for wanted in (0.0, 300.0):
-        slope, low, high = soak.growth([3e8 + wanted * step + n for step, n in zip(steps, noise)])
-        assert low < wanted < high and high - low < 30 and low < slope < high  # noise of 1.4 a step: 95 % are 5.4
+    for expected in (0.0, 300.0):
+        slope, low, high = soak.growth([3e8 + expected * step + noise_bytes for step, noise_bytes in zip(steps, noise)])
+        assert low < expected < high and high - low < 30 and low < slope < high  # noise of 1.4 a step: 95 % are 5.4
 
 
 @pytest.mark.slow
 def test_memory_of_a_run(monkeypatch):
     monkeypatch.setattr(soak, "BLOCKS", 3)
-    found = soak.run_memory(SimpleNamespace(steps=4))
-    assert found["what"] == "memory of 4 steps" and "bytes a step" in found["found"]
+    row = soak.run_memory(SimpleNamespace(steps=4))
+    assert row["what"] == "memory of 4 steps" and "bytes a step" in row["found"]

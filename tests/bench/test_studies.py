@@ -32,13 +32,15 @@ FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
 def pretend(config, overrides, folder):
     """A trainer whose accuracy rises with its rate; it leaves a line for each of its turns beside its folder."""
-    values = dict(text.split("=", 1) for text in overrides)
-    rate, steps, seed = float(values["optimizer.learning_rate"]), int(values.get("max_steps", 4)), int(values["seed"])
+    settings = dict(text.split("=", 1) for text in overrides)
+    rate = float(settings["optimizer.learning_rate"])
+    steps = int(settings.get("max_steps", 4))
+    seed = int(settings["seed"])
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
-    done = metrics.read_text().count("\n") if metrics.exists() else 0
-    for step in range(done, steps + 1):
-        if values.get("fails") == str(step):
+    num_rows = metrics.read_text().count("\n") if metrics.exists() else 0
+    for step in range(num_rows, steps + 1):
+        if settings.get("fails") == str(step):
             raise RuntimeError("a trainer ended with exit code 3")
         accuracy = 0.5 + 100 * rate * step + 0.01 * (seed % 7)
         row = {"step": step, "eval/accuracy": accuracy, "total/generated_tokens": 100 * step,
@@ -59,8 +61,8 @@ class Steps:
         self.turns = train(*arguments)
 
     def turn(self):
-        over = object()
-        return next(self.turns, over) is not over
+        end = object()
+        return next(self.turns, end) is not end
 
     def stop(self):
         self.turns.close()
@@ -97,8 +99,8 @@ def test_a_report_of_what_there_is_measures_nothing(study, tmp_path):
     study = dataclasses.replace(study, measure=lambda run: calls.append(run.parent.name) or {"norm": 2.0})
     harness = Harness(study, tmp_path)
     (tmp_path / "some" / "half" / "seed-0" / "other_weights.json").write_text('{"rank 1": [0.5, 0.1]}')
-    known = [row["more"] for row in harness.rows(1, measure=False)]
-    assert [more.get("other weights") for more in known] == [None, {"rank 1": [0.5, 0.1]}] and not calls
+    measured = [row["more"] for row in harness.rows(1, measure=False)]
+    assert [values.get("other weights") for values in measured] == [None, {"rank 1": [0.5, 0.1]}] and not calls
     for _ in range(2):
         assert [row["more"]["norm"] for row in harness.rows(1)] == [2.0, 2.0]
     assert calls == ["plain", "half"] and harness.rows(1, measure=False)[1]["more"]["norm"] == 2.0
@@ -115,18 +117,19 @@ def test_a_study_that_was_killed_goes_on(study, tmp_path):
 
 
 def test_runs_take_turns_at_the_same_time_until_it_is_late(study, tmp_path, monkeypatch):
-    met, ended = threading.Barrier(2, timeout=60), []
+    barrier = threading.Barrier(2, timeout=60)
+    finished_workers = []
 
     def meet(*arguments):
-        met.wait()
+        barrier.wait()
         yield from pretend(*arguments)
 
     arms = [dataclasses.replace(arm, train=meet) for arm in study.arms]
     harness = Harness(dataclasses.replace(study, arms=arms), tmp_path, jobs=2)
     monkeypatch.setattr(harness, "_is_late", iter([False, False, False, True]).__next__)
-    monkeypatch.setattr(Steps, "finish", lambda worker: ended.append(worker), raising=False)
+    monkeypatch.setattr(Steps, "finish", lambda worker: finished_workers.append(worker), raising=False)
     harness.run_all(1)
-    assert len(ended) == 2 and len(turns(tmp_path)) == 4 and harness.rows(1) == []
+    assert len(finished_workers) == 2 and len(turns(tmp_path)) == 4 and harness.rows(1) == []
     Harness(study, tmp_path).run_all(1)
     assert [row["tokens"] for row in harness.rows(1)] == [400, 400]
 
@@ -144,16 +147,16 @@ def test_every_arm_tries_the_same_rates(study, tmp_path):
     assert harness.rows(1) == [], "no rate is chosen yet"
     harness.run_all(1)
     assert [row["rate"] for row in harness.rows(1)] == [3e-4, 3e-4]
-    tried = {line.split()[0] for line in turns(tmp_path) if "rate-" in line}
-    assert tried == {f"{arm}/rate-{rate}" for arm in ("plain", "half") for rate in ("0.0001", "0.0002", "0.0003")}
+    tuning_runs = {line.split()[0] for line in turns(tmp_path) if "rate-" in line}
+    assert tuning_runs == {f"{arm}/rate-{rate}" for arm in ("plain", "half") for rate in ("0.0001", "0.0002", "0.0003")}
     settings = json.loads((tmp_path / "some" / "plain" / "rate-0.0002.json").read_text())
     assert settings == ["max_steps=2", f"seed={TUNING_SEED}", "optimizer.learning_rate=0.0002"]
     untuned = Harness(harnesses.at_rate(study, 5e-4), tmp_path / "untuned")
     untuned.run_all(1)
     assert [row["rate"] for row in untuned.rows(1)] == [5e-4, 5e-4]
-    fixed = [dataclasses.replace(arm, rate=rate) for arm, rate in zip(arms, (1e-4, 2e-4))]
-    given = harnesses.at_rate(dataclasses.replace(study, arms=fixed), 5e-4)
-    assert [arm.rate for arm in given.arms] == [5e-4, 1e-3], "an arm of twice the rate keeps it"
+    tuned_arms = [dataclasses.replace(arm, rate=rate) for arm, rate in zip(arms, (1e-4, 2e-4))]
+    study_at_rate = harnesses.at_rate(dataclasses.replace(study, arms=tuned_arms), 5e-4)
+    assert [arm.rate for arm in study_at_rate.arms] == [5e-4, 1e-3], "an arm of twice the rate keeps it"
 
 
 def test_an_earlier_run_comes_first_and_is_shown_apart(study, tmp_path):
@@ -179,26 +182,27 @@ def test_fewer_prompts_are_half_and_a_quarter():
 
 
 def test_a_level_is_held_by_two_evaluations():
-    found = [(0, 0, 0.0, 0.4), (1, 10, 1.0, 0.8), (2, 20, 2.0, 0.6), (3, 30, 3.0, 0.7), (4, 40, 4.0, 0.9)]
-    assert (reached(found, 0.6), reached(found, 0.7)) == ((10, 1.0), (30, 3.0))
-    assert reached(found, 0.8) is None  # the last evaluation alone
-    assert reached(found[:1], 0.1) is None
+    evaluated = [(0, 0, 0.0, 0.4), (1, 10, 1.0, 0.8), (2, 20, 2.0, 0.6), (3, 30, 3.0, 0.7), (4, 40, 4.0, 0.9)]
+    assert (reached(evaluated, 0.6), reached(evaluated, 0.7)) == ((10, 1.0), (30, 3.0))
+    assert reached(evaluated, 0.8) is None  # the last evaluation alone
+    assert reached(evaluated[:1], 0.1) is None
 
 
 def test_intervals_are_those_of_student():
-    found = Interval.of([1.0, 2.0, 4.0])
-    reach = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)  # t of two degrees of freedom, deviation of the three
-    assert found.mean == pytest.approx(7 / 3) and found.high - found.mean == pytest.approx(reach, rel=1e-6)
+    interval = Interval.of([1.0, 2.0, 4.0])
+    half_width = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)  # t of two degrees of freedom, deviation of the three
+    assert interval.mean == pytest.approx(7 / 3)
+    assert interval.high - interval.mean == pytest.approx(half_width, rel=1e-6)
     assert Interval.of([1.0]) == Interval(1.0)
-    assert found.text("{:.1f}".format) == f"2.3 [{7 / 3 - reach:.1f}, {7 / 3 + reach:.1f}]"
+    assert interval.text("{:.1f}".format) == f"2.3 [{7 / 3 - half_width:.1f}, {7 / 3 + half_width:.1f}]"
 
 
 def test_the_table_pairs_seeds(study):
     def row(arm, seed, accuracy, tokens):
-        path = [(0, 0, 0.0, 0.5), (1, tokens, 1.0, 0.6), (2, 2 * tokens, 2.0, accuracy)]
+        evaluated = [(0, 0, 0.0, 0.5), (1, tokens, 1.0, 0.6), (2, 2 * tokens, 2.0, accuracy)]
         return {"study": "some", "arm": arm, "seed": seed, "rate": 1e-4, "tokens": 2 * tokens, "seconds": 2.0,
-                "accuracy": accuracy, "evaluations": path, "more": {},
-                "reached": {f"{level:g}": reached(path, level) for level in study.levels}}  # fmt: skip
+                "accuracy": accuracy, "evaluations": evaluated, "more": {},
+                "reached": {f"{level:g}": reached(evaluated, level) for level in study.levels}}  # fmt: skip
 
     rows = [row("plain", 0, 0.7, 100), row("plain", 1, 0.8, 100), row("half", 0, 0.6, 50), row("half", 1, 0.7, 25)]
     head, _, plain, half = report.table(study, rows)
@@ -230,9 +234,9 @@ def test_the_picture_of_seconds_is_drawn_from_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["studies", "trl", "--picture", str(picture)])
     assert command.main() == 0 and picture.stat().st_size > 5000
     rows = report.read_rows(report.RESULTS / "trl.jsonl")
-    ours = [row for row in rows if row["arm"] == "python_trainer"]
-    assert report.at_level(ours, 0.85, 1) == [12.8, 13.6, 15.0]
-    for row in ours:  # first an arm that gets there in two seeds of three, at last one that never does
+    trainer_rows = [row for row in rows if row["arm"] == "python_trainer"]
+    assert report.at_level(trainer_rows, 0.85, 1) == [12.8, 13.6, 15.0]
+    for row in trainer_rows:  # first an arm that gets there in two seeds of three, at last one that never does
         row["reached"]["0.85"] = None
         report.draw_seconds(trl.STUDIES[0], rows, picture)
 
@@ -255,7 +259,10 @@ def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     arms = [Arm("plain"), Arm("half", ["rollout.prompts_per_step=1"])]
     study = Study("real", "configs/sums.yaml", settings, arms, levels=[0.9])
     Harness(study, tmp_path, jobs=2, stop_after=0.5).run_all(1)
-    assert sorted(path.name for path in tmp_path.glob("real/*/seed-0/checkpoints/*")) == ["step-000001"] * 2
+    assert (
+        sorted(logged_accuracies.name for logged_accuracies in tmp_path.glob("real/*/seed-0/checkpoints/*"))
+        == ["step-000001"] * 2
+    )
     harness = Harness(study, tmp_path)
     assert harness.rows(1) == []
     harness.run_all(1)
@@ -264,42 +271,53 @@ def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     run = tmp_path / "real" / "plain" / "seed-0"
     assert [step for step, *_ in evaluations(run)] == [0, 1, 2, 3, 4]
     assert first["arm"] == "plain" and arms[0].train is train
-    shape = ranks.shape_of_path(run)
-    assert 0 <= shape["lowest R^2"] <= shape["R^2 of a line"] <= 1 and 0 < shape["norm in rank 1"] <= 1
+    path_shape = ranks.shape_of_path(run)
+    assert 0 <= path_shape["lowest R^2"] <= path_shape["R^2 of a line"] <= 1 and 0 < path_shape["norm in rank 1"] <= 1
     monkeypatch.setattr(ranks, "KNOWN", 0.75)
-    found = ranks.other_weights(run)
-    path = {step: accuracy for step, *_, accuracy in evaluations(run)}
-    assert [found[name][0] for name in ("start", "end", "step 3")] == [path[0], path[4], path[3]]
-    assert len(found) == 15 and json.loads((run / "other_weights.json").read_text()) == {
-        name: list(pair) for name, pair in found.items()
+    accuracies = ranks.other_weights(run)
+    logged_accuracies = {step: accuracy for step, *_, accuracy in evaluations(run)}
+    assert [accuracies[name][0] for name in ("start", "end", "step 3")] == [
+        logged_accuracies[0],
+        logged_accuracies[4],
+        logged_accuracies[3],
+    ]
+    assert len(accuracies) == 15 and json.loads((run / "other_weights.json").read_text()) == {
+        name: list(pair) for name, pair in accuracies.items()
     }
 
 
 def test_a_trial_of_the_oracle_is_undone(tmp_path):
-    small = ["model.path=small", "task.train_size=2", "task.gate_size=4", "optimizer.warmup_steps=0"]
-    trainer = Trainer(load_config("configs/smoke.yaml", small), tmp_path, console=Console(quiet=True))
+    overrides = ["model.path=small", "task.train_size=2", "task.gate_size=4", "optimizer.warmup_steps=0"]
+    trainer = Trainer(load_config("configs/smoke.yaml", overrides), tmp_path, console=Console(quiet=True))
     groups = trainer.prompts.groups([0, 1])
     rollouts = trainer.generate(groups, 0)
     trainer.scorer.score(groups, rollouts)
     for number, rollout in enumerate(rollouts):
         rollout.reward = float(number % 2)
-    seen, before = [], copy.deepcopy(trainer.learner.state_dict())
-    trainer.evaluator.evaluate_each = lambda *_: [seen.append(copy.deepcopy(trainer.learner.state_dict())) or 1.0]
+    evaluated_states = []
+    state = copy.deepcopy(trainer.learner.state_dict())
+    trainer.evaluator.evaluate_each = lambda *_: [
+        evaluated_states.append(copy.deepcopy(trainer.learner.state_dict())) or 1.0
+    ]
     assert Oracle(trainer, GroupSampler(RhymeSettings(), None)).after_update(rollouts, 1) == 1.0
-    torch.testing.assert_close(trainer.learner.state_dict(), before, rtol=0, atol=0)
-    assert any(not torch.equal(weight, before["model"][name]) for name, weight in seen[0]["model"].items())
+    torch.testing.assert_close(trainer.learner.state_dict(), state, rtol=0, atol=0)
+    assert any(not torch.equal(weight, state["model"][name]) for name, weight in evaluated_states[0]["model"].items())
 
 
 def test_right_answers_of_the_first_policy_are_trained_on_first():
-    def answer(keys, attempt):
-        return [Rollout([1], [2], logprobs=[-1.0], prompt_index=key, accuracy=float(key == attempt)) for key in keys]
+    def answer(prompt_indices, attempt):
+        return [
+            Rollout([1], [2], logprobs=[-1.0], prompt_index=key, accuracy=float(key == attempt))
+            for key in prompt_indices
+        ]
 
-    run, first = SimpleNamespace(prompts=[[1]] * 3, answer=answer, note=str), SampledFirst(None)
-    first.begin(run)
-    (batch,) = first.before_step(StepContext(run, 1, 0))
+    run = SimpleNamespace(prompts=[[1]] * 3, answer=answer, note=str)
+    sampled_first = SampledFirst(None)
+    sampled_first.begin(run)
+    (batch,) = sampled_first.before_step(StepContext(run, 1, 0))
     assert Counter(answer.prompt_index for answer in batch) == {0: 3, 1: 3, 2: 3}
     assert all(answer.success_rate == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
-    assert first.before_step(StepContext(run, 2, 0)) == []
+    assert sampled_first.before_step(StepContext(run, 2, 0)) == []
 
 
 def test_where_the_first_error_of_an_answer_stands():
