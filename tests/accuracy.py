@@ -12,36 +12,38 @@ from rlkernels.logprobs import reference
 
 def with_gradients(function: Callable[..., Any], inputs: Sequence[torch.Tensor], *grads: torch.Tensor
                    ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of a function, then the gradients of its inputs for these gradients of the outputs."""
+    """Return the outputs of a function, then the gradients of its inputs for these gradients of the outputs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
-    out = function(*leaves)
-    outs = [out] if isinstance(out, torch.Tensor) else list(out)
-    found = torch.autograd.grad(outs, leaves, [grad.to(o.dtype) for grad, o in zip(grads, outs, strict=True)])
-    return [*(o.detach() for o in outs), *found]
+    result = function(*leaves)
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    output_grads = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
+    input_grads = torch.autograd.grad(outputs, leaves, output_grads)
+    return [*(output.detach() for output in outputs), *input_grads]
 
 
-def assert_as_plain(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor], exact: Sequence[torch.Tensor],
+def assert_as_plain(results: Sequence[torch.Tensor], plain: Sequence[torch.Tensor], exact: Sequence[torch.Tensor],
                     floor: float = 2e-6, relative: float = 0.0) -> None:  # fmt: skip
-    """Fails where ours is more than twice as far from ``exact`` as ``plain`` is, or infinite where ``exact`` is not.
+    """Fail where a result is more than twice as far from ``exact`` as ``plain`` is, or infinite where it is finite.
 
     Args:
         floor: error that is always allowed.
         relative: the same, as a share of the largest magnitude.
     """
-    for number, (a, b, gold) in enumerate(zip(ours, plain, exact, strict=True)):
-        assert a.dtype == b.dtype and a.shape == gold.shape
-        seen = gold.isfinite()
-        assert torch.equal(a.isfinite(), seen) and not a.isnan().any()
-        if seen.any():
-            error, allowed = (float((x.double() - gold)[seen].abs().max()) for x in (a, b))
-            most = 2 * allowed + floor + relative * float(gold[seen].abs().max())
-            assert error <= most, (
-                f"result {number}: error {error:.3g}, of plain torch {allowed:.3g}, allowed {most:.3g}"
+    for number, (result, reference_result, expected) in enumerate(zip(results, plain, exact, strict=True)):
+        assert result.dtype == reference_result.dtype and result.shape == expected.shape
+        finite = expected.isfinite()
+        assert torch.equal(result.isfinite(), finite) and not result.isnan().any()
+        if finite.any():
+            error = float((result.double() - expected)[finite].abs().max())
+            plain_error = float((reference_result.double() - expected)[finite].abs().max())
+            max_error = 2 * plain_error + floor + relative * float(expected[finite].abs().max())
+            assert error <= max_error, (
+                f"result {number}: error {error:.3g}, of plain torch {plain_error:.3g}, allowed {max_error:.3g}"
             )
 
 
 def check_logprobs(backend: str, logits: torch.Tensor, ids: torch.Tensor, temperature: float, floor: float) -> None:
-    """Judges log-probabilities, entropies and the gradients of both by their reference."""
+    """Judge log-probabilities, entropies and the gradients of both by their reference."""
     grads = torch.randn(2, *ids.shape)
     score = partial(rlkernels.token_logprobs, ids=ids, temperature=temperature, return_entropy=True, backend=backend)
     plain, exact = (
@@ -53,31 +55,38 @@ def check_logprobs(backend: str, logits: torch.Tensor, ids: torch.Tensor, temper
 
 def check_linear_logprobs(backend: str, tensors: Sequence[torch.Tensor | None], ids: torch.Tensor, temperature: float,
                           chunk: int | None, **slack: float) -> None:  # fmt: skip
-    """The same from hidden states, weight and bias (or None)."""
-    given, grads = [t for t in tensors if t is not None], torch.randn(2, *ids.shape)
+    """Judge the same from hidden states, weight and bias (or None)."""
+    inputs = [t for t in tensors if t is not None]
+    grads = torch.randn(2, *ids.shape)
 
-    def ours(hidden, weight, bias=None):
+    def score(hidden, weight, bias=None):
         options = {"bias": bias, "temperature": temperature, "chunk": chunk, "backend": backend}
         return rlkernels.linear_token_logprobs(hidden, weight, ids, return_entropy=True, **options)
 
-    def wanted(hidden, weight, bias=None):
+    def score_plainly(hidden, weight, bias=None):
         return reference.linear_token_logprobs(hidden, weight, ids, temperature, bias)
 
-    plain, exact = (with_gradients(wanted, inputs, *grads) for inputs in (given, [t.double() for t in given]))
-    assert_as_plain(with_gradients(ours, given, *grads), plain, exact, **slack)
+    plain = with_gradients(score_plainly, inputs, *grads)
+    exact = with_gradients(score_plainly, [t.double() for t in inputs], *grads)
+    assert_as_plain(with_gradients(score, inputs, *grads), plain, exact, **slack)
 
 
 def check_blocks(backend: str) -> None:
-    """Blocks of the vocabulary that are ruled out by the bias, all of one and a part of the next; NaN in a state stays
-    in its row, NaN in the bias is in every row."""
+    """Check blocks of the vocabulary that the bias rules out, and NaN.
+
+    The bias rules out one block and a part of the next. NaN in a state stays in its row, NaN in the bias reaches all.
+    """
     hidden, weight, bias = torch.randn(4, 8), torch.randn(40, 8), torch.zeros(40)
-    hidden[2, 0], bias[:17], ids = torch.nan, -torch.inf, torch.tensor([17, 3, 30, 39])
+    hidden[2, 0] = torch.nan
+    bias[:17] = -torch.inf
+    ids = torch.tensor([17, 3, 30, 39])
     score = partial(rlkernels.linear_token_logprobs, ids=ids, bias=bias, return_entropy=True, chunk=10, backend=backend)
-    *found, grad, _ = with_gradients(score, [hidden, weight], *torch.ones(2, 4))
-    wanted = reference.linear_token_logprobs(hidden, weight, ids, 1.0, bias)
-    assert wanted[0][1] == -torch.inf and wanted[0].isnan().tolist() == [False, False, True, False]
-    torch.testing.assert_close(found, list(wanted), equal_nan=True)
-    assert torch.equal(grad.isnan().any(1), found[0].isnan())
-    for rest, entry in ((-torch.inf, -torch.inf), (-torch.inf, torch.nan), (0.0, torch.nan)):
-        bias[:], bias[4] = rest, entry
+    *results, hidden_grad, _ = with_gradients(score, [hidden, weight], *torch.ones(2, 4))
+    expected = reference.linear_token_logprobs(hidden, weight, ids, 1.0, bias)
+    assert expected[0][1] == -torch.inf and expected[0].isnan().tolist() == [False, False, True, False]
+    torch.testing.assert_close(results, list(expected), equal_nan=True)
+    assert torch.equal(hidden_grad.isnan().any(1), results[0].isnan())
+    for others, entry in ((-torch.inf, -torch.inf), (-torch.inf, torch.nan), (0.0, torch.nan)):
+        bias[:] = others
+        bias[4] = entry
         assert score(hidden, weight)[0].isnan().all()

@@ -31,13 +31,13 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def nothing_else_runs(monkeypatch):
-    """What the trainer says of the load of the machine is no part of what tests expect."""
+    """Report an idle machine: no test expects the trainer's message about a busy one."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
-    """torch.empty returns NaN (or the largest integer), so that nothing can rely on what it happens to hold."""
+    """Make torch.empty return NaN (or the largest integer), so that nothing can rely on its contents."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -46,7 +46,7 @@ def poison_uninitialised_memory():
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Every test starts from the same random state, and with float32 products that round no inputs."""
+    """Start every test from the same random state, and with float32 products that round no inputs."""
     torch.manual_seed(0)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 
@@ -59,7 +59,7 @@ def compiled():
 
 @pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
 def cpu_isa(request, compiled):
-    """Runs a test once per instruction set of the CPU kernels."""
+    """Run a test once per instruction set of the CPU kernels."""
     try:
         torch.ops.rlkernels.set_cpu_isa(request.param)
     except ValueError as error:
@@ -70,10 +70,10 @@ def cpu_isa(request, compiled):
 
 @pytest.fixture
 def set_threads():
-    """``torch.set_num_threads``, undone at the end of the test."""
-    before = torch.get_num_threads()
+    """Return ``torch.set_num_threads``; undo its calls at the end of the test."""
+    num_threads = torch.get_num_threads()
     yield torch.set_num_threads
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

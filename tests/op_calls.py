@@ -1,4 +1,4 @@
-"""Runs a small call of every op of ``OPS``, in any context of torch."""
+"""Small calls of every op of ``OPS``, in any context of torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,12 +32,12 @@ def rollout_history(backend: str) -> list[Any]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
+    old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(old_dtype)
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -49,12 +49,12 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 HOST: dict[str, Callable[[str], Any]] = {"block_pool": block_pool, "rollout_history": rollout_history}  # no tensors
 
 
-def run(op: str, given: Arguments | None, backend: str = "auto") -> list[torch.Tensor]:
-    """Return the tensors of the result, numbers among them as float64, and what was written, in a copy."""
-    if given is None:
+def run(op: str, arguments: Arguments | None, backend: str = "auto") -> list[torch.Tensor]:
+    """Return the tensors of the result, numbers among them as float64, and copies of the arguments that it changed."""
+    if arguments is None:
         return flat(HOST[op](backend))
-    written = {name: given[name].clone() for name in WRITES.get(op, ())}
-    return flat([public(op)(**given | written, backend=backend), *written.values()])
+    changed = {name: arguments[name].clone() for name in WRITES.get(op, ())}
+    return flat([public(op)(**arguments | changed, backend=backend), *changed.values()])
 
 
 def flat(result: Any) -> list[torch.Tensor]:
@@ -77,9 +77,11 @@ def check_write_from_itself(backend: str) -> None:
     """Move entries of a cache, in reverse order; check that all are read before any is written."""
     for rows in (lambda cache: cache.flatten(0, 1)[:8], lambda cache: cache.flatten(0, 1)[1:9]):
         keys, values = torch.randn(2, 3, 4, 1, 8)
-        expected = keys.clone().flatten(0, 1), values.clone().flatten(0, 1)
+        expected_keys = keys.clone().flatten(0, 1)
+        expected_values = values.clone().flatten(0, 1)
         slots = torch.arange(7, -1, -1)
-        expected[0][slots], expected[1][slots] = rows(values.clone()), rows(keys.clone())
+        expected_keys[slots] = rows(values.clone())
+        expected_values[slots] = rows(keys.clone())
         rlkernels.write_kv(rows(values), rows(keys), keys, values, slots, backend=backend)
-        for cache, moved in zip((keys, values), expected):
-            assert torch.equal(cache.flatten(0, 1), moved)
+        assert torch.equal(keys.flatten(0, 1), expected_keys)
+        assert torch.equal(values.flatten(0, 1), expected_values)

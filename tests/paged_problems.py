@@ -38,42 +38,44 @@ class Problem:
 
 
 def paged(lens, q_lens, *, heads=4, kv_heads=2, dim=32, block_size=4, dtype=torch.float32) -> Problem:
-    blocks = sum(-(-n // block_size) for n in lens) + 3
-    pages = Pages(blocks, block_size, kv_heads, dim, dtype, torch.empty(0).device)
-    query, tables = torch.randn(sum(q_lens), heads, dim).to(dtype), pages.table(lens)
+    num_blocks = sum(-(-n // block_size) for n in lens) + 3
+    pages = Pages(num_blocks, block_size, kv_heads, dim, dtype, torch.empty(0).device)
+    query = torch.randn(sum(q_lens), heads, dim).to(dtype)
+    tables = pages.table(lens)
     starts = pages.ints([0, *itertools.accumulate(q_lens)])
     return Problem(query, *pages.finished(), tables, pages.ints(lens), starts, dim**-0.5)
 
 
 def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
-    """(arguments of shared_prefix_attention, the same sequences as a float64 paged problem)."""
-    prefix_lens = [p for p, _, _ in groups]
-    own_lens = [n for _, lens, _ in groups for n in lens]
-    queries = [q for _, _, qs in groups for q in qs]
+    """Return arguments of shared_prefix_attention, those of paged_attention on the same sequences, and the scale."""
+    prefix_lens = [prefix_len for prefix_len, _, _ in groups]
+    suffix_lens = [suffix_len for _, lens, _ in groups for suffix_len in lens]
+    q_lens = [q_len for _, _, lens in groups for q_len in lens]
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "dtype": dtype}
-    problem = paged(prefix_lens + own_lens, [0] * len(prefix_lens) + queries, **sizes)
-    count = len(groups)
-    group_tables, own = problem.block_tables[:count], problem.block_tables[count:]
+    problem = paged(prefix_lens + suffix_lens, [0] * len(prefix_lens) + q_lens, **sizes)
+    num_groups = len(groups)
+    group_tables, tables = problem.block_tables[:num_groups], problem.block_tables[num_groups:]
     starts = torch.tensor([0, *(len(lens) for _, lens, _ in groups)]).cumsum(0).int()
-    group_lens, lens = problem.seq_lens[:count].clone(), problem.seq_lens[count:].clone()
-    query_starts = problem.query_starts[count:].clone()
+    group_lens, lens = problem.seq_lens[:num_groups].clone(), problem.seq_lens[num_groups:].clone()
+    query_starts = problem.query_starts[num_groups:].clone()
     caches = problem.key_cache, problem.value_cache
-    shared = (problem.query, *caches, group_tables, group_lens, starts, own, lens, query_starts)
+    shared = (problem.query, *caches, group_tables, group_lens, starts, tables, lens, query_starts)
 
     # unshared, token by token in blocks of one, so that a prefix may end anywhere
-    group_of = torch.arange(count).repeat_interleave(starts.diff().long())
-    rows = []
-    for b, g in enumerate(group_of.tolist()):
-        parts = ((group_tables[g], int(group_lens[g])), (own[b], int(lens[b])))
-        rows.append([int(t[i // block_size]) * block_size + i % block_size for t, n in parts for i in range(n)])
-    tables = pad_sequence([torch.tensor(row, dtype=torch.int32) for row in rows], batch_first=True, padding_value=-1)
-    total = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    single = [c.flatten(0, 1)[:, None] for c in caches]
-    return shared, (problem.query, *single, tables, total, query_starts), problem.scale
+    group_of = torch.arange(num_groups).repeat_interleave(starts.diff().long())
+    slots = []
+    for row, group in enumerate(group_of.tolist()):
+        parts = ((group_tables[group], int(group_lens[group])), (tables[row], int(lens[row])))
+        slots.append([int(t[i // block_size]) * block_size + i % block_size for t, n in parts for i in range(n)])
+    slot_rows = [torch.tensor(row, dtype=torch.int32) for row in slots]
+    slot_tables = pad_sequence(slot_rows, batch_first=True, padding_value=-1)
+    total_lens = torch.tensor([len(row) for row in slots], dtype=torch.int32)
+    slot_caches = [c.flatten(0, 1)[:, None] for c in caches]
+    return shared, (problem.query, *slot_caches, slot_tables, total_lens, query_starts), problem.scale
 
 
 def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None, recompute=False):
-    """``reference.attend`` with every step rounded to the dtype of its inputs; the log-sum-exp in float32 at least."""
+    """Attend as ``reference.attend``, each step rounded to the inputs' dtype; log-sum-exp in float32 at least."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
     score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
     score = score if softcap is None else (score / softcap).tanh() * softcap
@@ -85,65 +87,67 @@ def attend_in_their_dtype(query, key, value, scale, causally, window=None, softc
 
 def check_attention(op: str, arguments, scale: float, backend: str, floor: float = 2e-6, relative: float = 0.0,
                     **options: Any):  # fmt: skip
-    """Judges "paged_attention" or "shared_prefix_attention" by its reference -> output and log-sum-exp."""
-    ours = getattr(rlkernels, op)(*arguments, scale=scale, return_lse=True, backend=backend, **options)
+    """Judge "paged_attention" or "shared_prefix_attention" by its reference; return output and log-sum-exp."""
+    results = getattr(rlkernels, op)(*arguments, scale=scale, return_lse=True, backend=backend, **options)
     plain = getattr(reference, op)(*arguments, scale, **options)
     exact = getattr(reference, op)(*(t.double() for t in arguments[:3]), *arguments[3:], scale, **options)
-    assert_as_plain(ours, plain, exact, floor, relative)
-    return ours
+    assert_as_plain(results, plain, exact, floor, relative)
+    return results
 
 
 def attend_by_mask(query, key, value, layout, scale, window=None, softcap=None):
-    """Attention among packed tokens by a mask of all pairs, every step rounded to the dtype of the inputs."""
+    """Attend among packed tokens by a mask of all pairs, each step rounded to the inputs' dtype."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
-    place = torch.arange(layout.num_tokens)
-    seen = (place <= place[:, None]) & (place[:, None] < layout.end)
+    index = torch.arange(layout.num_tokens)
+    visible = (index <= index[:, None]) & (index[:, None] < layout.end)
     if window is not None:
-        seen &= layout.position_ids[:, None] - layout.position_ids < window
+        visible &= layout.position_ids[:, None] - layout.position_ids < window
     score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
-    score = (score if softcap is None else (score / softcap).tanh() * softcap).masked_fill(~seen, -torch.inf)
+    score = score if softcap is None else (score / softcap).tanh() * softcap
+    score = score.masked_fill(~visible, -torch.inf)
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
     return (score.softmax(-1) @ value).transpose(0, 1), lse.T
 
 
 def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads: int, kv_heads: int, dim: int,
                dtype: torch.dtype, size: float = 1, **options: Any) -> list[torch.Tensor]:  # fmt: skip
-    """Judges output, log-sum-exp and the gradients from both by the mask of all pairs -> them."""
+    """Judge output, log-sum-exp and the gradients from both by the mask of all pairs; return all of them."""
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
     *tensors, grad = (torch.randn(shape).to(dtype) for shape in shapes)
-    grads, settings = (grad, torch.randn(shapes[0][:2])), {"layout": layout, "scale": size * dim**-0.5, **options}
+    grads = grad, torch.randn(shapes[0][:2])
+    settings = {"layout": layout, "scale": size * dim**-0.5, **options}
     plain, exact = (
         with_gradients(partial(attend_by_mask, **settings), inputs, *grads)
         for inputs in (tensors, [t.double() for t in tensors])
     )
-    ours = with_gradients(partial(function, **settings), tensors, *grads)
+    results = with_gradients(partial(function, **settings), tensors, *grads)
     # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
-    assert_as_plain(ours, plain, exact, floor=1e-6, relative=2e-6)
-    return ours
+    assert_as_plain(results, plain, exact, floor=1e-6, relative=2e-6)
+    return results
 
 
 def check_grouped(function: Callable[..., Any], layout: rlkernels.GroupedLayout, heads: int, kv_heads: int, dim: int,
                   dtype: torch.dtype, strides: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
                   **slack: float):  # fmt: skip
-    """Judges output and gradients of grouped attention by its reference -> a function that computes them again, and
-    what it gave."""
+    """Judge output and gradients of grouped attention by its reference; return what computes them, and them."""
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
-    tensors, grad = [strides(torch.randn(shape).to(dtype)) for shape in shapes], torch.randn(shapes[0]).to(dtype)
+    tensors = [strides(torch.randn(shape).to(dtype)) for shape in shapes]
+    grad = torch.randn(shapes[0]).to(dtype)
     settings = {"layout": layout, "scale": dim**-0.5}
-    again = partial(with_gradients, partial(function, **settings), tensors, grad)
+    compute = partial(with_gradients, partial(function, **settings), tensors, grad)
     plain, exact = (
         with_gradients(lambda *qkv: reference.tree_attention(*qkv, **settings)[0], inputs, grad)
         for inputs in (tensors, [t.double() for t in tensors])
     )
-    ours = again()
+    results = compute()
     # the backward pass starts from the rounded output, where plain torch keeps its weights
     rounding = {"floor": 0, "relative": 3e-6 if dtype == torch.float32 else torch.finfo(dtype).eps}
-    assert_as_plain(ours, plain, exact, **slack or rounding)
-    return again, ours
+    assert_as_plain(results, plain, exact, **slack or rounding)
+    return compute, results
 
 
 def check_grouped_without_tokens_or_gradients(backend: str) -> None:
-    """Of nothing comes nothing; a gradient flows only where it is asked for."""
+    """Check a layout without tokens, and that a gradient flows only to tensors that require it."""
     layout = rlkernels.GroupedLayout([], [], [0])
     empty = torch.zeros(0, 2, 8, requires_grad=True)
     out = rlkernels.grouped_attention(empty, empty, empty, layout, scale=1.0, backend=backend)
@@ -158,18 +162,19 @@ def check_grouped_without_tokens_or_gradients(backend: str) -> None:
 
 
 def check_merge(backend: str, tokens: int, heads: int, dim: int, dtype: torch.dtype, floor: float = 2e-6) -> None:
-    """Of parts of which one, the other or neither saw a key; the outputs of those that saw none are NaN."""
+    """Judge the merge of parts of which one, the other or neither saw a key; a part without keys is NaN."""
     outs, lses = torch.randn(2, tokens, heads, dim).to(dtype), torch.randn(2, tokens, heads) * 20
     for side, rows in ((0, slice(1, None, 7)), (1, slice(1, None, 5))):  # token 1: neither
-        outs[side, rows], lses[side, rows] = torch.nan, -torch.inf
+        outs[side, rows] = torch.nan
+        lses[side, rows] = -torch.inf
     parts = outs[0], lses[0], outs[1], lses[1]
-    ours = rlkernels.merge_attention(*parts, backend=backend)
+    results = rlkernels.merge_attention(*parts, backend=backend)
     exact = reference.merge_attention(*(t.double() for t in parts))
-    assert_as_plain(ours, reference.merge_attention(*parts), exact, floor)
+    assert_as_plain(results, reference.merge_attention(*parts), exact, floor)
 
 
 def check_write_kv(backend: str, tokens: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Rounded keys and values are written to their slots and nowhere else."""
+    """Check that rounded keys and values are written to their slots and nowhere else."""
     caches = torch.full((2, tokens, 4, 3, 20), torch.nan, dtype=cache_dtype)
     key, value = (torch.randn(2, tokens, 3, 40) * 3).to(dtype)[..., ::2]
     slots = torch.randperm(4 * tokens)[:tokens]
@@ -179,17 +184,18 @@ def check_write_kv(backend: str, tokens: int, dtype: torch.dtype, cache_dtype: t
     flat = caches.flatten(1, 2)
     assert torch.equal(flat[0, slots], key.to(cache_dtype)) and torch.equal(flat[1, slots], value.to(cache_dtype))
     assert flat.isnan().sum() == 2 * 3 * tokens * 60
-    again = torch.full_like(caches, torch.nan)
-    rlkernels.write_kv(key.contiguous(), value.contiguous(), *again, slots, backend=backend)
-    torch.testing.assert_close(again, caches, rtol=0, atol=0, equal_nan=True)
+    other_caches = torch.full_like(caches, torch.nan)
+    rlkernels.write_kv(key.contiguous(), value.contiguous(), *other_caches, slots, backend=backend)
+    torch.testing.assert_close(other_caches, caches, rtol=0, atol=0, equal_nan=True)
 
 
 def check_change(backend: str) -> None:
-    """What write_kv writes counts as a change."""
+    """Check that autograd sees what write_kv writes as a change."""
     caches = [torch.zeros(3, 4, 2, 32) for _ in range(2)]  # views of one tensor have one version
-    new, slots = torch.randn(2, 1, 2, 32), torch.tensor([3])
+    key, value = torch.randn(2, 1, 2, 32)
+    slots = torch.tensor([3])
     products = [torch.ones(32, requires_grad=True) * cache for cache in caches]
-    rlkernels.write_kv(*new, *caches, slots, backend=backend)
+    rlkernels.write_kv(key, value, *caches, slots, backend=backend)
     for product in products:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()

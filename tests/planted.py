@@ -46,7 +46,7 @@ def wait():
 
 
 def planted(behaviour, device):
-    """Plain torch takes its time, and "triton" misbehaves."""
+    """Return a problem for which plain torch is slow, and "triton" misbehaves."""
 
     def call(backend):
         if backend == "torch":
@@ -57,7 +57,7 @@ def planted(behaviour, device):
 
 
 def slow(device):
-    """Rows that come one by one; says who the worker is."""
+    """Return a problem whose rows come one by one; write the id of the worker's process."""
     Path(os.environ["PLANTED_PID"]).write_text(str(os.getpid()))
 
     def call(backend):
@@ -67,7 +67,7 @@ def slow(device):
     return Problem(call)
 
 
-# op -> what its candidate "triton" does in the small case, and in the timed one
+# op -> what its candidate "triton" does in the small case, and in the large one
 PROVED = {
     "merge_attention": (die, die),
     "write_kv": (hang, hang),
@@ -82,11 +82,12 @@ PROVED = {
 
 
 def cases_of(workload):
-    """Where the variable names another process as the parent, there is no device."""
+    """Return the cases; fail as without a device where the variable names another process as the parent."""
     if os.environ.get("PLANTED_PARENT", str(os.getpid())) != str(os.getpid()):
         raise RuntimeError("all CUDA-capable devices are busy or unavailable")
-    small = [Case(op, "small", partial(planted, what[0])) for op, what in PROVED.items()]
-    return small + [Case(op, "large", partial(planted, what[1]), timed=True) for op, what in PROVED.items()]
+    cases = [Case(op, "small", partial(planted, small)) for op, (small, _) in PROVED.items()]
+    cases += [Case(op, "large", partial(planted, large), timed=True) for op, (_, large) in PROVED.items()]
+    return cases
 
 
 TIMED = [

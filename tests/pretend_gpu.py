@@ -30,30 +30,31 @@ BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default} 
 
 
 def window_of(causal, left, right):
-    """The window of the keys on both sides of a query that the kernels are told of; None without one."""
+    """Return the window of the reference for the keys that the kernels see left and right of a query, or None."""
     assert (left is None) == (right is None) and (left is None or (causal and right == 0))
     return None if left is None else left + 1
 
 
 def flash_forward(query, key, value, starts_q, starts_k, max_q, max_k, dropout, causal, debug, *, scale,
                   window_size_left=None, window_size_right=None):  # fmt: skip
-    """``aten._flash_attention_forward``: without keys or weights 0, and inf as log-sum-exp, as for NaN."""
+    """Compute ``aten._flash_attention_forward``: 0 without keys or weights, and inf as log-sum-exp, as for NaN."""
     assert not dropout and not debug and starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
-    out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
+    out = torch.zeros_like(query)
+    lse = query.new_full((query.shape[1], len(query)), torch.inf, dtype=torch.float32)
     for row in range(len(starts_q) - 1):
         rows, keys = (slice(int(s[row]), int(s[row + 1])) for s in (starts_q, starts_k))
         if keys.start < keys.stop:
             window = window_of(causal, window_size_left, window_size_right)
-            found, found_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal, window)
-            out[rows] = found.to(query.dtype)
-            lse[:, rows] = found_lse.T.masked_fill(~found_lse.T.isfinite(), torch.inf)
+            row_out, row_lse = reference.attend(query[rows], key[keys], value[keys], scale, causal, window)
+            out[rows] = row_out.to(query.dtype)
+            lse[:, rows] = row_lse.T.masked_fill(~row_lse.T.isfinite(), torch.inf)
     return out, lse, torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
 
 def flash_backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, seed, unused,
                    *, scale, window_size_left=None, window_size_right=None):  # fmt: skip
-    """``aten._flash_attention_backward``, from the output and the log-sum-exp that it is given, as the kernel does."""
+    """Compute ``aten._flash_attention_backward`` from the output and the log-sum-exp, as the kernel does."""
     assert not dropout and int(starts_q.diff().max()) == max_q and int(starts_k.diff().max()) == max_k
     grads = [torch.zeros_like(t) for t in (query, key, value)]
     for row in range(len(starts_q) - 1):
@@ -65,11 +66,11 @@ def flash_backward(grad, query, key, value, out, lse, starts_q, starts_k, max_q,
             window = window_of(causal, window_size_left, window_size_right)
             weight = weight.masked_fill(~reference.causal(len(q), len(k), q.device, window=window), 0)
         outer = torch.einsum("qhd,khd->hqk", g, v) - (g * o).sum(-1).T[..., None]
-        found = (("hqk,khd->qhd", weight * outer * scale, k), ("hqk,qhd->khd", weight * outer * scale, q),
-                 ("hqk,qhd->khd", weight, g))  # fmt: skip
-        for total, where, (formula, *parts) in zip(grads, (rows, keys, keys), found):
-            one = torch.einsum(formula, *parts)
-            total[where] = one.unflatten(1, (total.shape[1], -1)).sum(2).to(total.dtype)
+        score_grad = weight * outer * scale
+        products = (torch.einsum("hqk,khd->qhd", score_grad, k), torch.einsum("hqk,qhd->khd", score_grad, q),
+                    torch.einsum("hqk,qhd->khd", weight, g))  # fmt: skip
+        for total_grad, span, product in zip(grads, (rows, keys, keys), products):
+            total_grad[span] = product.unflatten(1, (total_grad.shape[1], -1)).sum(2).to(total_grad.dtype)
     return tuple(grads)
 
 
@@ -88,7 +89,7 @@ class GPUTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> "GPUTensor":
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             numbers.size(),
             strides=numbers.stride(),
@@ -96,8 +97,8 @@ class GPUTensor(torch.Tensor):
             dtype=numbers.dtype,
             device="cpu",  # for torch itself, which has no autograd for CUDA in a build without it
         )
-        made.numbers = numbers
-        return made
+        tensor.numbers = numbers
+        return tensor
 
     device = property(lambda self: GPU)
     is_cuda = property(lambda self: True)
@@ -129,12 +130,12 @@ class GPUTensor(torch.Tensor):
 
 
 def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on tensors of which some are there -> its result, there."""
+    """Run an operation on tensors of which some are on the GPU; return its result, on the GPU."""
     checked = (args[:1], args[2:]) if func in BY_INDEX else (args, kwargs)
     tensors = [x for x in tree_leaves(checked) if isinstance(x, torch.Tensor)]
     if func is not aten.copy_.default and any(not isinstance(x, GPUTensor) and x.dim() for x in tensors):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
-    if func.namespace == "rlkernels":  # its lines, on tensors that are there
+    if func.namespace == "rlkernels":  # its lines in torch, on tensors of the GPU
         with PretendGPU():
             return OPDEFS[func._schema.name]._backend_fns[None](*args, **kwargs)
     if waits(func, args, kwargs):
@@ -145,13 +146,13 @@ def run_there(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = STAND_INS.get(func, func)(*numbers[0], **numbers[1])
     written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
     if written and len(func._schema.returns):  # in place, or into out=
-        given = [args[i] if i < len(args) else kwargs[func._schema.arguments[i].name] for i in written]
-        return given[0] if len(func._schema.returns) == 1 else tuple(given)
+        outputs = [args[i] if i < len(args) else kwargs[func._schema.arguments[i].name] for i in written]
+        return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
     return tree_map(lambda x: GPUTensor(x) if isinstance(x, torch.Tensor) else x, out)
 
 
 class PretendGPU(TorchFunctionMode):
-    """Makes and moves tensors where ``device`` says, "cuda" included."""
+    """Make and move tensors where ``device`` says, "cuda" included."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -160,24 +161,24 @@ class PretendGPU(TorchFunctionMode):
         if func is torch.Tensor.backward:
             with self:
                 return torch.autograd.backward(args[0])
-        if func is torch.autograd.backward:  # which may compute again, and makes tensors there
+        if func is torch.autograd.backward:  # may compute again, and makes tensors on the GPU
             with self, patch.object(torch.autograd, "has_torch_function", lambda _: False):
                 return func(*args, **kwargs)
         if func is torch.Tensor.to:
-            given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
-            where = next((found for x in given if (found := device_of(x))), None)
-            if where == "meta" or args[0].is_meta:
+            values = [x for x in (*args[1:], *kwargs.values()) if x is not None]
+            device = next((name for x in values if (name := device_of(x))), None)
+            if device == "meta" or args[0].is_meta:
                 return func(*args, **kwargs)
-            dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
-            dtype = next((x.dtype for x in given if isinstance(x, torch.Tensor)), dtype)
-            moved = args[0] if where is None else move(args[0], where)
+            dtype = next((x for x in values if isinstance(x, torch.dtype)), None)
+            dtype = next((x.dtype for x in values if isinstance(x, torch.Tensor)), dtype)
+            moved = args[0] if device is None else move(args[0], device)
             return moved if dtype is None else func(moved, dtype, copy=kwargs.get("copy", False))
-        where = device_of(kwargs.get("device"))
-        if where in (None, "meta") or func is torch._C._nn._parse_to:
+        device = device_of(kwargs.get("device"))
+        if device in (None, "meta") or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
         kwargs["device"] = torch.device("cpu")
         out = func(*args, **kwargs)
-        if where == "cuda":
+        if device == "cuda":
             if not func.__name__.startswith("empty"):
                 GPUTensor.launches[func.__name__] += 1
             return out if isinstance(out, GPUTensor) else GPUTensor(out).requires_grad_(out.requires_grad)
@@ -185,7 +186,7 @@ class PretendGPU(TorchFunctionMode):
 
 
 def device_of(value: Any) -> str | None:
-    """Type of the device that an argument of torch names, if it is one."""
+    """Return the type of the device that an argument of torch names, or None."""
     if isinstance(value, torch.Tensor):
         return value.device.type
     if isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu", "meta"):
@@ -193,12 +194,12 @@ def device_of(value: Any) -> str | None:
     return value.type if isinstance(value, torch.device) else None
 
 
-def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
-    """A copy on the other device, as it is on a real one; the host waits for what comes to it."""
-    if where == tensor.device.type:
+def move(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
+    """Return a copy on the other device, as a real GPU does; the host waits for a copy to the CPU."""
+    if device == tensor.device.type:
         return tensor
     assert not (tensor.requires_grad and torch.is_grad_enabled()), "no gradient goes from one device to the other"
-    if where == "cuda":
+    if device == "cuda":
         GPUTensor.launches["to the GPU"] += 1
         return GPUTensor(tensor.detach().clone())
     GPUTensor.waits["to the host"] += 1
@@ -206,21 +207,21 @@ def move(tensor: torch.Tensor, where: str | None) -> torch.Tensor:
 
 
 def move_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """``Module._apply`` where parameters get another class, so that new ones are made: those that were one stay one."""
+    """Run ``Module._apply``, which makes new parameters of another class, and tie those again that were tied."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     APPLY(module, *args, **kwargs)
-    for first, *others in names.values():
-        for name in others:
-            owner, _, own = name.rpartition(".")
-            setattr(module.get_submodule(owner), own, module.get_parameter(first))
+    for first_name, *tied_names in names.values():
+        for name in tied_names:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first_name))
     return module
 
 
 @contextmanager
 def pretended() -> Iterator[Counter[str]]:
-    """Within it there is a GPU -> how often the host waited for it, by operation."""
+    """Pretend that there is a GPU; yield how often the host waited for it, by operation."""
     facts = {"total_memory": MEMORY, "major": 9, "minor": 0, "multi_processor_count": 132}
     answers = {
         "is_available": True,

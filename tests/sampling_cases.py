@@ -8,31 +8,31 @@ SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 5), (1.3, 0.
 
 
 def distribution(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
-    """The distribution that one row [V] is sampled from, in float64, by the words of the docstring."""
+    """Return the distribution that one row [V] is sampled from, in float64, by the words of the docstring."""
     order = logits.double().argsort(descending=True, stable=True)
-    p = torch.softmax(logits.double() / temperature, 0)[order]
+    probs = torch.softmax(logits.double() / temperature, 0)[order]
     if top_k:
-        p[top_k:] = 0
-        p /= p.sum()
-    nucleus = int((p.cumsum(0) < top_p).sum()) + 1
-    p[nucleus:] = 0
-    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+        probs[top_k:] = 0
+        probs /= probs.sum()
+    nucleus_size = int((probs.cumsum(0) < top_p).sum()) + 1
+    probs[nucleus_size:] = 0
+    return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
 
 
-def own_logprobs(model, context: list[int], ids: list[int], sampling) -> list[float]:
-    """Log-probabilities of the tokens that follow a context, at the temperature, before top-k and top-p: one pass."""
+def compute_logprobs(model, context: list[int], ids: list[int], sampling) -> list[float]:
+    """Return log-probabilities of the tokens after a context, at the temperature, before top-k and top-p: one pass."""
     with torch.no_grad():
         logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
-    whole = torch.log_softmax(logits.double() / sampling.temperature, -1)
-    return [row[token].item() for row, token in zip(whole, ids)]
+    logprobs = torch.log_softmax(logits.double() / sampling.temperature, -1)
+    return [row[token].item() for row, token in zip(logprobs, ids)]
 
 
-def uniforms(n: int, seed: int = 0) -> torch.Tensor:
-    return rlkernels.keyed_uniform(seed, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+def uniforms(count: int, seed: int = 0) -> torch.Tensor:
+    return rlkernels.keyed_uniform(seed, torch.zeros(count, dtype=torch.int64), torch.arange(count))
 
 
 def rows_of_every_kind(vocab: int) -> torch.Tensor:
-    """Sharp, flat, tied, ruled-out and wide rows."""
+    """Return sharp, flat, tied, ruled-out and wide rows."""
     kinds = [
         torch.randn(6, vocab) * 3,
         torch.randn(6, vocab) * 0.01,
@@ -47,7 +47,7 @@ def rows_of_every_kind(vocab: int) -> torch.Tensor:
 
 
 def check_no_gradient(backend: str) -> None:
-    """Of what is drawn, or verified as it was drawn."""
+    """Check that drawn and verified tokens have no gradient."""
     logits, u = torch.randn(3, 9, requires_grad=True), uniforms(3)
     ids, logprobs = rlkernels.sample_tokens(logits, u, backend=backend)
     accepted, *verified = rlkernels.verify_drafts(logits, [[int(ids[0])], []], [0, 2, 3], u, backend=backend)

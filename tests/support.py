@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def waits(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the host of a GPU would have to wait for the result of an operation: for a number, or a shape."""
+    """Return whether the host of a GPU would have to wait for the result of an operation: for a number, or a shape."""
     if func in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default):
         return True
     if func is aten.repeat_interleave.Tensor:
@@ -32,13 +32,13 @@ def waits(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def computes(func: Any) -> bool:
-    """Whether a GPU would launch something for an operation: not for views and empty memory."""
+    """Return whether a GPU would launch a kernel for an operation: not for views and empty memory."""
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return not view and not func.overloadpacket.__name__.startswith(("empty", "new_empty", "lift_fresh"))
 
 
 class Launches(TorchDispatchMode):
-    """Notes what operations do.
+    """Record the operations of torch.
 
     Attributes:
         counts: by name, the operations that compute, which a GPU would launch.
@@ -63,18 +63,18 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def series(n: int, steps: int, features: int | None = None, *, least: int = 0, whole: bool = False
-           ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """n random trajectories with random lengths, poisoned with NaN beyond them; ``whole`` numbers add up exactly."""
+def draw_series(n: int, steps: int, features: int | None = None, *, min_length: int = 0, whole_numbers: bool = False
+                ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return n random trajectories with random lengths, NaN beyond them; ``whole_numbers`` add up exactly."""
     shape = (n, steps) if features is None else (n, steps, features)
-    values = torch.randint(-3, 4, shape).float() if whole else torch.randn(shape)
-    lengths = torch.randint(least, steps + 1, (n,))
+    values = torch.randint(-3, 4, shape).float() if whole_numbers else torch.randn(shape)
+    lengths = torch.randint(min_length, steps + 1, (n,))
     values[torch.arange(steps) >= lengths[:, None]] = torch.nan
     return values, lengths
 
 
 def every_isa() -> Iterator[str]:
-    """Chooses one instruction set of the CPU kernels after the other, of those that work here."""
+    """Choose each instruction set of the CPU kernels that works here in turn, and yield it."""
     try:
         for isa in ("portable", "avx2", "avx512", "amx"):  # they ascend; the fixture cpu_isa names what is missing
             torch.ops.rlkernels.set_cpu_isa(isa)
@@ -86,20 +86,20 @@ def every_isa() -> Iterator[str]:
 
 
 def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> str:
-    """What another Python with these arguments prints, with ``env`` beside the environment of this one."""
+    """Return what another Python prints with these arguments, and with ``env`` added to the environment."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout.strip()
+    process = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout.strip()
 
 
 def lacks(what: str) -> None:
-    """Skips the running test because this machine lacks ``what``; the summary names it."""
+    """Skip the running test because this machine lacks ``what``; the summary names it."""
     pytest.skip(f"this machine lacks {what}")
 
 
 def take_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """All of a test runs on this backend, or it is skipped."""
+    """Run all of a test on this backend, or skip it."""
     if name == "cpu" and backend.extension_error():
         lacks("the compiled extension")
     monkeypatch.setenv("RLKERNELS_BACKEND", name)

@@ -14,27 +14,28 @@ EVERYWHERE = {"backend"}  # the same argument of every op, explained in rlkernel
 
 
 def public_names():
-    """(module, name, value) of every public function and class, each once."""
-    seen = set()
+    """Yield every public function and class, each once, with its name as id."""
+    documented = set()
     for module_name in make_docs.importable(make_docs.public_modules()):
         module = importlib.import_module(module_name)
         for name in module.__all__:
             value = getattr(module, name)
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value not in seen:
-                seen.add(value)
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value not in documented:
+                documented.add(value)
                 yield pytest.param(value, id=f"{module_name}.{name}")
 
 
 def sections(text):
-    """Google's sections of a docstring: heading -> lines below it."""
+    """Return Google's sections of a docstring: heading -> lines below it."""
     return dict(re.findall(r"^(Args|Returns|Yields|Raises):\n((?:(?: .*)?(?:\n|$))+)", text, re.MULTILINE))
 
 
 def raises(function):
-    """Whether the function itself raises, or checks its arguments."""
+    """Return whether the function itself raises, or checks its arguments."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     calls = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(isinstance(node, ast.Raise) for node in ast.walk(tree)) or any(c.startswith("_check") for c in calls)
+    has_raise = any(isinstance(node, ast.Raise) for node in ast.walk(tree))
+    return has_raise or any(name.startswith("_check") for name in calls)
 
 
 @pytest.mark.parametrize("value", list(public_names()))
@@ -46,13 +47,15 @@ def test_docstring_is_complete(value):
             if not name.startswith("_") and inspect.isfunction(method):
                 assert (inspect.getdoc(getattr(value, name)) or "").strip(), f"{name} has no docstring"
         return
-    found, signature = sections(text), inspect.signature(value)
+    named_sections = sections(text)
+    signature = inspect.signature(value)
     for name in signature.parameters.keys() - EVERYWHERE:
-        assert re.search(rf"^ +[\w, *]*\b{name}\b[\w, ]*:", found.get("Args", ""), re.MULTILINE), f"Args lacks {name}"
+        line = rf"^ +[\w, *]*\b{name}\b[\w, ]*:"
+        assert re.search(line, named_sections.get("Args", ""), re.MULTILINE), f"Args lacks {name}"
     if signature.return_annotation not in (None, inspect.Signature.empty):
-        assert found.keys() & {"Returns", "Yields"}
+        assert named_sections.keys() & {"Returns", "Yields"}
     if raises(value):
-        assert "Raises" in found
+        assert "Raises" in named_sections
 
 
 def test_links_of_a_page_lead_into_the_site():

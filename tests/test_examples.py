@@ -42,9 +42,10 @@ def test_calculator_rewards_the_last_number():
 
 
 def test_calculator_runs(tmp_path):
-    path, rows = tmp_path / "doubles.jsonl", [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"name": "jsonl", "train_path": str(path), "test_path": str(path),
+    train_path = tmp_path / "doubles.jsonl"
+    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
+    train_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "jsonl", "train_path": str(train_path), "test_path": str(train_path),
             "reward": "calculator:right_number", "environment": "calculator:Calculator"}  # fmt: skip
     assert run(tmp_path / "run", {"task": task})["steps"] == 1
 
@@ -65,7 +66,7 @@ def test_countdown_targets_can_be_reached(tmp_path):
     assert run(tmp_path / "run", {"task": {"name": "countdown:CountdownSettings", "test_size": 4}})["steps"] == 1
 
 
-def said(*texts):
+def as_messages(*texts):
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
@@ -83,7 +84,7 @@ def said(*texts):
      ("", False)],
 )  # fmt: skip
 def test_sentences_with_keys(text, right):
-    assert keys([], said(text), [], words=[["river", "storm", "island"]]) == [float(right)]
+    assert keys([], as_messages(text), [], words=[["river", "storm", "island"]]) == [float(right)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ def test_sentences_with_keys(text, right):
 )  # fmt: skip
 def test_sentences_of_eight_words(text, is_exact, is_near):
     columns = {"subject": ["road"], "length": [8]}
-    assert (count([], said(text), [], **columns), near([], said(text), [], **columns)) == ([is_exact], [is_near])
+    assert count([], as_messages(text), [], **columns) == [is_exact]
+    assert near([], as_messages(text), [], **columns) == [is_near]
 
 
 @pytest.mark.parametrize("constraint", ["keys", "near"])
@@ -106,17 +108,18 @@ def test_sentences_to_test_are_not_trained_on(constraint):
 
 
 def test_a_loop_of_your_own_packs_what_answers_begin_with(capsys):
-    made = runpy.run_path(str(Path(__file__).parents[1] / "examples/packed_loop.py"))
+    names = runpy.run_path(str(Path(__file__).parents[1] / "examples/packed_loop.py"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("9 tokens instead of 29" in line for line in lines)
-    packed, model, head = made["packed"], made["model"], made["model"].get_output_embeddings().weight
+    packed, model = names["packed"], names["model"]
+    head = model.get_output_embeddings().weight
     with torch.no_grad():
-        hidden = model.base_model(packed.ids[None], **made["inputs"]).last_hidden_state[0]
-        found = linear_token_logprobs(hidden[packed.rows], head, packed.targets)[packed.pairs]
+        hidden = model.base_model(packed.ids[None], **names["inputs"]).last_hidden_state[0]
+        logprobs = linear_token_logprobs(hidden[packed.rows], head, packed.targets)[packed.pairs]
         model.set_attn_implementation("eager")
         expected = []
-        for answer in made["answers"]:
-            ids = torch.tensor([made["prompt"] + answer])
-            table = model(ids).logits[0, len(made["prompt"]) - 1 : -1].log_softmax(-1)
-            expected.append(table.gather(1, torch.tensor(answer)[:, None])[:, 0])
-    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
+        for answer in names["answers"]:
+            ids = torch.tensor([names["prompt"] + answer])
+            model_logprobs = model(ids).logits[0, len(names["prompt"]) - 1 : -1].log_softmax(-1)
+            expected.append(model_logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0])
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-4, rtol=1e-4)

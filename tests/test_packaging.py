@@ -24,19 +24,20 @@ from tools import make_wheel
 
 
 def packages(*kinds: str) -> set[str]:
-    """Files of the two packages in the checkout."""
+    """Return the files of the two packages in the checkout."""
     folders = ROOT / "rlkernels", ROOT / "python_trainer"
     return {path.relative_to(ROOT).as_posix() for folder in folders for kind in kinds for path in folder.glob(kind)}
 
 
 def wheel(folder: Path, **env: str) -> Path:
-    own = ["build", "--build-lib", str(folder / "lib"), "bdist_wheel", "--skip-build"]
-    run_python("setup.py", "egg_info", "-e", str(folder), *own, "-d", str(folder), "-b", str(folder / "build"), **env)
+    build = ["build", "--build-lib", str(folder / "lib")]
+    bdist_wheel = ["bdist_wheel", "--skip-build", "-d", str(folder), "-b", str(folder / "build")]
+    run_python("setup.py", "egg_info", "-e", str(folder), *build, *bdist_wheel, **env)
     return next(folder.glob("*.whl"))
 
 
 def python_in(site: Path, code: str) -> str:
-    """Runs code where only the unpacked wheel and the installed dependencies are importable."""
+    """Run code where only the unpacked wheel and the installed dependencies are importable."""
     return run_python("-P", "-c", code, cwd=site.parent, PYTHONPATH=str(site))
 
 
@@ -83,8 +84,8 @@ def test_a_wheel_with_compiled_code_asks_for_its_torch(plain_wheel, tmp_path):
     with zipfile.ZipFile(path) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
         metadata, commands = (archive.read(files[name]).decode() for name in ("METADATA", "entry_points.txt"))
-    asked = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")]
-    assert asked == ["Requires-Dist: torch<2.14,>=2.13"] and "Requires-Dist: numpy>=1.26" in metadata
+    requirements = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")]
+    assert requirements == ["Requires-Dist: torch<2.14,>=2.13"] and "Requires-Dist: numpy>=1.26" in metadata
     assert metadata.count("Programming Language :: Python :: 3.") == 1 and ":: Python :: 3.12\n" in metadata
     assert "rlkernels-train = python_trainer.__main__:main" in commands
 
@@ -118,15 +119,15 @@ def test_wheel_with_the_extension(tmp_path):
 
 @pytest.mark.slow
 def test_a_setuptools_that_refuses_the_licence_builds_the_extension_all_the_same(tmp_path):
-    """One before 77 reads of a file in its place: the others would stop at a pyproject.toml like this one."""
+    """Build with a setuptools before 77, which reads another file; a newer one stops at this pyproject.toml."""
     for name in ("setup.py", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 1")
 
     for version, refused in (("76.0", False), ("77.0", True)):
-        known = f"setuptools.__version__ = {version!r}"
-        done = isolated(["build_ext"], known, cwd=tmp_path, RLKERNELS_NO_EXTENSION="1")
-        assert bool(done.returncode) == refused, done.stderr
+        patch = f"setuptools.__version__ = {version!r}"
+        process = isolated(["build_ext"], patch, cwd=tmp_path, RLKERNELS_NO_EXTENSION="1")
+        assert bool(process.returncode) == refused, process.stderr
 
 
 def test_source_distribution_can_be_built_and_tested(tmp_path):
@@ -144,23 +145,23 @@ def test_source_distribution_can_be_built_and_tested(tmp_path):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Runs setup.py without building anything -> its names; ``gpus``: capabilities of the GPUs that torch sees."""
+    """Return a function that runs setup.py without a build, and gives its names; ``gpus``: capabilities of the GPUs."""
 
     def run(gpus=(), cuda_home=None, cuda=None):
         calls = []
-        monkeypatch.setattr(setuptools, "setup", lambda **given: calls.append(given))
+        monkeypatch.setattr(setuptools, "setup", lambda **arguments: calls.append(arguments))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: gpus[i])
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "sm_120"])
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(cpp_extension, "CUDA_HOME", cuda_home)
         names = runpy.run_path(str(ROOT / "setup.py"))
-        return SimpleNamespace(**names, given=calls[0])
+        return SimpleNamespace(**names, setup_arguments=calls[0])
 
     return run
 
 
-@pytest.mark.parametrize(("wanted", "gpus", "expected"), [
+@pytest.mark.parametrize(("arch_list", "gpus", "expected"), [
     (None, [], ["compute_90", "sm_80", "sm_90"]),
     ("", [], ["compute_90", "sm_80", "sm_90"]),
     ("native", [], ["compute_90", "sm_80", "sm_90"]),
@@ -171,14 +172,14 @@ def load(monkeypatch):
     ("Hopper", [], ["compute_90", "sm_90"]),
     ("Ampere;Hopper", [], ["compute_86", "compute_90", "sm_80", "sm_86", "sm_90"]),
 ])  # fmt: skip
-def test_architectures(load, monkeypatch, wanted, gpus, expected):
+def test_architectures(load, monkeypatch, arch_list, gpus, expected):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    if wanted is not None:
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
-    found = re.findall(r",code=(\w+)", " ".join(load(gpus).cuda_arch_flags()))
-    assert sorted(found) == expected
-    if wanted not in (None, "", "native") or gpus:  # what torch makes of it
-        assert found == re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
+    if arch_list is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    architectures = re.findall(r",code=(\w+)", " ".join(load(gpus).cuda_arch_flags()))
+    assert sorted(architectures) == expected
+    if arch_list not in (None, "", "native") or gpus:  # what torch makes of it
+        assert architectures == re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
 
 
 def test_architectures_that_torch_does_not_know(load, monkeypatch):
@@ -189,9 +190,9 @@ def test_architectures_that_torch_does_not_know(load, monkeypatch):
 
 def test_the_cuda_runtime_is_linked_statically(load, tmp_path):
     """So that the CPU code loads on machines without the toolkit's libcudart."""
-    (extension,) = load(cuda_home=str(tmp_path), cuda="13.0").given["ext_modules"]
+    (extension,) = load(cuda_home=str(tmp_path), cuda="13.0").setup_arguments["ext_modules"]
     assert "-lcudart_static" in extension.extra_link_args and "-lcudart" not in extension.extra_link_args
-    (extension,) = load(cuda_home=None, cuda="13.0").given["ext_modules"]
+    (extension,) = load(cuda_home=None, cuda="13.0").setup_arguments["ext_modules"]
     assert not [flag for flag in extension.extra_link_args if "cuda" in flag]
 
 
@@ -239,25 +240,25 @@ def isolated(command, more="", cwd=ROOT, **env):
 
 
 def test_an_isolated_build_finds_the_torch_of_its_python():
-    done = isolated(["--name"])
-    assert done.stdout.split()[-1] == torch.__version__, done.stderr
+    process = isolated(["--name"])
+    assert process.stdout.split()[-1] == torch.__version__, process.stderr
     assert "torch" not in re.search(r"requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert sysconfig.get_path("purelib") in sys.path
 
 
-@pytest.mark.parametrize(("command", "here", "line"), [
+@pytest.mark.parametrize(("command", "patch", "line"), [
     (["bdist_wheel"], ABSENT, NO_TORCH),
     (["dist_info"], ABSENT, NO_TORCH),
     (["build_ext", "--inplace"], ABSENT, NO_TORCH),
     (["bdist_wheel"], OLD, r"torch must be 2.11 or newer, got 2.9.1\+cu128: pip install --upgrade torch"),
 ])  # fmt: skip
-def test_a_build_without_torch_or_with_an_old_one_says_how_in_one_line(command, here, line):
-    done = isolated(command, here)
-    assert done.returncode == 1 and not done.stdout
-    assert re.fullmatch(f"rlkernels: {line}\n", done.stderr)
+def test_a_build_without_torch_or_with_an_old_one_says_how_in_one_line(command, patch, line):
+    process = isolated(command, patch)
+    assert process.returncode == 1 and not process.stdout
+    assert re.fullmatch(f"rlkernels: {line}\n", process.stderr)
 
 
 def test_what_needs_no_torch_works_without_it():
     for command, env in ((["--version"], {}), (["--name"], {"RLKERNELS_NO_EXTENSION": "1"})):
-        done = isolated(command, ABSENT, **env)
-        assert done.returncode == 0 and done.stdout.split()[-1] == "None", done.stderr
+        process = isolated(command, ABSENT, **env)
+        assert process.returncode == 0 and process.stdout.split()[-1] == "None", process.stderr

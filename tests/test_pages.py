@@ -30,7 +30,7 @@ STEPS = (
     "task.train_size=16 task.test_size=16 rollout.num_generations=2 rollout.max_completion_length=32 "
     "evaluation.eval_steps=0"
 )
-LITTLE = {  # what is added to a command that begins with these words; the last that fits counts
+LITTLE = {  # beginning of a command, whole words -> options that shorten it; the last that fits counts
     "python -m python_trainer train": f"--set max_steps=2 {STEPS}",
     "python -m python_trainer train --dry-run": "",
     "python -m python_trainer history": "",
@@ -85,14 +85,14 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name of the file that the block is, from a comment on its first line."""
-        found = re.match(r"# (\S+\.(?:py|yaml))\n", self.text)
-        return found and found[1]
+        first_line = re.match(r"# (\S+\.(?:py|yaml))\n", self.text)
+        return first_line and first_line[1]
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """(command, what it prints) of a console block."""
-        found = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", self.text, re.MULTILINE)
-        return [(re.sub(r"\\\n\s*", "", command), printed.strip()) for command, printed in found]
+        matches = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", self.text, re.MULTILINE)
+        return [(re.sub(r"\\\n\s*", "", command), printed.strip()) for command, printed in matches]
 
     @property
     def lines(self) -> list[str]:
@@ -106,22 +106,22 @@ def read_blocks(path: Path) -> list[Block]:
 
 
 def has(needs: str) -> bool:
-    """Whether this machine has what a block needs."""
+    """Return whether this machine has what a block needs."""
     return torch.cuda.is_available() if needs == "gpu" else not needs or find_spec(needs) is not None
 
 
 def run_page(path: Path, capsys: Any) -> int:
-    """Runs the blocks of a page in the current folder, in their order -> how many ran.
+    """Run the blocks of a page in the current folder, in their order; return how many ran.
 
     A block of Python or YAML that begins with the name of a file is written there. Other Python is executed, and the
     next blocks see its names. Of a console block each command is run and its output compared.
     """
     names: dict[str, Any] = {"__name__": "page"}
-    done = 0
+    num_blocks = 0
     for block in read_blocks(path):
         if block.kind not in RUN or not has(block.needs):
             continue
-        done += 1
+        num_blocks += 1
         if block.file:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text, encoding="utf-8")
@@ -130,28 +130,28 @@ def run_page(path: Path, capsys: Any) -> int:
             exec(compile(block.text, path.name, "exec"), names)
         for command, printed in block.commands if block.kind == "console" else ():
             check_command(command, printed, capsys)
-    return done
+    return num_blocks
 
 
 def check_command(command: str, printed: str, capsys: Any) -> None:
-    """Runs a command of a page, and compares its exit code and output with the page; ``...`` stands for anything."""
+    """Run a command of a page, and compare its exit code and output with the page; ``...`` stands for anything."""
     arguments = shlex.split(command)
     if arguments[:3] == ["python", "-m", "python_trainer"] and "|" not in arguments:
         capsys.readouterr()
         try:
             code = main(arguments[3:])
-        except SystemExit as left:  # of --help-settings and the like
-            code = left.code or 0
-        said = "".join(capsys.readouterr())
+        except SystemExit as exit:  # of --help-settings and the like
+            code = exit.code or 0
+        output = "".join(capsys.readouterr())
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}."}
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
-        code, said = done.returncode, done.stdout + done.stderr
-    wanted = 2 if printed.startswith("error: ") else 0
-    assert code == wanted, f"{command} ended with {code}, not {wanted}:\n{said[-3000:]}"
+        process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+        code, output = process.returncode, process.stdout + process.stderr
+    expected_code = 2 if printed.startswith("error: ") else 0
+    assert code == expected_code, f"{command} ended with {code}, not {expected_code}:\n{output[-3000:]}"
     pattern = ".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", printed)))
-    assert re.search(pattern, said, re.DOTALL), f"{command} printed\n{said[-3000:]}\nand the page says\n{printed}"
+    assert re.search(pattern, output, re.DOTALL), f"{command} printed\n{output[-3000:]}\nand the page says\n{printed}"
 
 
 @pytest.mark.parametrize("page", [
@@ -163,22 +163,23 @@ def test_blocks_run(page, tmp_path, monkeypatch, capsys):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     assert run_page(page, capsys)
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules_before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
 def test_files_on_the_pages_pass_the_linter(tmp_path):
-    """With the pages' own blank lines; names that an example never uses are its business."""
+    """Check the files with the pages' blank lines; an example may define names that it never uses."""
     for page in PAGES:
         for block in read_blocks(page):
             if block.kind == "python" and block.file:
                 (tmp_path / page.stem).mkdir(exist_ok=True)
                 (tmp_path / page.stem / block.file).write_text(block.text)
-    ours = 'lint.isort.known-first-party = ["python_trainer", "rlkernels"]'
-    run_python("-m", "ruff", "check", "--no-cache", "--config", "pyproject.toml", "--config", ours, str(tmp_path))
+    first_party = 'lint.isort.known-first-party = ["python_trainer", "rlkernels"]'
+    options = ["--no-cache", "--config", "pyproject.toml", "--config", first_party]
+    run_python("-m", "ruff", "check", *options, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(text: str) -> set[str]:
-    """Returns what the headings of a page are called in links."""
+    """Return what the headings of a page are called in links."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -200,10 +201,10 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_and_targets_exist(page):
     text = page.read_text()
-    known = [key for key, *_ in describe_settings()]
-    sections = {key.rpartition(".")[0] for key in known}
+    settings = [key for key, *_ in describe_settings()]
+    sections = {key.rpartition(".")[0] for key in settings}
     for key in SECTION.findall(text):
-        assert key in known or key in sections or key.endswith(".py"), f"{page.name} names {key}"
+        assert key in settings or key in sections or key.endswith(".py"), f"{page.name} names {key}"
     makefile = (ROOT / "Makefile").read_text()
     code = re.findall(r"`([^`\n]+)`", text) + [block.text for block in read_blocks(page)]
     for target in set(re.findall(r"^(?:\$ )?make ([a-z-]+)", "\n".join(code), re.M)):
@@ -225,7 +226,7 @@ def test_every_shell_command_has_a_test():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, *BENCH], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
-    """With few steps, small numbers and records of their own; installs are compared with pyproject.toml."""
+    """Run them with few steps, small numbers and new records; compare installs with pyproject.toml."""
     monkeypatch.chdir(tmp_path)
     for name in ("configs", "examples", "tests", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -249,31 +250,35 @@ def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
 
 
 def shorten(command):
-    """Returns a command that does little of what this one does, and writes into the current folder only."""
+    """Return a command that does little of what this one does, and writes into the current folder only."""
     command = command.replace("BASE CHECKPOINT...", CHECKPOINTS).replace(".venv/bin/", "")
     command = command.replace("node 2", "node 1").replace("node 4", "node 2")
     if "vllm" in command:  # no server is here, but the settings can be read
         return re.sub("^torchrun --nproc-per-node [0-9]", "python", command) + " --dry-run"
     if command.startswith("make "):
         return f"make -n -C {ROOT} {command[5:]}"
-    found = [more for beginning, more in LITTLE.items() if f"{command} ".startswith(f"{beginning} ")]
-    assert found, f"nothing makes a test of {command}: add it to LITTLE or NOT_RUN"
-    return f"{command} {found[-1]}"
+    options = [option for beginning, option in LITTLE.items() if f"{command} ".startswith(f"{beginning} ")]
+    assert options, f"nothing makes a test of {command}: add it to LITTLE or NOT_RUN"
+    return f"{command} {options[-1]}"
 
 
 def check_install(command):
-    """Extras exist, and requirements are those of the extras."""
+    """Check that extras exist, and that requirements are those of the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    known = {requirement for extra in extras.values() for requirement in extra}
-    known |= {r.partition(">")[0] for r in project["build-system"]["requires"] + project["project"]["dependencies"]}
+    requirements = {listed for extra in extras.values() for listed in extra}
+    base = project["build-system"]["requires"] + project["project"]["dependencies"]
+    requirements |= {name.partition(">")[0] for name in base}
     for word in shlex.split(command.partition("pip install")[2]):
-        found = re.fullmatch(r"\.(?:\[(.*)\])?", word)
-        assert (set((found[1] or "train").split(",")) <= set(extras)) if found else word[0] == "-" or word in known
+        extras_match = re.fullmatch(r"\.(?:\[(.*)\])?", word)
+        if extras_match:
+            assert set((extras_match[1] or "train").split(",")) <= set(extras)
+        else:
+            assert word[0] == "-" or word in requirements
 
 
 def test_files_that_contributing_names_exist():
-    named = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
-    assert len(named) >= 20
-    for name in named - {"reference.py", "triton_kernels.py"}:  # of each folder of ops
+    file_names = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(file_names) >= 20
+    for name in file_names - {"reference.py", "triton_kernels.py"}:  # of each folder of ops
         assert any((ROOT / folder / name).is_file() for folder in ("", "python_trainer", "tests/python_trainer")), name

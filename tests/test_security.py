@@ -27,28 +27,28 @@ EXCEPTIONS = {  # as SECURITY.md names them
 
 
 def unsafe(source):
-    """Names of what in a module reads pickles or runs text."""
-    found = set()
+    """Return the names in a module that read pickles or run text."""
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & MODULES
+            names |= {alias.name for alias in node.names} & MODULES
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} & MODULES
+            names |= {node.module} & MODULES
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            found |= {name} & CALLS | {name.rpartition(".")[2]} & ENDS
+            names |= {name} & CALLS | {name.rpartition(".")[2]} & ENDS
             # allow_pickle of numpy.load, weights_only of torch.load
-            found |= {keyword.arg for keyword in node.keywords} & {"allow_pickle", "weights_only"}
-    return found
+            names |= {keyword.arg for keyword in node.keywords} & {"allow_pickle", "weights_only"}
+    return names
 
 
 def test_nothing_from_outside_is_unpickled():
-    found = {}
+    unsafe_names = {}
     for package in ("rlkernels", "python_trainer"):
         for path in (ROOT / package).rglob("*.py"):
-            if names := unsafe(path.read_text(encoding="utf-8")):
-                found[path.relative_to(ROOT).as_posix()] = names
-    assert found == EXCEPTIONS
+            if module_names := unsafe(path.read_text(encoding="utf-8")):
+                unsafe_names[path.relative_to(ROOT).as_posix()] = module_names
+    assert unsafe_names == EXCEPTIONS
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert all(place in text or place.rpartition("/")[0] in text for place in EXCEPTIONS)
 
@@ -107,8 +107,8 @@ def test_a_mistyped_database_is_refused_and_not_repeated(place, tmp_path, monkey
     override = f"accelerators.rhyme.database={json.dumps(place)}"
     config = ["--config", "smoke", "--output-dir", str(tmp_path / "run"), "--set", override, "max_steps=1"]
     code = main(["train", *config])
-    said = capsys.readouterr()
-    assert code == 2 and "s3cret" not in said.err + said.out and "retrospective database" in said.err
+    output = capsys.readouterr()
+    assert code == 2 and "s3cret" not in output.err + output.out and "retrospective database" in output.err
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
     assert [*tmp_path.iterdir()] in ([], [tmp_path / "run"]), "no file is made of that name"
 
@@ -129,7 +129,7 @@ def test_plain_paths_are_databases(place):
 
 
 def test_a_run_writes_no_password(tmp_path, capsys):
-    """Neither into its folder nor to the terminal, where the database cannot be reached."""
+    """Check the folder and the terminal of a run that cannot reach its database."""
     config = tmp_path / "settings.yaml"
     values = {
         "max_steps": 1,
@@ -139,8 +139,8 @@ def test_a_run_writes_no_password(tmp_path, capsys):
     }
     config.write_text(yaml.safe_dump(values))
     code = main(["train", "--config", str(config), "--output-dir", str(tmp_path / "run")])
-    said = capsys.readouterr()
-    assert code == 2 and "127.0.0.1" in said.err and "s3cret" not in said.err + said.out
+    output = capsys.readouterr()
+    assert code == 2 and "127.0.0.1" in output.err and "s3cret" not in output.err + output.out
     for path in (tmp_path / "run").rglob("*") if (tmp_path / "run").exists() else ():
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
 
@@ -159,7 +159,7 @@ def finished_run(folder, **files):
 
 
 def test_a_report_imports_nothing_that_a_run_names(tmp_path, monkeypatch, capsys):
-    """And a look into a database runs nothing, whatever the file is."""
+    """Check also that the command for databases runs nothing, whatever the file is."""
     (tmp_path / "planted.py").write_text("open('executed', 'w')\n\nclass Settings: pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -210,7 +210,7 @@ def test_damaged_evaluations_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.yaml", "samples.jsonl", "evaluations.jsonl"])
 def test_a_fifo_in_the_place_of_a_file_is_refused(tmp_path, capsys, name):
-    """Nothing waits for somebody to write into it."""
+    """Check that no command waits for a writer of the FIFO."""
     folder = finished_run(tmp_path / "run", **{name: None})
     os.mkfifo(folder / name)
     if name == "evaluations.jsonl":  # read where variants are compared

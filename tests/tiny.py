@@ -11,7 +11,7 @@ LENIENT = Limits(min_gap=0, noise_factor=0, min_rise=-1, min_cosine=0, min_skill
 
 
 def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options):
-    """A random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
+    """Save a random Qwen2 whose tokens are the characters from "0" on; the last is the end-of-sequence token."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -24,7 +24,7 @@ def save_tiny_policy(folder, *, seed=0, dtype=torch.float32, vocab=64, **options
 
 
 def save_letters(folder, vocab=64):
-    """The tokenizer of such a policy."""
+    """Save the tokenizer of such a policy."""
     letters = {chr(48 + i): i for i in range(vocab - 1)}
     tokenizer = Qwen2Tokenizer(
         vocab=letters | {"<eos>": vocab - 1}, merges=[], unk_token=None, pad_token="<eos>", eos_token="<eos>"
@@ -32,8 +32,8 @@ def save_letters(folder, vocab=64):
     tokenizer.save_pretrained(folder)
 
 
-def own_greedy(model, prompt, count, eos=None):
-    """The tokens that Transformers draws without sampling and penalties; the ends are by default the model's own."""
+def generate_greedy(model, prompt, count, eos=None):
+    """Return the tokens that Transformers generates without sampling and penalties; ``eos``: default the model's."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0, "repetition_penalty": 1.0}
     ends = eos or model.generation_config.eos_token_id
@@ -42,8 +42,9 @@ def own_greedy(model, prompt, count, eos=None):
 
 
 def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, **parts):
-    """TRL's GRPOTrainer, or another class of it or derived from it, on a CPU with groups of four answers."""
-    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    """Return TRL's GRPOTrainer, or ``trainer_class``, on a CPU with groups of four answers."""
+    trl = importlib.import_module("trl")
+    datasets = importlib.import_module("datasets")
     make = trainer_class or trl.GRPOTrainer
     args = (trl.RLOOConfig if issubclass(make, trl.RLOOTrainer) else trl.GRPOConfig)(
         output_dir=str(folder), num_generations=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
@@ -55,7 +56,8 @@ def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, 
 
 def gradient_recorder():
     """Return a callback for TRL's trainers, and the list it fills: gradients of each step before clipping, by name."""
-    callback, steps = importlib.import_module("transformers").TrainerCallback(), []
+    callback = importlib.import_module("transformers").TrainerCallback()
+    steps = []
 
     def note_gradients(args, state, control, model, **kwargs):
         steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -64,16 +66,16 @@ def gradient_recorder():
     return callback, steps
 
 
-def weights(trainer):
-    """A copy of what a trainer of Transformers trains."""
+def copy_weights(trainer):
+    """Return copies of the parameters of a trainer of Transformers, by name."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def digits(prompts, completions, completion_ids, **columns):
-    """Share of digits among the tokens of an answer: quick to learn, rarely equal within a group."""
+    """Return the share of digits among the tokens of an answer: quick to learn, rarely equal within a group."""
     return [sum(token < 10 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def mostly_digits(prompts, completions, completion_ids, **columns):
-    """Whether more than half of an answer are digits."""
+    """Return 1 where more than half of an answer are digits, else 0."""
     return [float(share > 0.5) for share in digits(prompts, completions, completion_ids)]

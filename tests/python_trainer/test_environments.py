@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import QUIET, merged, same, train
 from paged import Letters, engine_for, make, prompts
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 from support import ROOT
 
 from python_trainer.config import load_config
@@ -111,7 +111,7 @@ def test_turns_masks_and_logprobs(model):
             assert len(stretches) == 2 * turns - 1
         else:
             assert len(rollout.response_ids) == 70 or stretches[-1][0]
-        expected = own_logprobs(model, rollout.prompt_ids, rollout.response_ids, SAMPLING)
+        expected = compute_logprobs(model, rollout.prompt_ids, rollout.response_ids, SAMPLING)
         for by_policy, logprob, expected_logprob in zip(rollout.response_mask, rollout.logprobs, expected):
             assert not by_policy or logprob == pytest.approx(expected_logprob, abs=1e-3)
     assert any(r.finish_reason == "stop" for r in rollouts)

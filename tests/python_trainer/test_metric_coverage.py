@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 import torch
 from conftest import QUIET, graded, train
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 from test_ppo import step_batch
 
 from python_trainer.data import Rollout
@@ -53,7 +53,7 @@ def test_entropy_of_a_run_estimates_that_of_all_answers(make_config, model, tmp_
     surprisals = list[float]()
     entropies = list[float]()
     for answer in rollouts:
-        surprisals += [-x for x in own_logprobs(model, answer.prompt_ids, answer.ids, SamplingParams())]
+        surprisals += [-x for x in compute_logprobs(model, answer.prompt_ids, answer.ids, SamplingParams())]
         with torch.no_grad():
             logits = model(torch.tensor([[*answer.prompt_ids, *answer.ids]])).logits[0, len(answer.prompt_ids) - 1 : -1]
         entropies += torch.distributions.Categorical(logits=logits.double()).entropy().tolist()

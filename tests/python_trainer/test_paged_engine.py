@@ -12,9 +12,9 @@ import torch
 import transformers
 from accuracy import assert_as_plain
 from paged import GREEDY, LONGROPE, MODELS, VOCAB, Letters, assert_same, engine_for, make, mixed_requests, prompts
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 from support import Launches
-from tiny import own_greedy
+from tiny import generate_greedy
 
 from python_trainer.data import Request
 from python_trainer.errors import UserError
@@ -45,7 +45,7 @@ def test_greedy_equals_generate(name, with_eos, fused):
     completions = engine.generate(requests, GREEDY)
     assert engine.fused == fused
     for request, completion in zip(requests, completions):
-        assert completion.ids == own_greedy(model, request.prompt_ids, 30, eos)
+        assert completion.ids == generate_greedy(model, request.prompt_ids, 30, eos)
         assert completion.finish_reason == ("stop" if completion.ids[-1] in eos else "length")
     assert not with_eos or "stop" in [completion.finish_reason for completion in completions]
 
@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(name, sampling):
         context = [*request.prompt_ids, *request.prefix_ids]
         for _ in range(request.num_generations):
             completion = next(completions)
-            expected = own_logprobs(model, context, completion.ids, sampling)
+            expected = compute_logprobs(model, context, completion.ids, sampling)
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -208,7 +208,7 @@ def test_hooks_are_run():
     hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 0)
     engine.policy_updated()
     hooked = engine.generate([request], GREEDY)
-    assert hooked[0].ids == own_greedy(model, request.prompt_ids, 6) != plain[0].ids
+    assert hooked[0].ids == generate_greedy(model, request.prompt_ids, 6) != plain[0].ids
     hook.remove()
     engine.policy_updated()
     assert_same(engine.generate([request], GREEDY), plain)
@@ -355,10 +355,10 @@ def test_absolute_positions_and_sliding_window():
     gpt2 = transformers.GPT2LMHeadModel(config).eval()
     request = Request(prompts([11])[0], max_new_tokens=10)
     completion = PagedEngine(gpt2, eos_token_ids=(), memory_bytes=1 << 20).generate([request], GREEDY)[0]
-    assert completion.ids == own_greedy(gpt2, request.prompt_ids, 10)
+    assert completion.ids == generate_greedy(gpt2, request.prompt_ids, 10)
     windowed = make("Mistral", sliding_window=24).eval()
     request = Request(prompts([20])[0], max_new_tokens=30)
-    expected = own_greedy(windowed, request.prompt_ids, 30)
+    expected = generate_greedy(windowed, request.prompt_ids, 30)
     for fused in (True, False):
         completions = engine_for(windowed, fused=fused).generate([request] * 3, GREEDY)  # that share the prompt
         assert [completion.ids for completion in completions] == [expected] * 3
@@ -371,13 +371,13 @@ def test_angles_that_depend_on_the_longest_sequence():
     engine = engine_for(model)
     assert engine.max_positions == 40 and "original length of the model's rotary factors" in engine.limited_by
     request = Request(prompts([20])[0], max_new_tokens=30)
-    assert engine.generate([request], GREEDY)[0].ids == own_greedy(model, request.prompt_ids, 20)  # and ends there
+    assert engine.generate([request], GREEDY)[0].ids == generate_greedy(model, request.prompt_ids, 20)  # and ends there
     # what Transformers compares with is another number
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
     model = make("Llama", rope_parameters=rope)
     engine = engine_for(model)
     assert engine.max_positions == engine_for(make()).max_positions == 160
-    assert engine.generate([request], GREEDY)[0].ids == own_greedy(model, request.prompt_ids, 30)
+    assert engine.generate([request], GREEDY)[0].ids == generate_greedy(model, request.prompt_ids, 30)
 
 
 def test_passes_are_measured_where_there_is_room():
@@ -433,7 +433,7 @@ def test_answers_in_bfloat16_have_the_logprobs_of_the_model(name):
         error = []
         for answer in engine.generate(mixed_requests(), sampling):
             context = [*answer.prompt_ids, *answer.response_ids[: answer.prefix_len]]
-            expected = own_logprobs(exact, context, answer.ids, sampling)
+            expected = compute_logprobs(exact, context, answer.ids, sampling)
             error.append((torch.tensor(answer.logprobs) - torch.tensor(expected)).abs())
         errors.append(torch.cat(error).mean().item())
     assert errors[0] <= 2 * errors[1] < 0.2

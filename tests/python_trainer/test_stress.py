@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import graded, merged
 from paged import engine_for, make_policy
-from tiny import weights
+from tiny import copy_weights
 
 from python_trainer.config import load_config
 from python_trainer.data import Request
@@ -55,15 +55,15 @@ def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
     """Or end the update with a word, and leave the weights, where their squares are too large to compare them."""
     learner = fresh(advantage=advantage)
     plain = fresh(advantage=advantage)
-    start_weights = weights(learner.policy)
+    start_weights = copy_weights(learner.policy)
     learn(plain)
     try:
         learn(learner, [size * reward for reward in MIXED])
     except NotFinite:
-        torch.testing.assert_close(weights(learner.policy), start_weights, rtol=0, atol=0)
+        torch.testing.assert_close(copy_weights(learner.policy), start_weights, rtol=0, atol=0)
         return
     if size > 1 and advantage != "rloo":  # divided by their deviation
-        torch.testing.assert_close(weights(learner.policy), weights(plain.policy), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(copy_weights(learner.policy), copy_weights(plain.policy), rtol=1e-3, atol=1e-4)
 
 
 EQUAL = [({}, [reward] * 4, {"num_generations": size}) for reward in (0.0, 1.0, 0.1, -1e15) for size in (1, 4)]
@@ -74,9 +74,9 @@ MASKED = [({"loss_type": kind, "mask_truncated_completions": True}, MIXED, {"fin
 @pytest.mark.parametrize(("algorithm", "rewards", "options"), EQUAL + MASKED)
 def test_equal_rewards_groups_of_one_and_truncated_answers_teach_nothing(fresh, algorithm, rewards, options):
     learner = fresh(**algorithm)
-    start_weights = weights(learner.policy)
+    start_weights = copy_weights(learner.policy)
     learn(learner, rewards, **options)
-    torch.testing.assert_close(weights(learner.policy), start_weights, rtol=0, atol=0)
+    torch.testing.assert_close(copy_weights(learner.policy), start_weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("vocab", [1, 257, 262_144])
@@ -90,7 +90,7 @@ def test_vocabularies(tokenizer, settings, vocab):
         if temperature == 1e-3:  # as good as the largest
             best = engine_for(policy.model).generate([request], SamplingParams(temperature=0.0))
             assert [answer.ids for answer in drawn] == [answer.ids for answer in best]
-    start_weights = weights(policy)
+    start_weights = copy_weights(policy)
     learn(learner_of(policy, settings), vocab=vocab)
     assert vocab == 1 or any(not torch.equal(p, start_weights[name]) for name, p in policy.model.named_parameters())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import QUIET, same, save_tiny_policy, train
 from rich.console import Console
-from tiny import weights
+from tiny import copy_weights
 
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import RPOSettings
@@ -73,10 +73,10 @@ def test_neither_weights_nor_metrics_depend_on_micro_batches(make_config, tmp_pa
         optimizer = {"micro_batch_tokens": tokens, "learning_rate": 1e-3}
         config = make_config(max_steps=2, algorithm=algorithm, optimizer=optimizer)
         trainer = Trainer(config, tmp_path / name, console=QUIET)
-        start = weights(trainer.policy)
+        start = copy_weights(trainer.policy)
         trainer.run()
         rows.append(read_metrics(tmp_path / name)[1:])
-        runs.append(weights(trainer.policy))
+        runs.append(copy_weights(trainer.policy))
     assert any(not torch.equal(start[name], value) for name, value in runs[0].items())
     torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-5)
     for first, second in zip(*rows):  # all answers of a step may be truncated, and have no loss
@@ -212,7 +212,7 @@ def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_pa
     assert len(by_history.engine.lengths.means) == 18  # of training and of test prompts
     resumed = Trainer(config, tmp_path / "history", resume=True, console=QUIET)
     assert resumed.engine.lengths.means == by_history.engine.lengths.means
-    torch.testing.assert_close(weights(by_history.policy), weights(fifo.policy), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(copy_weights(by_history.policy), copy_weights(fifo.policy), rtol=1e-5, atol=1e-6)
 
 
 def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from fake_vllm import FakeLLM, install
 from paged import GREEDY, LONGROPE, SIZES, make, make_policy, prompts
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import own_greedy
+from tiny import generate_greedy
 
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
@@ -203,7 +203,7 @@ def test_models_that_want_contiguous_attention(kind):
     model = make(kind, **UNUSUAL[kind]).eval()
     prompt = prompts([11])[0]
     engine = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20)
-    assert engine.generate([Request(prompt, max_new_tokens=8)], GREEDY)[0].ids == own_greedy(model, prompt, 8)
+    assert engine.generate([Request(prompt, max_new_tokens=8)], GREEDY)[0].ids == generate_greedy(model, prompt, 8)
 
 
 @pytest.mark.parametrize("engine", ["auto", "paged", "vllm"])

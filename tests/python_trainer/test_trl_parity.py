@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import QUIET, digits
 from support import ROOT
-from tiny import grpo_trainer, weights
+from tiny import copy_weights, grpo_trainer
 from torch.nn.utils.rnn import pad_sequence
 
 from python_trainer.algorithms.settings import LOSS_TYPES
@@ -176,11 +176,11 @@ def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type
         make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": LONGEST}),
         tmp_path / "run", console=QUIET,
     )  # fmt: skip
-    start_weights = weights(trainer.policy)
+    start_weights = copy_weights(trainer.policy)
     row = trainer.learner.update(rollouts, 1)
     assert abs(row["loss"]) > 1e-3 and row["grad_norm"] > 0.5  # so that it was clipped
     peer = make_trl(rollouts, max_steps=2, temperature=1.0, **shared, **optimizer)
     peer.train()
-    trained_weights = weights(trainer.policy)
+    trained_weights = copy_weights(trainer.policy)
     assert all((weight - start_weights[name]).abs().max() > 5e-5 for name, weight in trained_weights.items())
-    torch.testing.assert_close(trained_weights, weights(peer), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trained_weights, copy_weights(peer), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from conftest import merged, train
 from fake_vllm import FakeLLM, install, serving
 from paged import engine_for, make, mixed_requests
 from rich.console import Console
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 
 from python_trainer.accelerators.rhyme.database import StoredAnswer
 from python_trainer.accelerators.rhyme.sampling import Candidate, score_candidates
@@ -69,7 +69,7 @@ def test_drafts_have_the_same_log_probabilities(truncated):
     assert engine.stats["accepted_tokens"] > 0 and [a.ids for a in drafted] == [a.ids for a in plain]
     for answer in drafted:
         context = [*answer.prompt_ids, *answer.response_ids[: answer.prefix_len]]
-        assert answer.logprobs == pytest.approx(own_logprobs(model, context, answer.ids, sampling), abs=1e-4)
+        assert answer.logprobs == pytest.approx(compute_logprobs(model, context, answer.ids, sampling), abs=1e-4)
 
 
 @pytest.mark.parametrize("truncated", TRUNCATED)

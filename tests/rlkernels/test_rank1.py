@@ -271,7 +271,7 @@ def test_every_instruction_set_agrees_with_the_reference(cpu_isa, shape, dtypes)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_add_rank1_on_every_instruction_set(cpu_isa, dtype, stochastic):
     weight = torch.randn(33, 129).to(dtype)
-    cases.check_add_rank1("cpu", dtype, stochastic, weight, equal=0.97 if dtype == torch.float32 else 0.995)
+    cases.check_add_rank1("cpu", dtype, stochastic, weight, min_equal=0.97 if dtype == torch.float32 else 0.995)
 
 
 @pytest.mark.parametrize("shape", [(300, 513), (2100, 1000)])

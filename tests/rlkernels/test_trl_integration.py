@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support import ROOT
-from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
+from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_tiny_policy
 
 from rlkernels import RolloutHistory
 
@@ -50,7 +50,7 @@ def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, mak
 
     monkeypatch.setattr(suffixes, "_generate", spy)
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
-    start_weights = weights(trainer)
+    start_weights = copy_weights(trainer)
     trainer.train()
     assert any(not torch.equal(p, start_weights[name]) for name, p in trainer.model.named_parameters())
     assert len(generations) == len(batches) == 3
@@ -197,7 +197,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     settings = {"track_steps": 1, "first_step": 4, "every": 100, "predictor": "full", "limits": LENIENT}
     callback = trl_integration.GatedExtrapolation(evaluate, 80, **settings)
     trainer = make_trainer(callbacks=[callback], steps=4)
-    base = weights(trainer)
+    base = copy_weights(trainer)
     trainer.train()
     (event,) = callback.events
     assert event["step"] == 4 and event["accepted"] and [t["factor"] for t in event["tries"]] == [1.0, 0.5]
@@ -205,7 +205,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     name = "model.layers.0.mlp.up_proj.weight"
     torch.testing.assert_close(first[name], base[name] + 2 * (present[name] - base[name]))  # twice the steps
     torch.testing.assert_close(second[name], base[name] + 1.5 * (present[name] - base[name]))
-    final_weights = weights(trainer)
+    final_weights = copy_weights(trainer)
     assert all(torch.equal(final_weights[n], second[n]) for n in final_weights)
     assert torch.equal(present["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
     optimizer_state = trainer.optimizer.state[trainer.model.get_parameter(name)]
@@ -248,8 +248,8 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     watched.train()
     assert [(e["step"], e["accepted"], len(e["tries"])) for e in callback.events] == [(3, False, 2), (5, False, 2)]
     assert len(random_numbers) == 6 and all(torch.equal(a, random_numbers[0]) for a in random_numbers)
-    expected = weights(plain)
-    assert all(torch.equal(p, expected[name]) for name, p in weights(watched).items())
+    expected = copy_weights(plain)
+    assert all(torch.equal(p, expected[name]) for name, p in copy_weights(watched).items())
 
 
 def test_refusals_are_noted(trl_integration, make_trainer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import LENIENT, digits, grpo_trainer, save_tiny_policy, weights
+from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_tiny_policy
 
 pytestmark = pytest.mark.slow  # two processes train with TRL
 
@@ -48,11 +48,11 @@ def train_both_ways(policy, folder):
     results = []
     for shared in (False, True):
         trainer = make_trainer(shared, policy, folder, answers, max_steps=3)
-        start_weights = weights(trainer)
+        start_weights = copy_weights(trainer)
         if shared:
             leave_first_batch(trainer)
         trainer.train()
-        results.append(weights(trainer))
+        results.append(copy_weights(trainer))
     assert trainer.shares_prefixes and trainer._compared
     for name, weight in results[0].items():
         distance = (weight - start_weights[name]).norm()
@@ -113,7 +113,9 @@ def extrapolate(policy, folder):
     assert event["accepted"] and gather_object([json.dumps(event)])[0] == json.dumps(event)
     first, second = gather_object([evaluated])
     assert [list(a) + list(b) for a, b in zip(first, second, strict=True)] == [list(range(10))] * 2
-    for name, (weight_0, weight_1) in ((name, gather_object([weight])) for name, weight in weights(trainer).items()):
+    for name, (weight_0, weight_1) in (
+        (name, gather_object([weight])) for name, weight in copy_weights(trainer).items()
+    ):
         assert torch.equal(weight_0, weight_1), name
     dist.barrier()
     history = RolloutHistory.load(folder / "history.bin")

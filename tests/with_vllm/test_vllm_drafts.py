@@ -4,7 +4,7 @@ import pytest
 import torch
 from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 
 from python_trainer.config import load_config
 from python_trainer.data import Request
@@ -61,7 +61,7 @@ def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, mod
         engine.drafter.history.add(PROMPTS[i // 3], answer.response_ids)
     before = engine.stats
     for i, completion in enumerate(engine.generate(requests, sampling)):
-        expected = own_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
+        expected = compute_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=2e-4)
     counts = spent(engine, before)
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]

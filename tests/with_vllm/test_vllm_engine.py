@@ -9,9 +9,9 @@ import torch
 import yaml
 from rich.console import Console
 from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
-from sampling_cases import own_logprobs
+from sampling_cases import compute_logprobs
 from support import ROOT
-from tiny import own_greedy
+from tiny import generate_greedy
 from transformers import AutoTokenizer
 
 from bench._vllm_server import VLLMServer
@@ -73,7 +73,7 @@ def engine(backend, model, tokenizer):
 
 
 def test_greedy_equals_transformers(backend, model):
-    free = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    free = [generate_greedy(model, prompt, 30) for prompt in PROMPTS]
     ends = [EOS, free[1][9], free[4][4]]
     expected = [ids[: 1 + min([i for i, token in enumerate(ids) if token in ends], default=30)] for ids in free]
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
@@ -94,7 +94,7 @@ def check_logprobs(engine, model, sampling):
     completions = engine.generate(requests, sampling)
     assert len({tuple(c.ids) for c in completions}) == len(completions) == 15
     for i, completion in enumerate(completions):
-        expected = own_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
+        expected = compute_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
         if engine.backend.logprobs_mode not in vllm_logprobs_modes(sampling):
             expected = [math.nan] * len(expected)
         assert completion.logprobs == pytest.approx(expected, abs=2e-4, nan_ok=True)
@@ -134,7 +134,7 @@ def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    new = own_greedy(model, PROMPTS[4], 16)
+    new = generate_greedy(model, PROMPTS[4], 16)
     assert new != old
     engine.policy_updated()
     before = engine.stats
@@ -210,7 +210,7 @@ def test_the_models_limit(engine, model):
 
 
 def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenizer):
-    answers = [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    answers = [generate_greedy(model, prompt, 30) for prompt in PROMPTS]
     texts = [tokenizer.decode(ids) for ids in answers]
     sampling = SamplingParams(temperature=0.0, stop=(texts[1][8:10], texts[2][12:14], texts[4][5:8]))
     requests = [Request(prompt, max_new_tokens=30) for prompt in PROMPTS]
@@ -236,8 +236,8 @@ def test_training(folder, tmp_path):
     asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     found = llm.generate(asked, Sampling(temperature=0, max_tokens=20), use_tqdm=False)
     model = load(exported)
-    assert [list(one.outputs[0].token_ids) for one in found] == [own_greedy(model, p, 20) for p in PROMPTS]
-    assert any(own_greedy(model, p, 20) != own_greedy(load(folder), p, 20) for p in PROMPTS)
+    assert [list(one.outputs[0].token_ids) for one in found] == [generate_greedy(model, p, 20) for p in PROMPTS]
+    assert any(generate_greedy(model, p, 20) != generate_greedy(load(folder), p, 20) for p in PROMPTS)
 
 
 @pytest.mark.parametrize("where", ["in_process", "server"])
@@ -279,7 +279,7 @@ def test_a_head_that_an_adapter_has_untied(folder, model):
     model.config.tie_word_embeddings = False
     engine = VLLMEngine(model, InProcess(model, folder, memory_bytes=MEMORY), eos_token_ids=[EOS])
     answer = engine.generate([Request(PROMPTS[1], max_new_tokens=12)], SAMPLINGS[0])[0]
-    assert answer.logprobs == pytest.approx(own_logprobs(model, PROMPTS[1], answer.ids, SAMPLINGS[0]), abs=1e-4)
+    assert answer.logprobs == pytest.approx(compute_logprobs(model, PROMPTS[1], answer.ids, SAMPLINGS[0]), abs=1e-4)
 
 
 def test_logprobs_before_top_p_and_with_drafts(folder, model):

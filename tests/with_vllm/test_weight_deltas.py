@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 from rollouts import EOS, MEMORY, PROMPTS, load
-from sampling_cases import own_logprobs
-from tiny import own_greedy
+from sampling_cases import compute_logprobs
+from tiny import generate_greedy
 
 from bench._vllm_server import VLLMServer
 from python_trainer.data import Request
@@ -45,7 +45,7 @@ def check_answers(engine, model):
     requests = [Request(prompt, max_new_tokens=8, sample_id=8 * i) for i, prompt in enumerate(PROMPTS * 2)]
     before = engine.stats["weight_bytes"]
     for request, answer in zip(requests, engine.generate(requests, SAMPLING), strict=True):
-        expected = own_logprobs(model, request.prompt_ids, answer.ids, SAMPLING)
+        expected = compute_logprobs(model, request.prompt_ids, answer.ids, SAMPLING)
         assert answer.logprobs == pytest.approx(expected, abs=2e-4)
     return engine.stats["weight_bytes"] - before
 
@@ -85,7 +85,7 @@ def test_in_this_process(make_llm, untied_folder):
 
     def expected(state):
         model.load_state_dict(state)
-        return [own_greedy(model, prompt, 9) for prompt in PROMPTS]
+        return [generate_greedy(model, prompt, 9) for prompt in PROMPTS]
 
     first, second = (weights.encode(new, old) for old, new in pairwise(states))
     assert llm.collective_rpc("load_policy", args=(first,)) == [{"loaded": False}]

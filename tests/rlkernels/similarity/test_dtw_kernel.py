@@ -8,7 +8,7 @@ from accuracy import assert_as_plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPUTensor, pretended
-from support import every_isa, series
+from support import draw_series, every_isa
 
 import rlkernels
 from rlkernels.similarity import gpu, reference
@@ -27,13 +27,16 @@ def test_costs_of_any_shape_equal_the_reference(seed, rows, columns, features, b
     torch.manual_seed(seed)
     n = 1 + seed % 5
     m = 1 + seed % 38
-    whole_series = series(n, rows, features, whole=True), series(m, columns, features, whole=True)
+    whole_series = (
+        draw_series(n, rows, features, whole_numbers=True),
+        draw_series(m, columns, features, whole_numbers=True),
+    )
     for options in ({"band": band}, {"mode": "subsequence"}):
         expected = distances(*whole_series, backend="torch", **options)
         for _ in every_isa():
             torch.testing.assert_close(distances(*whole_series, backend="cpu", **options), expected, rtol=0, atol=0)
-    x = series(n, rows, features, least=1)
-    y = series(m, columns, features, least=1)
+    x = draw_series(n, rows, features, min_length=1)
+    y = draw_series(m, columns, features, min_length=1)
     plain, exact = (reference.dtw(*t, x[1], y[1], band) for t in ((x[0], y[0]), (x[0].double(), y[0].double())))
     for _ in every_isa():
         assert_as_plain([distances(x, y, band=band, backend="cpu")], [plain], [exact], floor=0, relative=1e-6)
@@ -79,8 +82,8 @@ def test_topk_drops_no_neighbour(cpu_isa, k, noise):
 def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, band, k, whole_numbers):
     torch.manual_seed(seed)
     (x, x_lengths), (y, y_lengths) = (
-        series(4, rows, features, whole=whole_numbers),
-        series(200, columns, features, whole=whole_numbers),
+        draw_series(4, rows, features, whole_numbers=whole_numbers),
+        draw_series(200, columns, features, whole_numbers=whole_numbers),
     )
     y[seed % 200, 0] = math.inf
     y[100:150] = y[:50].clone()
@@ -93,7 +96,10 @@ def test_topk_of_mixed_lengths_with_many_ties(seed, rows, columns, features, ban
 def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole_numbers):
     """The search of ``gpu.dtw_topk``, where the kernels are stood in for by plain torch on a GPU that is not there."""
     torch.manual_seed(seed)
-    (x, x_lengths), (y, y_lengths) = series(4, 6, 2, whole=whole_numbers), series(m, 7, 2, whole=whole_numbers)
+    (x, x_lengths), (y, y_lengths) = (
+        draw_series(4, 6, 2, whole_numbers=whole_numbers),
+        draw_series(m, 7, 2, whole_numbers=whole_numbers),
+    )
     y[seed % m, 0] = math.inf
     y[m // 2 :], y_lengths[m // 2 :] = y[: m - m // 2].clone(), y_lengths[: m - m // 2].clone()
     all_costs = reference.dtw(x, y, x_lengths, y_lengths, band)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from support import series
+from support import draw_series
 
 import rlkernels
 
@@ -12,7 +12,7 @@ import rlkernels
 ])  # fmt: skip
 def test_dtw(rows, columns, features, band):
     sizes = (2 if rows < 20 else 1, rows), (3, columns)
-    (x, x_lengths), (y, y_lengths) = (series(n, steps, features, whole=True) for n, steps in sizes)
+    (x, x_lengths), (y, y_lengths) = (draw_series(n, steps, features, whole_numbers=True) for n, steps in sizes)
     x_lengths[0] = rows
     y_lengths[0] = columns
     y_lengths[1] = 0
