@@ -26,20 +26,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
-    """Not here: vLLM's own buffers may be uninitialised."""
+    """Poison nothing: vLLM's buffers may be uninitialised."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A policy whose head is tied to its embedding; vLLM's attention wants heads of 32 numbers.
+    """Save a policy whose head is tied to its embedding; vLLM's attention needs heads of 32 numbers.
 
-    Its generation config has penalties, which a server applies to whoever does not say otherwise.
+    Its generation config has penalties, which a server applies to requests that set none.
     """
-    from rollouts import LIMIT
+    from rollouts import MAX_POSITIONS
     from tiny import save_tiny_policy
 
     size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder = save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=LIMIT, **size)
+    folder = save_tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=MAX_POSITIONS, **size)
     options = {"eos_token_id": 63, "repetition_penalty": 1.5, "presence_penalty": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(options))
     return folder
@@ -54,14 +54,14 @@ def model(folder):
 
 @pytest.fixture
 def gloo(monkeypatch):
-    """The module that trains in two processes, which are connected by gloo."""
+    """Return the module that trains in two processes, which gloo connects."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
     return importlib.import_module("gloo")
 
 
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory):
-    """A tiny random policy whose greedy answers vary."""
+    """Save a tiny random policy whose greedy answers vary."""
     from tiny import save_tiny_policy
 
     size = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
@@ -71,7 +71,7 @@ def untied_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_llm(untied_folder):
-    """A vLLM engine in float32 in this process; further arguments are vLLM's."""
+    """Return a function that makes a vLLM engine in float32 in this process; more arguments are vLLM's."""
     from vllm import LLM
 
     return partial(

@@ -1,4 +1,4 @@
-"""What tests of the trainer's vLLM engine have in common."""
+"""Settings and helpers that tests of the trainer's vLLM engine share."""
 
 import json
 
@@ -14,7 +14,7 @@ from python_trainer.trainer import Trainer
 MEMORY = 8 << 20
 GREEDY = SamplingParams(temperature=0.0)
 EOS = 63
-LIMIT = 128
+MAX_POSITIONS = 128
 PROMPTS = [[7], [5, 6, 7, 8, 9], list(range(40)), [*range(40), 3, 1, 4, 1, 5], list(range(60, 20, -1)) * 2]
 SAMPLINGS = [SamplingParams(seed=1), SamplingParams(temperature=0.7, top_k=9, seed=2), SamplingParams(top_p=0.8)]
 
@@ -23,8 +23,8 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def spent(engine, before):
-    return {name: count - before[name] for name, count in engine.stats.items()}
+def count_since(engine, old_stats):
+    return {name: count - old_stats[name] for name, count in engine.stats.items()}
 
 
 def run_settings(folder, path, **rollout):
@@ -48,7 +48,7 @@ def train(settings, folder):
     summary = Trainer(config, folder, console=Console(quiet=True)).run()
     rows = read_metrics(folder)
     assert summary["steps"] == 3 and summary["generated_tokens"] > 0 and summary["prefill_tokens"] > 0
-    # every step's answers are the current policy's: with weights one step old this is 0.1 and more
+    # each step samples from the current policy: weights one step old give a difference of 0.1 and more
     assert max(row["sampling/logp_difference/max"] for row in rows[1:]) < 1e-3
     assert all(row["grad_norm"] > 0 for row in rows[1:])
     return rows

@@ -34,9 +34,9 @@ def test_the_drafts_reach_the_vllm_of_verl(verl, untied_folder):
     source = ast.parse((verl / "workers/rollout/vllm_rollout/utils.py").read_text())
     name = "build_cli_args_from_config"
     (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    found: dict = {"json": json}
-    exec("from typing import Any\n" + ast.unparse(function), found)
-    arguments = found[name]({"dtype": "float32", "enforce_eager": True, "max_model_len": 64, **engine_kwargs})
+    namespace: dict = {"json": json}
+    exec("from typing import Any\n" + ast.unparse(function), namespace)
+    arguments = namespace[name]({"dtype": "float32", "enforce_eager": True, "max_model_len": 64, **engine_kwargs})
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", untied_folder, *arguments]))
     parsed.skip_tokenizer_init = True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rich.console import Console
-from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, count_since, load, run_settings, train
 from sampling_cases import compute_logprobs
 
 from python_trainer.config import load_config
@@ -34,16 +34,16 @@ def test_drafts_change_no_greedy_token(drafting, model):
     plain = engine.generate(requests, GREEDY)
     assert engine.stats["draft_tokens"] == 0 and engine.stats["sample_steps"] == engine.stats["generated_tokens"]
     engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
-    for wrong in (31, 7):  # every so many tokens
+    for interval in (31, 7):  # every so many tokens
         for request, answer in zip(requests, plain, strict=True):
-            ids = [(token + (i % wrong == wrong - 1)) % EOS for i, token in enumerate(answer.ids)]
+            ids = [(token + (i % interval == interval - 1)) % EOS for i, token in enumerate(answer.ids)]
             engine.drafter.history.add(request.prompt_ids, ids)
-        before = engine.stats
+        old_stats = engine.stats
         assert list(map(vars, engine.generate(requests, GREEDY))) == list(map(vars, plain))
-        counts = spent(engine, before)
+        counts = count_since(engine, old_stats)
         assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
         assert 0 < counts["draft_steps"] <= counts["sample_steps"]
-        assert wrong == 7 or counts["sample_steps"] < 0.5 * counts["generated_tokens"]
+        assert interval == 7 or counts["sample_steps"] < 0.5 * counts["generated_tokens"]
         engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
 
 
@@ -53,17 +53,17 @@ def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, mod
     engine = VLLMEngine(model, drafting, eos_token_ids=[EOS])
     prefix = list(range(8))
     requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
-    first = engine.generate(requests, sampling)
-    other = VLLMEngine(model, plain, eos_token_ids=[EOS]).generate(requests, sampling)
-    assert [c.ids for c in first] == [c.ids for c in other]
+    drafting_answers = engine.generate(requests, sampling)
+    plain_answers = VLLMEngine(model, plain, eos_token_ids=[EOS]).generate(requests, sampling)
+    assert [c.ids for c in drafting_answers] == [c.ids for c in plain_answers]
     engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
-    for i, answer in enumerate(first):
+    for i, answer in enumerate(drafting_answers):
         engine.drafter.history.add(PROMPTS[i // 3], answer.response_ids)
-    before = engine.stats
+    old_stats = engine.stats
     for i, completion in enumerate(engine.generate(requests, sampling)):
         expected = compute_logprobs(model, [*PROMPTS[i // 3], *prefix], completion.ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=2e-4)
-    counts = spent(engine, before)
+    counts = count_since(engine, old_stats)
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
 
 
@@ -72,22 +72,23 @@ def test_drafts_keep_the_distribution(drafting, model):
     engine = VLLMEngine(model, drafting, eos_token_ids=[])
     prompt, sampling = PROMPTS[1], SamplingParams(temperature=0.5, seed=7)
     with torch.no_grad():
-        first = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
+        first_probs = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
         pairs = torch.cat([torch.tensor([prompt]).repeat(64, 1), torch.arange(64)[:, None]], 1)
-        second = (model(pairs).logits[:, -1] / 0.5).softmax(-1)
+        second_probs = (model(pairs).logits[:, -1] / 0.5).softmax(-1)
     engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)
-    for token, after in enumerate(second.argsort(-1, descending=True)[:, :2].tolist()):
-        engine.drafter.history.add(prompt, [token, after[token % 2], 0])
-    before = engine.stats
+    for token, next_tokens in enumerate(second_probs.argsort(-1, descending=True)[:, :2].tolist()):
+        engine.drafter.history.add(prompt, [token, next_tokens[token % 2], 0])
+    old_stats = engine.stats
     answers = engine.generate([Request(prompt, (), 2000, 3)], sampling)
-    counts = spent(engine, before)
+    counts = count_since(engine, old_stats)
     assert 100 < counts["accepted_tokens"] < 0.9 * counts["draft_tokens"]
-    wanted = first @ second * len(answers)
-    seen = torch.tensor([answer.ids[1] for answer in answers]).bincount(minlength=64)
-    enough = wanted > 8
-    wanted = torch.cat([wanted[enough], wanted[~enough].sum()[None]]).double()
-    seen = torch.cat([seen[enough], seen[~enough].sum()[None]]).double()
-    chi2, freedom = ((seen - wanted) ** 2 / wanted).sum(), torch.tensor(len(seen) - 1.0, dtype=torch.float64)
+    expected = first_probs @ second_probs * len(answers)
+    counted = torch.tensor([answer.ids[1] for answer in answers]).bincount(minlength=64)
+    frequent = expected > 8
+    expected = torch.cat([expected[frequent], expected[~frequent].sum()[None]]).double()
+    counted = torch.cat([counted[frequent], counted[~frequent].sum()[None]]).double()
+    chi2 = ((counted - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(counted) - 1.0, dtype=torch.float64)
     assert freedom > 4 and torch.special.gammaincc(freedom / 2, chi2 / 2) > 1e-3  # the p-value
 
 
@@ -109,13 +110,13 @@ def test_training_with_drafts(folder, tmp_path):
     for row in rows[1:]:
         assert 0 < row["drafts/accepted_tokens"] < row["drafts/offered_tokens"]
         assert 0 < row["drafts/off_share"] < 1 < row["drafts/tokens_per_step"]
-    half = load_config(settings | {"max_steps": 2, "save": {"save_steps": 2}})
-    Trainer(half, tmp_path / "half", console=Console(quiet=True)).run()
-    more = load_config(settings)
-    Trainer(more, tmp_path / "half", resume=True, console=Console(quiet=True)).run()
-    again = read_metrics(tmp_path / "half")[1:]
+    half_config = load_config(settings | {"max_steps": 2, "save": {"save_steps": 2}})
+    Trainer(half_config, tmp_path / "half", console=Console(quiet=True)).run()
+    full_config = load_config(settings)
+    Trainer(full_config, tmp_path / "half", resume=True, console=Console(quiet=True)).run()
+    resumed_rows = read_metrics(tmp_path / "half")[1:]
     for name in ("reward", "loss", "tokens/generated", *(key for key in rows[0] if key.startswith("drafts/"))):
-        assert [row[name] for row in again] == [row[name] for row in rows], name
+        assert [row[name] for row in resumed_rows] == [row[name] for row in rows], name
 
 
 def test_several_trainers_with_drafts(folder, gloo, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, load, run_settings, spent, train
+from rollouts import EOS, GREEDY, MEMORY, PROMPTS, SAMPLINGS, count_since, load, run_settings, train
 from sampling_cases import compute_logprobs
 from support import ROOT
 from tiny import generate_greedy
@@ -73,22 +73,25 @@ def engine(backend, model, tokenizer):
 
 
 def test_greedy_equals_transformers(backend, model):
-    free = [generate_greedy(model, prompt, 30) for prompt in PROMPTS]
-    ends = [EOS, free[1][9], free[4][4]]
-    expected = [ids[: 1 + min([i for i, token in enumerate(ids) if token in ends], default=30)] for ids in free]
+    endless_answers = [generate_greedy(model, prompt, 30) for prompt in PROMPTS]
+    ends = [EOS, endless_answers[1][9], endless_answers[4][4]]
+    expected = []
+    for ids in endless_answers:
+        end = min([i for i, token in enumerate(ids) if token in ends], default=30)
+        expected.append(ids[: end + 1])
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     assert sorted({len(ids) for ids in expected})[0] < 30 == max(map(len, expected))
     engine = VLLMEngine(model, backend, eos_token_ids=ends)
-    got = engine.generate([Request(prompt, max_new_tokens=30) for prompt in PROMPTS], GREEDY)
-    assert [c.ids for c in got] == expected
-    assert [c.finish_reason for c in got] == ["stop" if ids[-1] in ends else "length" for ids in expected]
-    twice = engine.generate([Request(PROMPTS[0], num_generations=2, max_new_tokens=3)], GREEDY)
-    assert [(c.ids, c.logprobs, c.finish_reason) for c in twice] == [(expected[0][:3], [0.0] * 3, "length")] * 2
+    completions = engine.generate([Request(prompt, max_new_tokens=30) for prompt in PROMPTS], GREEDY)
+    assert [c.ids for c in completions] == expected
+    assert [c.finish_reason for c in completions] == ["stop" if ids[-1] in ends else "length" for ids in expected]
+    pair = engine.generate([Request(PROMPTS[0], num_generations=2, max_new_tokens=3)], GREEDY)
+    assert [(c.ids, c.logprobs, c.finish_reason) for c in pair] == [(expected[0][:3], [0.0] * 3, "length")] * 2
     assert engine.stats["generated_tokens"] == sum(map(len, expected)) + 6
 
 
 def check_logprobs(engine, model, sampling):
-    """They are the model's, before top-k and top-p, where vLLM's mode tells them, else NaN."""
+    """Check that log-probabilities are the model's, before top-k and top-p, or NaN where vLLM's mode lacks them."""
     prefix = list(range(8))
     requests = [Request(prompt, prefix, 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
     completions = engine.generate(requests, sampling)
@@ -107,15 +110,13 @@ def test_logprobs_are_those_of_the_model(engine, model, sampling):
 
 def test_samples_follow_seed_and_sample_id(engine):
     group = Request(PROMPTS[2], num_generations=4, max_new_tokens=12, sample_id=40)
-    together = engine.generate(
-        [Request(PROMPTS[1], num_generations=3, max_new_tokens=9), group], SamplingParams(seed=5)
-    )
-    alone = [
+    batched = engine.generate([Request(PROMPTS[1], num_generations=3, max_new_tokens=9), group], SamplingParams(seed=5))
+    single = [
         engine.generate([Request(PROMPTS[2], max_new_tokens=12, sample_id=40 + j)], SamplingParams(seed=5))[0]
         for j in (3, 0)
     ]
-    assert [c.ids for c in alone] == [together[6].ids, together[3].ids] and together[6].ids != together[3].ids
-    assert engine.generate([group], SamplingParams(seed=6))[0].ids != together[3].ids
+    assert [c.ids for c in single] == [batched[6].ids, batched[3].ids] and batched[6].ids != batched[3].ids
+    assert engine.generate([group], SamplingParams(seed=6))[0].ids != batched[3].ids
 
 
 def test_more_prompt_tokens_than_one_pass_takes(engine):
@@ -127,19 +128,20 @@ def test_more_prompt_tokens_than_one_pass_takes(engine):
 
 def test_new_weights_take_over_and_no_stale_cache_is_used(engine, model):
     request = Request(PROMPTS[4], max_new_tokens=16)
-    old = engine.generate([request], GREEDY)[0].ids
-    before = engine.stats
-    assert engine.generate([request], GREEDY)[0].ids == old
-    assert spent(engine, before)["cached_tokens"] == 64  # two blocks of 32 out of 80 tokens
+    old_answer = engine.generate([request], GREEDY)[0].ids
+    old_stats = engine.stats
+    assert engine.generate([request], GREEDY)[0].ids == old_answer
+    assert count_since(engine, old_stats)["cached_tokens"] == 64  # two blocks of 32 out of 80 tokens
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
-    new = generate_greedy(model, PROMPTS[4], 16)
-    assert new != old
+    new_answer = generate_greedy(model, PROMPTS[4], 16)
+    assert new_answer != old_answer
     engine.policy_updated()
-    before = engine.stats
-    assert engine.generate([request], GREEDY)[0].ids == new
-    assert spent(engine, before)["cached_tokens"] == 0 and spent(engine, before)["prefill_tokens"] == 80
+    old_stats = engine.stats
+    assert engine.generate([request], GREEDY)[0].ids == new_answer
+    counts = count_since(engine, old_stats)
+    assert counts["cached_tokens"] == 0 and counts["prefill_tokens"] == 80
 
 
 def test_a_folder_without_weights_leaves_those_that_vllm_has(tmp_path):
@@ -159,54 +161,61 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
     targets = ("q_proj.weight", "v_proj.weight", "down_proj.weight")
     names = [name for name in model.state_dict() if name.endswith(targets)]
     adapters = AdapterFiles(model, names, tmp_path / "weights")
-    alone = VLLMEngine(model, Servers(model, [address], tmp_path / "weights", adapters), eos_token_ids=[EOS])
+    engine = VLLMEngine(model, Servers(model, [address], tmp_path / "weights", adapters), eos_token_ids=[EOS])
     base = {name: model.get_parameter(name).detach().clone() for name in names}
     requests = [Request(prompt, (), 3, 20, sample_id=10 * i) for i, prompt in enumerate(PROMPTS)]
-    gen, found, sent = torch.Generator().manual_seed(0), [], []
+    generator = torch.Generator().manual_seed(0)
+    answers, sent_bytes = [], []
     for update in range(3):
         if update:
             for name, weight in base.items():
-                up, down = (torch.randn(size, generator=gen) * 0.2 for size in ((len(weight), 4), (4, weight.shape[1])))
-                parts = AdaptedWeight(weight, down, up, 0.75)
-                adapters.remember(name, parts)
+                lora_b = torch.randn(len(weight), 4, generator=generator) * 0.2
+                lora_a = torch.randn(4, weight.shape[1], generator=generator) * 0.2
+                adapted = AdaptedWeight(weight, lora_a, lora_b, 0.75)
+                adapters.remember(name, adapted)
                 with torch.no_grad():
-                    model.get_parameter(name).copy_(merged_weight(*parts))
-            alone.policy_updated()
-        before = alone.stats["weight_bytes"]
-        found.append(alone.generate(requests, SamplingParams(seed=1)))
-        sent.append(alone.stats["weight_bytes"] - before)
-        whole = VLLMEngine(model, Servers(model, [address], tmp_path / "whole"), eos_token_ids=[EOS])
-        expected = whole.generate(requests, SamplingParams(seed=1))
-        assert [c.ids for c in found[-1]] == [c.ids for c in expected]
-        for one, other in zip(found[-1], expected, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert [c.ids for c in found[0]] != [c.ids for c in found[1]] != [c.ids for c in found[2]]
-    size = sum(4 * 4 * sum(weight.shape) for weight in base.values())
-    assert size < sent[1] == sent[2] < size + 300 * 2 * len(names) < sent[0] == whole.stats["weight_bytes"]
-    alone.close()
+                    model.get_parameter(name).copy_(merged_weight(*adapted))
+            engine.policy_updated()
+        old_bytes = engine.stats["weight_bytes"]
+        answers.append(engine.generate(requests, SamplingParams(seed=1)))
+        sent_bytes.append(engine.stats["weight_bytes"] - old_bytes)
+        whole_engine = VLLMEngine(model, Servers(model, [address], tmp_path / "whole"), eos_token_ids=[EOS])
+        expected = whole_engine.generate(requests, SamplingParams(seed=1))
+        assert [c.ids for c in answers[-1]] == [c.ids for c in expected]
+        for answer, expected_answer in zip(answers[-1], expected, strict=True):
+            assert answer.logprobs == pytest.approx(expected_answer.logprobs, abs=1e-5)
+    assert [c.ids for c in answers[0]] != [c.ids for c in answers[1]] != [c.ids for c in answers[2]]
+    adapter_bytes = sum(4 * 4 * sum(weight.shape) for weight in base.values())
+    max_header_bytes = 300 * 2 * len(names)
+    assert adapter_bytes < sent_bytes[1] == sent_bytes[2] < adapter_bytes + max_header_bytes < sent_bytes[0]
+    assert sent_bytes[0] == whole_engine.stats["weight_bytes"]
+    engine.close()
     assert not (tmp_path / "weights").exists()
 
 
 def test_suffix_rollouts_share_their_prefix(engine):
     prompt, prefix = PROMPTS[4][:50], PROMPTS[4][50:]
-    before = engine.stats
-    split = engine.generate([Request(prompt, prefix, 4, 10, sample_id=3)], SamplingParams(seed=1))
-    counts = spent(engine, before)
+    old_stats = engine.stats
+    split_answers = engine.generate([Request(prompt, prefix, 4, 10, sample_id=3)], SamplingParams(seed=1))
+    counts = count_since(engine, old_stats)
     assert counts["cached_tokens"] == 3 * 64 and counts["prefill_tokens"] == 80 + 3 * 16
     assert counts["prompt_tokens"] == 320 and counts["forward_passes"] >= 10 and counts["preemptions"] == 0
-    whole = engine.generate([Request(PROMPTS[4], (), 4, 10, sample_id=3)], SamplingParams(seed=1))
-    assert [c.ids for c in split] != [c.ids for c in whole]  # a later turn draws otherwise than the first
-    one, other = engine.generate([Request(prompt, prefix, 1, 10), Request(PROMPTS[4], (), 1, 10)], GREEDY)
-    assert one.ids == other.ids
+    whole_answers = engine.generate([Request(PROMPTS[4], (), 4, 10, sample_id=3)], SamplingParams(seed=1))
+    # a later turn draws other random numbers than the first
+    assert [c.ids for c in split_answers] != [c.ids for c in whole_answers]
+    requests = [Request(prompt, prefix, 1, 10), Request(PROMPTS[4], (), 1, 10)]
+    split_answer, whole_answer = engine.generate(requests, GREEDY)
+    assert split_answer.ids == whole_answer.ids
 
 
 def test_the_models_limit(engine, model):
     prompt = PROMPTS[4] + PROMPTS[4][:45]  # 125 tokens
     requests = [Request(prompt, max_new_tokens=9), Request([*prompt, 1, 2, 3], num_generations=2, max_new_tokens=9),
                 Request([1], max_new_tokens=0), Request([1], num_generations=0)]  # fmt: skip
-    got = engine.generate(requests, GREEDY)
-    paged = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY).generate(requests, GREEDY)
-    assert list(map(vars, got)) == list(map(vars, paged)) and [len(c.ids) for c in got] == [3, 0, 0, 0]
+    completions = engine.generate(requests, GREEDY)
+    paged_completions = PagedEngine(model, eos_token_ids=[EOS], memory_bytes=MEMORY).generate(requests, GREEDY)
+    assert list(map(vars, completions)) == list(map(vars, paged_completions))
+    assert [len(c.ids) for c in completions] == [3, 0, 0, 0]
 
 
 def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenizer):
@@ -225,18 +234,18 @@ def test_training(folder, tmp_path):
     """And the model that a run leaves behind: vLLM reads it, and gives Transformers' tokens."""
     rows = train(run_settings(folder, tmp_path), tmp_path / "run")
     assert max(row["rpo/prefix_share"] for row in rows[1:]) > 0  # of a single step cuts may leave nothing
-    again = train(run_settings(folder, tmp_path), tmp_path / "again")
-    assert [row["reward"] for row in again[1:]] == [row["reward"] for row in rows[1:]]
+    second_rows = train(run_settings(folder, tmp_path), tmp_path / "again")
+    assert [row["reward"] for row in second_rows[1:]] == [row["reward"] for row in rows[1:]]
 
     from vllm import LLM
     from vllm import SamplingParams as Sampling
 
     exported = tmp_path / "run" / "model"
     llm = LLM(str(exported), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=MEMORY, block_size=32)
-    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    found = llm.generate(asked, Sampling(temperature=0, max_tokens=20), use_tqdm=False)
+    vllm_prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(vllm_prompts, Sampling(temperature=0, max_tokens=20), use_tqdm=False)
     model = load(exported)
-    assert [list(one.outputs[0].token_ids) for one in found] == [generate_greedy(model, p, 20) for p in PROMPTS]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [generate_greedy(model, p, 20) for p in PROMPTS]
     assert any(generate_greedy(model, p, 20) != generate_greedy(load(folder), p, 20) for p in PROMPTS)
 
 
@@ -263,14 +272,14 @@ def test_several_trainers_are_given_the_answers_of_one(folder, gloo, tmp_path, r
     """By two servers, or by an engine each, which finds the two processes connected and must leave them as they are."""
     servers = {"vllm_server": request.getfixturevalue("addresses")} if where == "servers" else {}
     settings = run_settings(folder, tmp_path, **servers)
-    one = train(settings, tmp_path / "one")
-    assert max(row["rpo/prefix_share"] for row in one[1:]) > 0  # of a single step cuts may leave nothing
+    one_rows = train(settings, tmp_path / "one")
+    assert max(row["rpo/prefix_share"] for row in one_rows[1:]) > 0  # of a single step cuts may leave nothing
     gloo.run_on_ranks(tmp_path, gloo.train, settings, tmp_path / "two", parallel)
-    two = read_metrics(tmp_path / "two")
+    two_rows = read_metrics(tmp_path / "two")
     for name in ("reward", "tokens/generated"):
-        assert [row[name] for row in two[1:]] == [row[name] for row in one[1:]]
-    assert max(row["sampling/logp_difference/max"] for row in two[1:]) < 1e-3
-    assert servers or two[-1]["total/weight_bytes"] == 2 * one[-1]["total/weight_bytes"] > 0
+        assert [row[name] for row in two_rows[1:]] == [row[name] for row in one_rows[1:]]
+    assert max(row["sampling/logp_difference/max"] for row in two_rows[1:]) < 1e-3
+    assert servers or two_rows[-1]["total/weight_bytes"] == 2 * one_rows[-1]["total/weight_bytes"] > 0
     assert not list(tmp_path.glob("*/.vllm"))
 
 

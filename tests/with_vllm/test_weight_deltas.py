@@ -24,11 +24,11 @@ SAMPLING = SamplingParams(seed=1)
 def servers(folder, tmp_path_factory):
     """Two of them."""
     log = tmp_path_factory.mktemp("servers") / "log"
-    both = [VLLMServer(sys.executable, folder, log.with_name(str(i)), MEMORY) for i in range(2)]
-    for server in both:
+    running = [VLLMServer(sys.executable, folder, log.with_name(str(i)), MEMORY) for i in range(2)]
+    for server in running:
         server.start()
-    yield both
-    for server in both:
+    yield running
+    for server in running:
         server.stop()
 
 
@@ -41,30 +41,32 @@ def move(model, seed):
 
 
 def check_answers(engine, model):
-    """All servers have the weights of the model: every prompt is asked of one of them, in enough copies for both."""
+    """Check that all servers have the model's weights: enough copies of each prompt reach both; return sent bytes."""
     requests = [Request(prompt, max_new_tokens=8, sample_id=8 * i) for i, prompt in enumerate(PROMPTS * 2)]
-    before = engine.stats["weight_bytes"]
+    old_bytes = engine.stats["weight_bytes"]
     for request, answer in zip(requests, engine.generate(requests, SAMPLING), strict=True):
         expected = compute_logprobs(model, request.prompt_ids, answer.ids, SAMPLING)
         assert answer.logprobs == pytest.approx(expected, abs=2e-4)
-    return engine.stats["weight_bytes"] - before
+    return engine.stats["weight_bytes"] - old_bytes
 
 
 def test_servers_are_kept_up_to_date(servers, model, tmp_path):
     """By deltas; a server that was restarted gets all weights, and so do both from a run that goes on."""
     backend = Servers(model, [server.url for server in servers], tmp_path / "weights")
-    engine, sent = VLLMEngine(model, backend, eos_token_ids=[EOS]), []
+    engine = VLLMEngine(model, backend, eos_token_ids=[EOS])
+    sent_bytes = []
     for step in range(5):
         if step == 3:
             servers[1].stop()
             servers[1].start()
         move(model, step)
         engine.policy_updated()
-        sent.append(check_answers(engine, model))
-    whole, *deltas = sent
-    assert all(size < whole / 4 for size in (*deltas[:2], deltas[3])) and whole < deltas[2] < whole * 1.25
+        sent_bytes.append(check_answers(engine, model))
+    whole_bytes, *delta_bytes = sent_bytes
+    assert all(size < whole_bytes / 4 for size in (*delta_bytes[:2], delta_bytes[3]))
+    assert whole_bytes < delta_bytes[2] < whole_bytes * 1.25
     resumed = VLLMEngine(model, Servers(model, [servers[0].url], tmp_path / "weights"), eos_token_ids=[EOS])
-    assert check_answers(resumed, model) == whole
+    assert check_answers(resumed, model) == whole_bytes
 
 
 def test_in_this_process(make_llm, untied_folder):
@@ -78,22 +80,22 @@ def test_in_this_process(make_llm, untied_folder):
     def answers():
         from vllm import SamplingParams as Sampling
 
-        found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], Sampling(temperature=0, max_tokens=9),
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], Sampling(temperature=0, max_tokens=9),
                              use_tqdm=False)  # fmt: skip
         llm.reset_prefix_cache()
-        return [list(one.outputs[0].token_ids) for one in found]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def expected(state):
         model.load_state_dict(state)
         return [generate_greedy(model, prompt, 9) for prompt in PROMPTS]
 
-    first, second = (weights.encode(new, old) for old, new in pairwise(states))
-    assert llm.collective_rpc("load_policy", args=(first,)) == [{"loaded": False}]
-    whole = (list(states[0].items()), None, True)
-    assert llm.collective_rpc("load_policy", args=whole) == [{"loaded": True}]
+    first_delta, second_delta = (weights.encode(new, old) for old, new in pairwise(states))
+    assert llm.collective_rpc("load_policy", args=(first_delta,)) == [{"loaded": False}]
+    whole_weights = (list(states[0].items()), None, True)
+    assert llm.collective_rpc("load_policy", args=whole_weights) == [{"loaded": True}]
     assert answers() == expected(states[0])
-    assert llm.collective_rpc("load_policy", args=(second,)) == [{"loaded": False}]
-    for delta, state in zip((first, second), states[1:]):
+    assert llm.collective_rpc("load_policy", args=(second_delta,)) == [{"loaded": False}]
+    for delta, state in zip((first_delta, second_delta), states[1:]):
         assert llm.collective_rpc("load_policy", args=(delta,)) == [{"loaded": True}]
         assert answers() == expected(state)
     assert expected(states[0]) != expected(states[2])
