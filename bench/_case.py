@@ -69,7 +69,7 @@ class Row:
 
 
 def optional(module: str, make: Callable[[Any], Provider], install: str | None = None) -> Provider:
-    """``make(imported module)``, or :class:`Missing` when the package is not installed."""
+    """Return ``make(imported module)``, or :class:`Missing` when the package is not installed."""
     try:
         return make(importlib.import_module(module))
     except ImportError as error:

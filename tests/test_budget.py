@@ -23,7 +23,7 @@ def count_nodes(text: str) -> int:
 
 
 def tracked(folder: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files of a folder with one of the suffixes that git tracks; all of them where there is no repository."""
+    """Return files of a folder with one of the suffixes: those that git tracks, or all where there is no repository."""
     listed = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode or not listed.stdout:
         paths = list((ROOT / folder).rglob("*"))

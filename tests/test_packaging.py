@@ -63,7 +63,7 @@ print(rlkernels.info()["missing"].get("the compiled extension", "nothing"))
 
 @pytest.fixture(scope="module")
 def plain_wheel(tmp_path_factory):
-    """A wheel without the extension."""
+    """Build a wheel without the extension."""
     return wheel(tmp_path_factory.mktemp("wheel"), RLKERNELS_NO_EXTENSION="1")
 
 

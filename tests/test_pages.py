@@ -84,19 +84,19 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The name of the file that the block is, from a comment on its first line."""
+        """Return the name of the file that the block is, from a comment on its first line."""
         first_line = re.match(r"# (\S+\.(?:py|yaml))\n", self.text)
         return first_line and first_line[1]
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """(command, what it prints) of a console block."""
+        """Return (command, what it prints) of a console block."""
         matches = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", self.text, re.MULTILINE)
         return [(re.sub(r"\\\n\s*", "", command), printed.strip()) for command, printed in matches]
 
     @property
     def lines(self) -> list[str]:
-        """The commands of an sh block, without comments."""
+        """Return the commands of an sh block, without comments."""
         lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
         return [command for line in lines if (command := re.sub(r"(^|\s+)#.*", "", line))]
 

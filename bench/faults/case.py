@@ -74,7 +74,7 @@ class Place:
 
     @property
     def run(self) -> Path:
-        """The run directory."""
+        """Return the run directory."""
         return self.folder / "run"
 
     def train(self, *, resume: bool = False, folder: Path | None = None) -> Training:

@@ -102,7 +102,7 @@ class Ended:
 
     @property
     def line(self) -> str:
-        """The line that names the error, else the last line."""
+        """Return the line that names the error, else the last line."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 

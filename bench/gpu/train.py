@@ -61,7 +61,7 @@ def run_child(command: Sequence[str], stop_at: float, kill_at: float) -> str:
 
 
 def make_policy(work: Path, device: str, deadline: float) -> dict[str, Any]:
-    """Makes the base policy unless it is there -> facts about it; ``failed`` says why there is none."""
+    """Make the base policy unless it is there, and return facts about it; ``failed`` says why there is none."""
     folder = work / "policy"
     if not (folder / FACTS).exists():
         size = "large" if device == "cuda" else "tiny"

@@ -33,12 +33,12 @@ def pairs_of(study: str, arm: str, plain: str = "plain") -> list[tuple[Any, Any]
 
 
 def to_end(arm: str) -> list[str]:
-    """Tokens and seconds to plain's end on lattice_paths."""
+    """Return tokens and seconds to plain's end on lattice_paths."""
     return [to_plains_end(pairs_of("earlier_runs", arm), column) for column in (0, 1)]
 
 
 def with_earlier_run(arm: str) -> list[str]:
-    """Tokens and seconds to plain's end on lattice_paths, with those of the earlier run."""
+    """Return tokens and seconds to plain's end on lattice_paths, with those of the earlier run."""
     ratios = []
     for column, key in enumerate(("earlier tokens", "earlier seconds")):
         logs = []
@@ -53,13 +53,13 @@ def with_earlier_run(arm: str) -> list[str]:
 
 
 def points(arm: str) -> str:
-    """The accuracy at the end minus plain's, on lattice_paths."""
+    """Return the accuracy at the end minus plain's, on lattice_paths."""
     differences = [100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs_of("earlier_runs", arm)]
     return bracketed(differences, "{:.1f}", "points higher ")
 
 
 def bracketed(values: Sequence[float], form: str, unit: str = "") -> str:
-    """``74.2 % [70.1, 78.3]``."""
+    """Format a mean and its interval: ``74.2 % [70.1, 78.3]``."""
     interval = Interval.of(values)
     assert interval.low is not None, "one seed has no interval"
     return f"{form.format(interval.mean)} {unit}[{form.format(interval.low)}, {form.format(interval.high)}]"
@@ -67,7 +67,7 @@ def bracketed(values: Sequence[float], form: str, unit: str = "") -> str:
 
 @cache
 def alpha_accuracies() -> list[dict[str, float]]:
-    """Accuracies of each seed after 24 of 60 steps, at the end, and with other weights."""
+    """Return accuracies of each seed after 24 of 60 steps, at the end, and with other weights."""
     return [seed["accuracy"] for seed in json.loads((RESULTS / "alpha.json").read_text())["dapo"].values()]
 
 
@@ -81,7 +81,7 @@ def accuracy_kept(weights: str) -> str:
 
 
 def suffixes(plain: str) -> list[str]:
-    """Tokens and seconds to 0.60 of RPO by plain, and the difference at the end."""
+    """Return tokens and seconds to 0.60 of RPO by plain, and the difference at the end."""
     variants = json.loads((RESULTS / "rpo.json").read_text())["variants"]
     with_rpo, without_rpo = variants[f"{plain}+rpo"], variants[plain]
     keys = ("tokens_to_0.6", "seconds_to_0.6")
@@ -94,7 +94,7 @@ def suffixes(plain: str) -> list[str]:
 
 
 def sooner(arm: str, text: str = "") -> list[str]:
-    """Mean seconds to 0.85, and how many times as long TRL takes."""
+    """Return mean seconds to 0.85, and how many times as long TRL takes."""
     pairs = pairs_of("trl", "TRL", arm)
     ratios = Interval.of(log_ratios([pair_of(pair, 0.85) for pair in pairs], 1))
     mean, *ends = (f"{math.exp(log_ratio):.1f}" for log_ratio in (ratios.mean, ratios.low, ratios.high))
@@ -102,7 +102,7 @@ def sooner(arm: str, text: str = "") -> list[str]:
 
 
 def with_weights(name: str) -> list[str]:
-    """The accuracy of the run of sentences with other weights, and its share of the gain."""
+    """Return the accuracy of the run of sentences with other weights, and its share of the gain."""
     (row,) = arm_rows("sentences", "a quarter of the prompts")
     weights = row["more"]["other weights"]
     accuracy, error = weights[name]
@@ -110,7 +110,7 @@ def with_weights(name: str) -> list[str]:
 
 
 def update(provider: str) -> str:
-    """Seconds and memory of an update of TRL with 8 answers in a micro-batch."""
+    """Return seconds and memory of an update of TRL with 8 answers in a micro-batch."""
     with (ROOT / "bench" / "results.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["op"], row["provider"]) == ("trl_update", provider)]
     *_, row = (row for row in rows if row["shape"] == "prompt 256, answers 64 to 128, group of 8, 8 a micro-batch")
@@ -118,7 +118,7 @@ def update(provider: str) -> str:
 
 
 def gpu(op: str, provider: str, shape: str, digits: int, memory: bool = True) -> str:
-    """Milliseconds and memory of a call on the H200."""
+    """Return milliseconds and memory of a call on the H200."""
     lines = (ROOT / "bench" / "gpu" / "records" / "NVIDIA-H200-30a78fa.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["kind"] == "row"]
     (row,) = (row for row in rows if (row["op"], row["provider"], row["shape"]) == (op, provider, shape))

@@ -31,7 +31,7 @@ FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
 
 def pretend(config, overrides, folder):
-    """A trainer whose accuracy rises with its rate; it leaves a line for each of its turns beside its folder."""
+    """Stand in for a trainer: its accuracy rises with its rate, and each turn leaves a line in the file "turns"."""
     settings = dict(text.split("=", 1) for text in overrides)
     rate = float(settings["optimizer.learning_rate"])
     steps = int(settings.get("max_steps", 4))

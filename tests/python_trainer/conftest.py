@@ -25,13 +25,13 @@ LORA = {"r": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]
 
 
 def even(prompts, completions, completion_ids, **columns):
-    """1 where the last token but the end is an even number, else 0."""
+    """Return 1 where the last token but the end is an even number, else 0."""
     return [float(ids[-2:][0] % 2 == 0) for ids in completion_ids]
 
 
 @pytest.fixture
 def rounding_processor(monkeypatch):
-    """Rounds the inputs of float32 products where torch is allowed to, as processors with AMX do."""
+    """Round the inputs of float32 products where torch may do so, as processors with AMX do."""
     plain = torch.nn.functional.linear
 
     def linear(x, weight, bias=None):
@@ -77,7 +77,7 @@ def jsonl_files(tmp_path_factory):
 
 @pytest.fixture
 def gate_task(jsonl_files, tmp_path):
-    """Changes of the task that set 6 gate prompts aside and leave 12 to train on."""
+    """Return changes of the task that set 6 gate prompts aside and leave 12 to train on."""
     path = tmp_path / "with_gate.jsonl"
     path.write_text("".join(file.read_text() for file in jsonl_files))
     return {"train_path": str(path), "gate_size": 6}
@@ -89,7 +89,7 @@ def settings(tiny_policy, jsonl_files):
 
 
 def run_settings(tiny_policy, jsonl_files):
-    """Settings of a quick run, as a nested dictionary."""
+    """Return the settings of a quick run, as a nested dictionary."""
     train, test = map(str, jsonl_files)
     return {
         "max_steps": 4,
@@ -102,13 +102,13 @@ def run_settings(tiny_policy, jsonl_files):
 
 
 def merged(settings, changes):
-    """Settings with other values in some sections."""
+    """Return settings with other values in some sections."""
     return settings | {k: {**settings.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
 
 
 @pytest.fixture
 def lessons(settings, tmp_path):
-    """Settings whose examples have an answer: the prompt backwards."""
+    """Return settings whose examples have an answer: the prompt backwards."""
     for name in ("train", "test"):
         rows = [{"prompt": p, "answer": p[::-1]} for p in (["ABC", "D", "FGAB", "HC"] if name == "train" else ["CA"])]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -119,7 +119,7 @@ def lessons(settings, tmp_path):
 
 @pytest.fixture
 def make_config(settings):
-    """Config from those settings with changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
+    """Return a function that makes a config of changes: ``make_config(max_steps=2, algorithm={"beta": 0.1})``."""
     return lambda **changes: load_config(merged(settings, changes))
 
 
@@ -144,7 +144,7 @@ def history_run(make_config, tmp_path, monkeypatch):
 
 
 def train(config, folder, **options):
-    """The trainer of a run that is over, of which nothing is shown; ``updates``: the rollouts of each update."""
+    """Return the trainer of a finished run that printed nothing; ``updates``: the rollouts of each update."""
     trainer = Trainer(config, folder, console=QUIET, **options)
     trainer.updates = record_updates(trainer)
     trainer.run()
@@ -152,7 +152,7 @@ def train(config, folder, **options):
 
 
 def kill_in_the_fourth_step(run):
-    """Ends a Trainer or Sft as a kill does: the row of step 3 has been written, its checkpoint has not."""
+    """End a Trainer or Sft as a kill does: the row of step 3 is written, its checkpoint is not."""
     step = run.step
 
     def end_in_the_fourth(*number):
@@ -193,7 +193,7 @@ def graded(rewards, lengths=None, *, vocab=64, num_generations=4, finish="stop")
 
 
 def same(a, b):
-    """Whether two trainers have the same weights, to the bit."""
+    """Return whether two trainers have the same weights, to the bit."""
     return all(torch.equal(x, y) for x, y in zip(a.policy.model.parameters(), b.policy.model.parameters(), strict=True))
 
 
@@ -211,7 +211,7 @@ def rhyme_config(make_config):
 
 @pytest.fixture
 def run(settings, tmp_path, capsys):
-    """Runs the command line in this process: ``run(changes, *arguments) -> (exit code, standard error)``."""
+    """Return a function that runs the command line here: ``run(changes, *arguments)`` gives exit code and stderr."""
 
     def call(changes=None, *arguments, command="train", folder="run"):
         for key, value in (changes or {}).items():
@@ -226,7 +226,7 @@ def run(settings, tmp_path, capsys):
 
 
 def one_clear_line(result, tmp_path, *words):
-    """Exit code 2, one line that names the trouble, and no run directory left behind."""
+    """Check exit code 2, one line that names the trouble, and that no run directory is left behind."""
     code, error = result
     assert code == 2
     assert error.startswith("error: ") and error.count("\n") == 1, error
@@ -248,7 +248,7 @@ def full_disk(size):
 
 @pytest.fixture
 def answers():
-    """Three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
+    """Return three groups: with a shared prefix, without one, and with answers of 0, 1 and many tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(n):

@@ -18,7 +18,7 @@ EOS = 63
 
 
 def draw(body):
-    """What is drawn for a request to ``/v1/completions``: answers of any length, each by its own seed."""
+    """Return answers to a request to ``/v1/completions``, of any length, each by its own seed."""
     choices = []
     for i in range(body["n"]):
         rng = random.Random(f"{body['prompt']}/{body['seed'] + i}")
@@ -54,7 +54,7 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def token_requests(self):
-        """The requests for tokens."""
+        """Return the requests for tokens."""
         return [body for path, body in self.bodies if path == "/v1/completions"]
 
 
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving():
-    """A running one."""
+    """Run a server, and yield it."""
     server = FakeServer()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -166,7 +166,7 @@ class FakeLLM:
 
 
 def install(patch, *, sleeps):
-    """Puts it in vLLM's place, on a device that can sleep or one that cannot; ``patch`` is pytest's."""
+    """Install the fake in vLLM's place, on a device that can sleep or one that cannot; ``patch`` is pytest's."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "RANK", "LOCAL_RANK"):
         patch.setenv(name, "0")  # so that what is set comes undone
     module = SimpleNamespace(__version__="0.32.0", LLM=FakeLLM, SamplingParams=SimpleNamespace)

@@ -46,7 +46,7 @@ def run_on_ranks(folder: Path, function, *args, size: int = 2) -> None:
 
 
 def train(settings: dict, folder: Path, parallel: str | None = None, *, resume: bool = False) -> Trainer:
-    """Trains, in the processes of the default group where ``parallel`` is given; leaves ``weights.safetensors``."""
+    """Train, in the processes of the default group where ``parallel`` is given; write ``weights.safetensors``."""
     ranks = None if parallel is None else KINDS[parallel]()
     config = load_config(settings | {"parallel": parallel or "none"})
     trainer = Trainer(config, folder, console=Console(quiet=True), ranks=ranks, resume=resume)

@@ -21,14 +21,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make(kind: str = "Qwen2", **settings) -> torch.nn.Module:
-    """A random causal language model of a kind of Transformers, of these sizes but for some settings."""
+    """Return a random causal language model of a kind of Transformers, of these sizes but for some settings."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**SIZES | MODELS.get(kind, {}) | settings)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def make_policy(kind: str, tokenizer, **settings) -> Policy:
-    """Such a model with the vocabulary of the tiny policy, whose tokenizer it takes."""
+    """Return such a model with the vocabulary of the tiny policy, whose tokenizer it takes."""
     model = make(kind, **{"vocab_size": 64, "eos_token_id": 63, **settings})
     return Policy(model, tokenizer, name=kind)
 

@@ -41,7 +41,7 @@ def mask_of(lengths, width):
 
 
 def advantages(kind, rewards, groups, **settings):
-    """Those of answers with these rewards, of a token each."""
+    """Return the advantages of answers with these rewards, of one token each."""
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
     step = StepRewards(rewards, groups, mask, mask, torch.zeros(len(rewards), 1))
     return ADVANTAGES.resolve(kind)(step, AlgorithmConfig(**settings))[0]

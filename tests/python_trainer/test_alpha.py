@@ -27,12 +27,12 @@ DIRECTION = torch.outer(torch.linspace(-1, 1, 16), torch.linspace(1, 2, 24))
 
 
 def progress(model, start):
-    """How far the projection has come along DIRECTION."""
+    """Return how far the projection has come along DIRECTION."""
     return float(((model.proj.weight.detach().float() - start) * DIRECTION).sum() / DIRECTION.square().sum())
 
 
 def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
-    """An accelerator, its context and the start of the model after 12 real Adam steps along one direction.
+    """Return an accelerator, its context and the model's start, after 12 real Adam steps along one direction.
 
     The accuracies of the steps are made up: by default they would reach 1 at step 24. That at the gate is ``quality``
     of how far the weights have come.

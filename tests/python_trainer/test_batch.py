@@ -38,7 +38,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """Groups with a long prefix, a prefix of one token, and none; suffixes of different lengths, some truncated.
+    """Return groups with a long prefix, a prefix of one token, and none; suffixes differ in length, some truncated.
 
     Of every second answer others have written some tokens, in prefix and suffix.
     """
@@ -64,7 +64,7 @@ def rollouts():
 
 
 def noisy(batch, policy, scale, seed):
-    """Log-probabilities of a policy near this one, for every response token."""
+    """Return log-probabilities of a policy near this one, for every response token."""
     gen = torch.Generator().manual_seed(seed)
     out = batch.empty_table()
     with torch.no_grad(), policy.packed_attention():

@@ -300,7 +300,7 @@ def test_a_checkpoint_of_something_else_is_refused(make_config, tmp_path):
 
 @pytest.fixture(scope="module")
 def sealed(tiny_policy, jsonl_files, tmp_path_factory):
-    """Settings of three steps, and the checkpoint of the first two."""
+    """Return settings of three steps, and the checkpoint of the first two."""
     rollout = {"schedule": "history"}
     critic = {"algorithm": {"advantage": "gae"}}
     settings = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 2, "rollout": rollout} | critic)

@@ -49,7 +49,7 @@ def of_an_earlier_run(folder):
 
 
 def weights_outside(folder, **files):
-    """Moves the weights beside the folder, and lets a file of the folder name them there."""
+    """Move the weights out of the folder, and let a file of the folder name them there."""
     (folder / "model.safetensors").rename(folder.parent / "x.safetensors")
     for name, content in files.items():
         path = folder / {"config": "config.json"}.get(name, f"{name}.index.json")

@@ -32,7 +32,7 @@ class Shape:
 
 
 def shape(each, opening, end, message, *, turn_separator="", start=""):
-    """A template that writes ``each`` for every message, and ``between`` after the end of a turn of the policy."""
+    """Return a template that writes ``each`` for every message, and ``between`` after a turn of the policy."""
     return Shape(
         f"{start}{{% for m in messages %}}{each}{{% endfor %}}{{% if add_generation_prompt %}}{opening}{{% endif %}}",
         end, start + message, turn_separator + message,

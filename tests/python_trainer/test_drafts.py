@@ -137,14 +137,14 @@ def test_drafts_are_off_where_a_pass_has_no_overhead():
 
 
 def learning(folder):
-    """What a run learnt: metrics without those of time and drafts."""
+    """Return what a run learnt: metrics without those of time and drafts."""
     skipped = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second")
     return [{key: value for key, value in row.items() if not key.startswith(skipped)} for row in read_metrics(folder)]
 
 
 @pytest.fixture
 def dear_passes(monkeypatch):
-    """Drafts always pay."""
+    """Make drafts always pay."""
     monkeypatch.setattr("python_trainer.accelerators.drafts.measure_overhead", lambda engine: 1e6)
 
 

@@ -31,7 +31,7 @@ def test_overlong_penalties_known_values():
 
 
 def coins(prompts, completions, completion_ids, **columns):
-    """Right when the first token is even: a coin that many answers of a group may agree on."""
+    """Return 1 where the first token is even: a coin on which many answers of a group may agree."""
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 

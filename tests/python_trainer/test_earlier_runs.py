@@ -30,13 +30,13 @@ from python_trainer.run_directory import read_metrics
 
 
 def odd(prompts, completions, completion_ids, **_):
-    """Right where the first token is odd, so that some answers of a random policy are."""
+    """Return 1 where the first token is odd, so that some answers of a random policy are right."""
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
 @pytest.fixture
 def run(history_run, tmp_path, monkeypatch):
-    """As :func:`history_run`, on one database by default, without stored answers in groups; every run is better.
+    """Run :func:`history_run` on one database by default, without stored answers in groups; every run is better.
 
     No random policy is clearly better than another; which are is for other tests.
     """
@@ -51,7 +51,7 @@ def run(history_run, tmp_path, monkeypatch):
 
 
 def count_rehearsed(tmp_path, folder):
-    """How many answers of earlier runs were trained on first, each three times."""
+    """Return how many answers of earlier runs were trained on first, each three times."""
     return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder)) / 3
 
 
@@ -311,12 +311,12 @@ def test_runs_that_are_as_good_seldom_seem_better():
 
 @pytest.fixture
 def judged_run(history_run):
-    """As :func:`history_run`, which finds out what earlier runs are better."""
+    """Run :func:`history_run`, which finds out which earlier runs are better."""
     return partial(history_run, save={"save_steps": 1})
 
 
 def judged_otherwise(database, right, run_id=1):
-    """Counts so many of the answers of a run, the first one, as right."""
+    """Count so many of the answers of a run, by default the first, as right."""
     created = database.runs()[run_id - 1].created
     for record in database.trajectory(run_id):
         counts = record.outcomes | {"right": (record.outcomes["answers"] * right).int()}

@@ -90,7 +90,7 @@ def model():
 
 
 def turns_of(rollout):
-    """(whether the policy wrote them, tokens) of each stretch of an answer."""
+    """Return (whether the policy wrote them, tokens) of each stretch of an answer."""
     pairs = zip(rollout.response_mask, rollout.response_ids, strict=True)
     return [(by_policy, [token for _, token in stretch]) for by_policy, stretch in groupby(pairs, lambda pair: pair[0])]
 
@@ -225,7 +225,7 @@ def test_rewards_get_what_the_environment_gave():
 
 @pytest.fixture
 def playing(tiny_policy):
-    """Settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
+    """Return settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
     settings = yaml.safe_load((ROOT / "examples" / "guessing_game.yaml").read_text())
     changes = {
         "max_steps": 3,
@@ -239,7 +239,7 @@ def playing(tiny_policy):
 
 
 def reached(state, target):
-    """Whether the run has had its steps, or an evaluation of this accuracy."""
+    """Return whether the run has had its steps, or an evaluation of this accuracy."""
     return state.step == 120 or any(accuracy >= target for _, accuracy, _ in state.evaluations)
 
 

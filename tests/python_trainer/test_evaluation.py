@@ -65,12 +65,12 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
 
 
 def known(prompts, completions, completion_ids, right, **columns):
-    """Whether the file says so: the accuracy of a policy that never changes."""
+    """Return what the file says of each prompt: the accuracy of a policy that never changes."""
     return right
 
 
 def known_rows(folder, right):
-    """A file of as many prompts as there are verdicts."""
+    """Write a file of as many prompts as there are verdicts."""
     path = folder / f"{len(right)}-{sum(right):g}.jsonl"
     rows = [{"prompt": "ABCDEFGH"[: 1 + i], "right": value} for i, value in enumerate(right)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,7 +79,7 @@ def known_rows(folder, right):
 
 @pytest.fixture
 def known_config(make_config, tmp_path):
-    """Config of a run that evaluates after step 2 on two of eight test prompts, the only ones that are right."""
+    """Return the config of a run that evaluates after step 2 on two of eight test prompts, the only right ones."""
     rows = known_rows(tmp_path, [1.0, 1.0] + [0.0] * 6)
     task = {"train_path": rows, "test_path": rows, "reward": "test_evaluation:known"}
     evaluation = {"eval_steps": 2, "eval_limit_during": 2, "target_accuracy": 0.9, "sets": {"mirror": rows}}

@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def trained(tiny_policy, jsonl_files, tmp_path_factory):
-    """Two short runs that differ in two settings; the answers of one were tampered with."""
+    """Make two short runs that differ in two settings; tamper with the answers of one."""
     folder = tmp_path_factory.mktemp("trained")
     for name, changes in (("a&b", {}), ("other", {"seed": 1, "algorithm": {"beta": 0.1}})):
         values = merged(run_settings(tiny_policy, jsonl_files), {"max_steps": 3} | changes)
@@ -77,7 +77,7 @@ def trained(tiny_policy, jsonl_files, tmp_path_factory):
 
 @pytest.fixture
 def runs(trained, tmp_path):
-    """A copy of them."""
+    """Return a copy of these runs."""
     return shutil.copytree(trained, tmp_path / "runs")
 
 

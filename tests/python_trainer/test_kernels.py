@@ -19,7 +19,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A GPU as far as this looks at it; what is proved, by ops and workload."""
+    """Pretend a GPU, as far as these tests look at it; list what is proved, by ops and workload."""
     proofs = []
     facts = dict(GPU)
 

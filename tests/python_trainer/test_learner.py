@@ -21,7 +21,7 @@ KINDS = {"Qwen2": {}, "Qwen3": {"head_dim": 8}, "Llama": {"attention_bias": True
 
 
 def stirred_policy(kind, tokenizer):
-    """One of this kind whose biases and norms matter."""
+    """Return a policy of this kind whose biases and norms matter."""
     policy = make_policy(kind, tokenizer, num_hidden_layers=2, initializer_range=0.2, **KINDS[kind])
     with torch.no_grad():
         for p in policy.model.parameters():
@@ -56,7 +56,7 @@ def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, la
     model_pass = gradients(policy, packed)
 
     def errors(results):
-        """Relative, of outputs and of gradients."""
+        """Return relative errors of outputs and of gradients."""
         pairs = zip([*results[:3], *results[3].values()], [*expected[:3], *expected[3].values()], strict=True)
         return [((x.double() - gold).norm() / gold.norm()).item() for x, gold in pairs]
 

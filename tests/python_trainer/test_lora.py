@@ -27,7 +27,7 @@ from rlkernels.integrations.vllm_worker import merged_weight
 
 
 def merged_weights(model):
-    """By name, float32, wherever there is an adapter."""
+    """Return merged float32 weights by name, of every layer with an adapter."""
     return {f"{name}.weight": merged_weight(*adapted_weight(layer)) for name, layer in adapted_layers(model)}
 
 

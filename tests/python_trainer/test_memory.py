@@ -29,7 +29,7 @@ QWEN = {
 
 
 def qwen(size, folder):
-    """A folder with a config.json and nothing else."""
+    """Save a config.json and nothing else, and return the folder."""
     hidden, layers, heads, kv_heads, inner, vocab, tied = QWEN[size]
     Qwen2Config(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -82,7 +82,7 @@ def test_presets_pass_their_own_plan(tmp_path, path):
 
 @pytest.fixture
 def small(tmp_path):
-    """Settings whose weights are small beside what passes take."""
+    """Return settings whose weights are small beside the memory of a pass."""
     folder = save_tiny_policy(tmp_path / "policy", hidden_size=256, intermediate_size=512, num_hidden_layers=6)
     return {
         "model": {"path": str(folder), "dtype": "float32", "gradient_checkpointing": False},

@@ -23,7 +23,7 @@ OF_THE_UPDATE = {"importance_ratio/mean", "importance_ratio/max", "sampling/logp
 
 
 def last_is_even(prompts, completions, completion_ids, **columns):
-    """Of prompts of some lengths; answers to the others are all right."""
+    """Return 1 for prompts of odd length, else whether the last token but the end is even."""
     return [float(len(p) % 2 or ids[-2:][0] % 2 == 0) for p, ids in zip(prompts, completion_ids)]
 
 

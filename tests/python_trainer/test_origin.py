@@ -28,7 +28,7 @@ from python_trainer.trainer import Trainer
 
 @pytest.fixture
 def changed_policy(tiny_policy, tmp_path):
-    """A policy of the same shapes, one of whose weights differs in its last bit."""
+    """Save a policy of the same shapes, one of whose weights differs in its last bit."""
     folder = shutil.copytree(tiny_policy, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     first = weights["model.norm.weight"].view(torch.int32)
@@ -97,7 +97,7 @@ CHANGES = {
 
 
 def set_ups_that_differ(settings, folder):
-    """On each of two ranks, of which the second has one thing that differs."""
+    """Set up two ranks, of which the second has one thing that differs."""
     for parallel, kind in KINDS.items():
         for name, (changes, message) in CHANGES.items():
             if parallel == "fsdp2" and name == "weights":

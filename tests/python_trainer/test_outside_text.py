@@ -20,7 +20,7 @@ SHOWN = "\\x1b[2J\\x1b]0;owned\\x07\\x08\\x9b31m\\u202e\\udc80[/red]"
 
 
 def obeyed(text):
-    """What a terminal would obey or hide in it."""
+    """Return the characters of a text that a terminal would obey or hide."""
     return {c for c in text if not c.isprintable()} - {"\n"}
 
 

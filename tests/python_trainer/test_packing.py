@@ -19,7 +19,7 @@ from rlkernels.prefix_cache.layout import token_ids
 
 
 def plain_score(policy, answer, temperature=1.0):
-    """Log-probabilities and entropies of one answer by the model's own forward."""
+    """Return log-probabilities and entropies of one answer by the model's own forward."""
     ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])
     logits = policy.model(input_ids=ids).logits[0, len(answer.prompt_ids) - 1 : -1] / temperature
     table = logits.log_softmax(-1)
@@ -83,7 +83,7 @@ def test_recomputing_activations_leaves_dropout_off(tokenizer, answers, kind):
 
 
 def of_shape(kind, tokenizer, **further):
-    """A policy of one layer."""
+    """Return a policy of one layer."""
     return make_policy(kind, tokenizer, num_hidden_layers=1, initializer_range=0.02, **further)
 
 

@@ -39,7 +39,7 @@ OFFLOAD = merged(LOW_PRECISION, {"optimizer": {"offload": True}})
 
 
 def no_verdict(prompts, completions, completion_ids, **columns):
-    """Fails in the second process; the first knows nothing of it."""
+    """Fail in the second process; the first knows nothing of it."""
     if dist.get_rank() == 1:
         raise ValueError("no verdict")
     return [0.0] * len(prompts)
@@ -76,7 +76,7 @@ FAILURES = [("fsdp2", "finite"), ("fsdp2", "memory"), ("fsdp2", "other"), ("ddp"
 
 
 def generation_that_fails(settings, folder):
-    """In the second process, in the second step of a run. All save together, and all end in one line.
+    """Fail in the second process, in the second step of a run; all save together, and all end in one line.
 
     But for a bug: it does in the process where it came up.
     """
@@ -110,7 +110,7 @@ def failing_runs(settings, folder):
 
 
 def several(settings, folder):
-    """All that two processes do here and that ends well."""
+    """Train in two processes every case that ends well."""
     train(settings | HALF, folder / "sharded half", "fsdp2")
     if dist.get_rank() == 0:
         shutil.copytree(folder / "sharded half", folder / "sharded to ddp")

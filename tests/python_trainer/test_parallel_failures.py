@@ -65,7 +65,7 @@ FULL = [(0, 10), (0, 10_000), (1, 10_000)]  # before the shards, while they are 
 
 
 def unwritten_checkpoints(folder):
-    """Of the second step, where a process can write files of so many bytes at most."""
+    """Save a second checkpoint where a process can write files of so many bytes at most."""
     for parallel, kind in KINDS.items():
         ranks = kind()
         full_weight = torch.ones(64, 1024)

@@ -92,7 +92,7 @@ def vllm_settings(tiny_policy, jsonl_files):
 
 
 def train_with_servers(settings, folder, broken):
-    """Every case on both kinds of ranks; then with servers that fail in the first process alone."""
+    """Train every case on both kinds of ranks, then with servers that fail in the first process alone."""
     for parallel in KINDS:
         for name, changes in SERVED.items():
             train_and_tell(merged(settings, changes), folder / parallel / name, parallel)

@@ -24,13 +24,13 @@ PPO = {"advantage": "gae", "num_iterations": 2, "num_minibatches": 2, "loss_type
 
 
 def table(rows):
-    """[B, T], NaN beyond the ends."""
+    """Return rows as [B, T], NaN beyond the ends."""
     width = max(map(len, rows), default=0)
     return torch.tensor([[*row, *[math.nan] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
 
 def step_batch(algorithm, rewards, lengths, *, groups=None, in_loss=None, unscored=0, stored=(), **recorded):
-    """A batch of answers with these rewards and lengths, and with recorded log-probabilities or values."""
+    """Return a batch of answers with these rewards and lengths, and with recorded log-probabilities or values."""
     finished = in_loss or [True] * len(lengths)
     group_indices = groups or range(len(lengths))
     rollouts = [

@@ -23,12 +23,12 @@ from python_trainer.trainer import Trainer
 
 
 def brief(prompts, completions, completion_ids, **columns):
-    """The shorter the better, and never above 0.5: by accuracy all answers would be wrong."""
+    """Reward short answers, never above 0.5: by accuracy all answers are wrong."""
     return [-len(ids) / 12 for ids in completion_ids]
 
 
 def group(*rewards, judged=False):
-    """Answers of these raw rewards, shaped ones mislead; where they are judged, of these accuracies."""
+    """Return answers of these raw rewards, with misleading shaped ones; ``judged``: only accuracies tell."""
     return [
         Rollout([1], [2], reward=-i, accuracy=float(value > 0.5), filter_score=None if judged else value)
         for i, value in enumerate(rewards)
@@ -104,7 +104,7 @@ def test_what_was_found_of_the_task_outlasts_an_interruption(length_config, tmp_
 
 @pytest.fixture(scope="session")
 def judge(tiny_policy, tmp_path_factory):
-    """A reward model, as its folder, with a chat template."""
+    """Return the folder of a reward model with a chat template."""
     folder = tmp_path_factory.mktemp("judge") / "verdicts"
     save_classifier(tiny_policy, folder)
     return folder

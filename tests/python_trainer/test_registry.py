@@ -73,7 +73,7 @@ class LettersSettings(TaskSettings):
 
 
 def best_of_group(step, settings):
-    """1 for the best answers of each group, -1 for all others."""
+    """Return 1 for the best answers of each group, -1 for all others."""
     best = torch.stack([step.rewards[step.groups == group].max() for group in step.groups])
     return torch.where(step.rewards == best, 1.0, -1.0) * (step.rewards.std() > 0), None
 

@@ -254,7 +254,7 @@ def sleeps(**_):
 
 
 def retries(**_):
-    """As a client does whose server has gone."""
+    """Retry like a client whose server has gone."""
     while True:
         try:
             time.sleep(600)
@@ -263,12 +263,12 @@ def retries(**_):
 
 
 def backtracks(**_):
-    """A regular expression that tries 2^40 ways, and lets no other thread run."""
+    """Match a regular expression that tries 2^40 ways, and lets no other thread run."""
     re.match(r"(a|a)*$", "a" * 40 + "b")
 
 
 def sets_alarms(**_):
-    """As math-verify does, whose timeouts are alarms."""
+    """Set an alarm as math-verify does for its timeouts."""
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.alarm(600)
     signal.alarm(0)

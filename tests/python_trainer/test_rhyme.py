@@ -29,7 +29,7 @@ def steps_of(path):
 
 @pytest.fixture(scope="session")
 def first_run(tiny_policy, jsonl_files, tmp_path_factory):
-    """Folder of a run of 9 steps, every prompt three times, that wrote into history.db beside it."""
+    """Return the folder of a run of 9 steps, every prompt three times, that wrote into history.db next to it."""
     folder = tmp_path_factory.mktemp("history")
     rhyme = {"enabled": ["rhyme"], "rhyme": {"database": str(folder / "history.db")}}
     changes = {"max_steps": 9, "task": JUDGED, "accelerators": rhyme}
@@ -39,7 +39,7 @@ def first_run(tiny_policy, jsonl_files, tmp_path_factory):
 
 @pytest.fixture
 def filled(first_run, tmp_path):
-    """The database of that run, to be written to."""
+    """Return the path of a copy of that run's database."""
     return Path(shutil.copy(first_run / "history.db", tmp_path / "history.db"))
 
 

@@ -72,7 +72,7 @@ def test_a_share_of_the_groups_is_whole():
 
 
 def step_with(rpo, step, share, notes, prompts=16):
-    """A step in which every answer of each group is right with this chance -> whether the next one is cut."""
+    """Step with answers that are right with this chance; return whether the next one is cut."""
     step_context = context(seed=step, step=step)
     step_context.run = SimpleNamespace(note=notes.append)
     generator = torch.Generator().manual_seed(step)

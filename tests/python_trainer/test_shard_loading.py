@@ -45,7 +45,7 @@ NORM = "model.norm.weight"
 
 
 def cut_from_a_whole(config, ranks):
-    """The policy that every rank has loaded as a whole before it is cut."""
+    """Load the policy whole on every rank, then cut it."""
     policy = load_policy(config)
     policy.inference_model = copy.deepcopy(policy.inference_model).requires_grad_(False).eval()
     policy.inference_model.gradient_checkpointing_disable()  # it only generates
@@ -73,7 +73,7 @@ def assert_equal_modules(first, second):
 
 
 def assert_equal_copies(policy, ranks):
-    """A reference and the body of a critic begin with the weights of the policy."""
+    """Check that a reference and the body of a critic begin with the weights of the policy."""
     algorithm = AlgorithmConfig(advantage="gae", beta=0.1)
     critic = CriticConfig(separate=True)
     learner = Learner(policy, Config(algorithm=algorithm, critic=critic), ranks)
@@ -104,7 +104,7 @@ def compare(settings):
 
 
 def settle_on_unlike_processors(path):
-    """The second process would take bfloat16, and takes what the first one does."""
+    """Let only the second process choose bfloat16; check that it takes the dtype of the first one."""
     with (
         patch("python_trainer.model.loading.MAX_BYTES", 0 if dist.get_rank() else 1 << 40),
         patch.object(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}),
@@ -124,7 +124,7 @@ def every_case(paths):
 
 
 def copy_with_weights(source, folder, changed):
-    """A copy of a folder that has other weights in its only file."""
+    """Copy a folder, with other weights in its only file."""
     shutil.copytree(source, folder)
     save_file(changed(load_file(source / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
 

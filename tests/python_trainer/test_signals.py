@@ -95,7 +95,7 @@ def waiting(interrupt, number):
 
 
 def computing(interrupt, number):
-    """Compiled code that no signal ends: the main thread sees none."""
+    """Return a reward in compiled code that no signal ends: the main thread sees none."""
 
     def judge():
         database = sqlite3.connect(":memory:", check_same_thread=False)
@@ -335,7 +335,7 @@ def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
 
 @pytest.fixture
 def in_a_terminal():
-    """SIGHUP as a terminal leaves it; under nohup it is ignored, and stays so."""
+    """Set SIGHUP as a terminal leaves it; under nohup it is ignored, and stays so."""
     handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, handler)

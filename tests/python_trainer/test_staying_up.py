@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
     monkeypatch.setattr("python_trainer.tasks.rewards.LARGEST", 1e300)  # else the reward itself is refused
 
     def huge(prompts, completions, completion_ids):
-        """From the third step on one reward is more than float32 holds: its group's advantages are NaN."""
+        """Return one reward that overflows float32 from the third step on: its group's advantages are NaN."""
         rewards = digits(prompts, completions, completion_ids)
         if reward.call_count >= 4:  # the evaluation at the start was the first call
             rewards[5], rewards[-4:] = 1e300, [1.0] * 4  # and a group teaches nothing

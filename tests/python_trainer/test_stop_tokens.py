@@ -29,7 +29,7 @@ START, END, TOOL, EOS = 60, 61, 62, 63
 
 @pytest.fixture
 def folder(tmp_path):
-    """A policy whose tokenizer ends texts by <eos>, and whose template ends turns by <|im_end|>."""
+    """Return a policy whose tokenizer ends texts by <eos>, and whose template ends turns by <|im_end|>."""
     folder = save_tiny_policy(tmp_path / "policy")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocab = {letter: token for letter, token in tokenizer.get_vocab().items() if token < START}
@@ -115,7 +115,7 @@ class Listening(Environment):
 
 
 def shows_special(prompts, completions, completion_ids, **columns):
-    """1 where the completion is the text of its tokens without the end; else the run ends."""
+    """Return 1 where the completion is the text of its tokens without the end; else end the run."""
     for completion, ids in zip(completions, completion_ids):
         text = completion if isinstance(completion, str) else completion[0]["content"]
         assert text.count("<tool>") == ids.count(TOOL) and "<eos>" not in text and "<|im_end|>" not in text

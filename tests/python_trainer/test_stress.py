@@ -25,7 +25,7 @@ def learner_of(policy, settings, temperature=1.0, **algorithm):
 
 
 def learn(learner, rewards=MIXED, lengths=LENGTHS, **options):
-    """Metrics of an update by answers of these rewards and lengths, after which all numbers are finite."""
+    """Return metrics of an update by answers of these rewards and lengths; check that all numbers are finite."""
     learned = learner.update(graded(rewards, lengths, **options), 1)
     assert all(math.isfinite(value) for value in learned.values())
     assert all(p.isfinite().all() for p in learner.policy.model.parameters())
@@ -33,14 +33,14 @@ def learn(learner, rewards=MIXED, lengths=LENGTHS, **options):
 
 
 def policy_of(tokenizer, vocab=64, **sizes):
-    """A random model with any vocabulary; no text is made of its tokens."""
+    """Return a random model with any vocabulary; nothing decodes its tokens."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True, "eos_token_id": 0} | sizes
     return make_policy("Qwen2", tokenizer, vocab_size=vocab, **sizes)
 
 
 @pytest.fixture
 def fresh(tiny_policy, settings):
-    """A learner with the tiny policy as it is, for these settings of the algorithm."""
+    """Return a function that makes a learner of the tiny policy, for these settings of the algorithm."""
 
     def make(**algorithm):
         policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))

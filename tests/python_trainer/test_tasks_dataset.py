@@ -125,7 +125,7 @@ ANSWERS = [
 
 
 def write_answers(path):
-    """By the standard library, which changes nothing."""
+    """Write the answers with the standard library, which changes nothing."""
     if path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(ANSWERS[0]))
@@ -194,7 +194,7 @@ def test_files_that_are_none_are_named(tmp_path, name, text, message):
 
 
 def cached(home, kind, name, files):
-    """The folder of a repository's only commit in a cache of the Hub."""
+    """Write the only commit of a repository into a cache of the Hub, and return its folder."""
     repository = home / "hub" / f"{kind}s--{name.replace('/', '--')}"
     folder = repository / "snapshots" / COMMIT
     folder.mkdir(parents=True)
@@ -205,7 +205,7 @@ def cached(home, kind, name, files):
 
 
 def train(home, settings, tmp_path, **environment):
-    """The command line in a process of its own, as the library of the Hub reads the environment once."""
+    """Run the command line in a process of its own: the library of the Hub reads the environment once."""
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "python_trainer", "train", "--config", str(tmp_path / "settings.yaml"),
                "--output-dir", str(tmp_path / "run")]  # fmt: skip
@@ -266,7 +266,7 @@ def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch,
 
 @pytest.fixture
 def chatting(tiny_policy):
-    """A policy whose tokenizer begins texts with 9, and whose template writes 8 itself."""
+    """Return a policy whose tokenizer begins texts with 9, and whose template writes 8 itself."""
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
     policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", 9)])
     policy.tokenizer.chat_template = (

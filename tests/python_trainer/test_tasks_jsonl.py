@@ -21,7 +21,7 @@ BREVITY = "test_tasks_jsonl:brevity"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder."""
+    """Return the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -70,7 +70,7 @@ def test_a_worker_that_was_killed(judge):
 
 @pytest.fixture
 def task(tmp_path):
-    """A jsonl task with ``reward: math`` and this gold answer."""
+    """Return a jsonl task with ``reward: math`` and this gold answer."""
 
     def make(gold, **settings):
         path = tmp_path / "data.jsonl"

@@ -25,7 +25,7 @@ PROMPTS = 128
 
 
 def judge(policy, task, examples, longest, sampling, samples=1):
-    """Accuracy of so many answers to each example."""
+    """Return the accuracy of so many answers to each example."""
     requests = [
         Request(ids, num_generations=samples, sample_id=samples * i, max_new_tokens=longest)
         for i, ids in enumerate(policy.encode([example.prompt for example in examples]))

@@ -18,24 +18,24 @@ from python_trainer.trainer import Trainer
 
 
 def closed():
-    """What Python makes of a closed descriptor."""
+    """Return what Python makes of a closed descriptor: None."""
     return
 
 
 def full():
-    """A stream whose device is full."""
+    """Return a stream whose device is full."""
     return open("/dev/full", "w", buffering=1)
 
 
 def unread():
-    """A pipe whose reader has ended."""
+    """Return a pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w", buffering=1)
 
 
 def hung_up():
-    """A terminal that its user has closed."""
+    """Return a terminal that its user has closed."""
     controller, terminal = os.openpty()
     os.close(controller)
     return os.fdopen(terminal, "w", buffering=1)

@@ -304,7 +304,7 @@ def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tokeni
     assert policy.max_length == 12
 
     def beside(length):
-        """Log-probabilities of a short answer in one micro-batch with another, of so many tokens with its prompt."""
+        """Return log-probabilities of a short answer packed with one of so many tokens, its prompt included."""
         answers = [Rollout([1, 2], [3, 4, 5]), Rollout([6], [7] * (length - 1))]
         with torch.no_grad(), policy.packed_attention():
             return policy.score(pack(answers, [0, 1]), 1.0)[0][0, :3]

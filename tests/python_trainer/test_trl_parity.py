@@ -27,7 +27,7 @@ EOS = 63
 
 @pytest.fixture
 def make_trl(trl_integration, tiny_policy, tmp_path):
-    """TRL's trainer on the tiny policy, fed with given answers: ``make_trl(rollouts, **settings)``."""
+    """Return a function that feeds TRL's trainer with given answers: ``make_trl(rollouts, **settings)``."""
 
     def make(rollouts, **settings):
         answers = {}
@@ -53,7 +53,7 @@ def make_trl(trl_integration, tiny_policy, tmp_path):
 
 
 def make_rollouts():
-    """Random answers of 1 to 12 tokens; ``text`` holds the prompt."""
+    """Return random answers of 1 to 12 tokens; ``text`` holds the prompt."""
     gen = torch.Generator().manual_seed(1)
     rollouts = []
     for group in range(GROUPS):
@@ -104,7 +104,7 @@ CASES |= {
 
 
 def documented_sapo():
-    """The plug-in of docs/algorithms.md."""
+    """Return the plug-in of docs/algorithms.md."""
     page = (ROOT / "docs/algorithms.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {"__name__": "my_losses"}

@@ -32,7 +32,7 @@ from python_trainer.trainer import Trainer
 
 @pytest.fixture
 def backend():
-    """A backend that answers with 1 2 3 ..."""
+    """Return a backend that answers with 1 2 3 ..."""
     counts = dict.fromkeys(COUNTERS, 0.0) | {"prompt_tokens": 7.0}
 
     def complete(jobs, settings, salt):

@@ -32,7 +32,7 @@ def choice(index, ids=(1, END), logprobs=None, finish_reason="stop", **facts):
 
 
 def ask(fake, model, tmp_path, reply, *, stop=(), tokenizer=None):
-    """Two answers of at most four tokens."""
+    """Request two answers of at most four tokens from a server that sends ``reply``."""
     fake.answers["/v1/completions"] = reply if isinstance(reply, str) else {"choices": reply}
     servers = Servers(model, [fake.url], tmp_path / "weights")
     engine = VLLMEngine(model, servers, eos_token_ids=[END], tokenizer=tokenizer)
@@ -154,7 +154,7 @@ def test_an_error_body_moves_no_cursor(fake, model, monkeypatch):
 
 @contextmanager
 def endless(first, byte):
-    """A server that sends ``first`` and then a byte at a time, as long as somebody listens."""
+    """Serve ``first`` and then a byte at a time, as long as somebody listens."""
     over = threading.Event()
 
     class Trickle(BaseHTTPRequestHandler):

@@ -36,7 +36,7 @@ from rlkernels.weights import encode
 
 @pytest.fixture
 def fakes():
-    """Three servers."""
+    """Start three servers, and yield them."""
     with ExitStack() as running:
         servers = [running.enter_context(serving()) for _ in range(3)]
         for server in servers:
@@ -272,7 +272,7 @@ def test_deltas_need_zstandard_on_both_sides(fakes, model, sends, monkeypatch):
 
 
 def stir(policy, seed):
-    """Adapters that matter, as if they had been trained."""
+    """Set adapters to numbers that matter, as if they were trained."""
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():

@@ -29,18 +29,18 @@ def ints(*values):
 
 
 def paged(dim=8):
-    """Arguments of paged_attention but the scale: two sequences of 6 and 3 keys, 2 and 1 queries."""
+    """Return arguments of paged_attention but the scale: two sequences of 6 and 3 keys, 2 and 1 queries."""
     caches = torch.randn(2, 4, 4, 1, dim)
     return torch.randn(3, 2, dim), *caches, ints([2, 0], [1, -1]), ints(6, 3), ints(0, 2, 3)
 
 
 def packed(dim=8):
-    """Query, key and value of nine packed tokens."""
+    """Return query, key and value of nine packed tokens."""
     return torch.randn(9, 2, dim), torch.randn(9, 1, dim), torch.randn(9, 1, dim)
 
 
 def problems(dim=8):
-    """op -> arguments, with attention heads of ``dim`` numbers and rows of twice as many."""
+    """Return op -> arguments, with attention heads of ``dim`` numbers and rows of twice as many."""
     attention = paged(dim)
     tensors = packed(dim)
     results = torch.ops.rlkernels.tree_attention(*tensors, TREE.nodes, 0.3)
@@ -248,7 +248,7 @@ FAULT = -11  # exit code of a process that touches such memory
 
 
 def fenced(value, at_end):
-    """A copy of a tensor that ends where unreadable memory begins, or starts where it ends; lists one by one."""
+    """Return a copy that ends where unreadable memory begins, or begins where it ends; of lists one by one."""
     if isinstance(value, (list, tuple)):
         return [fenced(v, at_end) for v in value]
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
@@ -298,7 +298,7 @@ MAX_CALL_S = 60.0  # of all calls; one of a millisecond is enough if a processor
 
 
 def runs_during(call, seconds=MAX_CALL_S) -> bool:
-    """Whether a thread that has nothing left to wait for but the interpreter lock runs during calls.
+    """Return whether a thread that waits only for the interpreter lock runs during calls.
 
     The interpreter is told never to take the lock from a thread that does not release it.
     """
@@ -327,7 +327,7 @@ def runs_during(call, seconds=MAX_CALL_S) -> bool:
 
 
 def long_calls():
-    """Drafting calls on handles, and a verification, by name."""
+    """Return drafting calls on handles, and a verification, by name."""
     rng = np.random.default_rng(0)
     history = rlkernels.RolloutHistory(backend="cpu")
     for _ in range(50):

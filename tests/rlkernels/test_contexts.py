@@ -44,7 +44,7 @@ def layout():
 
 
 def proven(problem, backend):
-    """A case of the proof, which may return what it has changed."""
+    """Run a case of the proof, and return copies of its results, which it may have written in place."""
     if problem.reset:
         problem.reset()
     return [t.clone() for t in tree_leaves(problem.call(backend))]
@@ -93,7 +93,7 @@ def test_every_op_is_called():
 
 
 def change(kwargs, function, only=None):
-    """Arguments with some tensors changed, those inside of dictionaries and trajectories included."""
+    """Return arguments with some tensors changed, also those inside dictionaries and trajectories."""
 
     def changed(name, value):
         if only not in (None, name):
@@ -110,7 +110,7 @@ def with_tensors(kwargs):
 
 
 def floats(kwargs):
-    """Names of floating point arguments."""
+    """Return the names of floating point arguments."""
     return [name for name, t in kwargs.items() if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
 
 
@@ -179,7 +179,7 @@ def total(op, kwargs, backend="auto"):
 
 
 def case_of(op, name):
-    """Arguments of an op in the dtype that its backend computes the gradient in exactly, for "torch"."""
+    """Return arguments of an op in the dtype in which its backend computes exact gradients, for "torch"."""
     kwargs = inputs()[op]
     return change(kwargs, lambda t: t.double() if t.dtype == torch.float32 else t) if name == "torch" else kwargs
 

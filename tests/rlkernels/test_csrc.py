@@ -28,13 +28,13 @@ MARKS = {"TORCH_LIBRARY": "ops", "PYBIND11_MODULE": "module.cpp", "py::class_": 
 
 
 def sources():
-    """(layer, file) of all of csrc."""
+    """Return (layer, file) of all of csrc."""
     for path in sorted(CSRC.rglob("*.*")):
         yield path.relative_to(CSRC).parts[0], path
 
 
 def includes(path):
-    """The headers a file includes: (name, whether it is one of ours)."""
+    """Return the headers a file includes: (name, whether it is one of ours)."""
     return [(name, quote == '"') for quote, name in re.findall(r'^#include ([<"])(.+)[>"]', path.read_text(), re.M)]
 
 

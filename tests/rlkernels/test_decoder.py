@@ -36,7 +36,7 @@ def check(name, tensors, dtype=torch.float32, **settings):
 
 
 def rope_arguments(rows, q_heads, k_heads, dim, norm):
-    """x and the weights of norms (or None); tables and settings."""
+    """Return x and the weights of norms (or None), tables and settings."""
     angle = torch.randn(50, dim // 2).repeat(1, 2)
     weights = dict.fromkeys(("q_weight", "k_weight"))
     if norm:

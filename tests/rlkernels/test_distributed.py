@@ -11,7 +11,7 @@ import rlkernels
 
 
 def run_as_fsdp_does() -> None:
-    """A head in an FSDP2 group of its own: gradients are those of the layer called as FSDP calls it."""
+    """Check a head in an FSDP2 group of its own: gradients are those of the layer called as FSDP calls it."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (2,))

@@ -19,7 +19,7 @@ def llama(width):
 
 @pytest.fixture
 def training(tmp_path):
-    """(base, checkpoints, direction): every projection moves along one direction of rank 1, the rest by itself."""
+    """Return base, checkpoints, direction: projections move along one direction, other weights by the step."""
     torch.manual_seed(0)
     model = llama(32)
     model.save_pretrained(tmp_path / "base")

@@ -22,7 +22,7 @@ compiled_only = pytest.mark.parametrize("implementation", ["cpu"], indirect=True
 
 @pytest.fixture(params=["cpu", "torch"], autouse=True)
 def implementation(request, monkeypatch):
-    """Every test runs on the compiled index and on its model in Python, unless it is marked compiled_only."""
+    """Run every test on the compiled index and on its model in Python, unless it is marked compiled_only."""
     return take_backend(request.param, monkeypatch)
 
 

@@ -25,7 +25,7 @@ def test_tokens_ruled_out():
 
 
 def over_temperature(logits, ids, temperature):
-    """Log-probability, entropy and the gradient of their sum in float64, without our code.
+    """Return log-probability, entropy and the gradient of their sum in float64, without our code.
 
     The largest logit is subtracted first, so that nothing overflows but what is -inf.
     """
@@ -174,7 +174,7 @@ BACKENDS = ["cpu", "torch"]
 
 
 def problem(rows, vocab, width=24, dtype=torch.float32, scale=1.0, bias=True):
-    """hidden, weight, bias or None, ids; a third of the vocabulary is ruled out by the bias."""
+    """Return hidden, weight, bias or None, ids; the bias rules out a third of the vocabulary."""
     gen = torch.Generator().manual_seed(rows + vocab)
     hidden, weight = (torch.randn(n, width, generator=gen).mul(scale**0.5).to(dtype) for n in (rows, vocab))
     offset = torch.randn(vocab, generator=gen).to(dtype)

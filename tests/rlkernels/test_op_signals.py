@@ -64,13 +64,13 @@ def nearest_of_long_ones():
 
 
 def many_updates():
-    """All of the same two matrices, each of more entries than one thread takes."""
+    """Return a call with many updates of the same two matrices, each of more entries than one thread takes."""
     pair = torch.randn(2, 2048, 2048).unbind()
     return partial(rlkernels.top1_deltas, {str(i): pair for i in range(400)})
 
 
 def many_queries():
-    """Of one sequence, 64 heads each, for a quarter of a million keys that lie in one block."""
+    """Return a call with many queries of one sequence, 64 heads each, for 2^18 keys that lie in one block."""
     query = torch.randn(8192, 64, 32)
     caches = torch.randn(2, 1, 16, 1, 32).unbind()
     tables = torch.zeros(1, 1 << 14, dtype=torch.int32)
@@ -80,7 +80,7 @@ def many_queries():
 
 
 def large_history():
-    """A file with 20 million tokens, each of which is indexed: one prompt, 40,000 rollouts of 500."""
+    """Return the bytes of a history of 20 million indexed tokens: one prompt, 40,000 rollouts of 500."""
     rollouts = np.zeros(40_000, [("numbers", "<u4", 2), ("reward", "<f8"), ("epoch", "<i8"), ("tokens", "<i4", 500)])
     rollouts["numbers"] = 0, 500  # of the prompt, of tokens
     rollouts["tokens"] = np.random.default_rng(0).integers(0, 1 << 30, (40_000, 500))

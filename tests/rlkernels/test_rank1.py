@@ -323,7 +323,7 @@ def test_many_passes_stay_accurate():
 
 
 def spectrum(kind: str, ratio: float, size: int, g: torch.Generator) -> torch.Tensor:
-    """Singular values with sigma2 / sigma1 = ratio and a tail of some kind."""
+    """Return singular values with sigma2 / sigma1 = ratio and a tail of some kind."""
     steps = torch.arange(size - 1, dtype=torch.float64)
     tails = {
         "power": (steps + 1) ** -(0.3 + 1.5 * torch.rand(1, generator=g).item()),

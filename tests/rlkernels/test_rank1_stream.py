@@ -24,7 +24,7 @@ peft = pytest.importorskip("peft", reason="this machine lacks peft")
 
 
 def write(folder: Path, shards: list[dict[str, torch.Tensor]], stem: str = "model", index: bool = True) -> Path:
-    """Writes one file, or several and their index."""
+    """Write one file, or several and their index."""
     folder.mkdir(exist_ok=True)
     if len(shards) == 1:
         save_file(shards[0], folder / f"{stem}.safetensors")
@@ -41,7 +41,7 @@ def write(folder: Path, shards: list[dict[str, torch.Tensor]], stem: str = "mode
 
 @pytest.fixture
 def model():
-    """(base, checkpoint) state: two projections, an untouched one, an embedding, a norm."""
+    """Return base and checkpoint: two projections, an untouched one, an embedding, a norm."""
     base = {}
     checkpoint = {}
     for i, name in enumerate(["layers.0.q_proj.weight", "layers.0.up_proj.weight", "layers.1.q_proj.weight"]):

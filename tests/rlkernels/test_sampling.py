@@ -227,7 +227,7 @@ def test_native_verification_equals_reference(cpu_isa):
 
 
 def target_logits(prefix: tuple[int, ...], vocab: int) -> torch.Tensor:
-    """A made-up language model: logits that depend on everything before."""
+    """Return logits of a made-up language model that depend on all tokens before."""
     generator = torch.Generator().manual_seed(hash(prefix) % 2**31)
     return torch.randn(vocab, generator=generator) * 2
 
@@ -265,7 +265,7 @@ def test_drafts_change_no_token_in_any_vocabulary(vocab, setting, sample, data):
     assert steps == 9 and right == (plain, scores, 3) and (vocab == 1 or wrong == (plain, scores, 9))
 
     def draft_of(prefix):
-        """Right for a while, then anything."""
+        """Return a draft that is right for some tokens, then arbitrary."""
         right = data.draw(st.integers(0, 4))
         return plain[len(prefix) : len(prefix) + right] + data.draw(st.lists(st.integers(0, vocab - 1), max_size=3))
 

@@ -27,7 +27,7 @@ def unit(seed, n):
 
 
 def run(update, *, steps=range(4, 25, 4), accuracy=lambda s: 0.4 + 0.01 * s, dtype=torch.float32, modules=("a", "b")):
-    """A trajectory of modules whose delta after s steps is ``update(s, seed)``, and the last weights."""
+    """Return a trajectory of modules whose delta after s steps is ``update(s, seed)``, and the last weights."""
     base = {name: (0.1 * matrix(i, M, N)).to(dtype) for i, name in enumerate(modules)}
     trajectory = rlkernels.RankOneTrajectory({name: torch.nn.Parameter(w) for name, w in base.items()})  # as of a model
     for s in steps:
@@ -37,12 +37,12 @@ def run(update, *, steps=range(4, 25, 4), accuracy=lambda s: 0.4 + 0.01 * s, dty
 
 
 def line(s, seed):
-    """One direction, growing in a line."""
+    """Return one direction that grows in a line."""
     return 1e-3 * s * torch.outer(unit(10 + seed, M), unit(20 + seed, N))
 
 
 def noisy(s, seed):
-    """A line with something else beside it that differs from step to step."""
+    """Return a line plus noise that differs from step to step."""
     return line(s, seed) + 2e-5 * matrix(100 * s + seed, M, N)
 
 
@@ -171,14 +171,14 @@ def turning(s, seed):
 
 
 def pair(s, seed):
-    """Two directions of the same size."""
+    """Return two directions of the same size."""
     u, _ = torch.linalg.qr(matrix(1, M, 2))
     v, _ = torch.linalg.qr(matrix(2, N, 2))
     return 1e-3 * s * u @ v.T
 
 
 def jump(s, seed):
-    """Turns back at the end, which no predictor can know."""
+    """Return a path that turns back at the end, which no predictor can know."""
     return line(s if s < 24 else 12, seed)
 
 
@@ -318,7 +318,7 @@ def test_bad_holdouts_and_predictors_are_named():
 
 
 def model():
-    """A weight as it is trained: a float32 master, and a parameter that somebody moved away from it."""
+    """Return a weight in training: a float32 master, and a parameter that somebody moved away from it."""
     master = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     return [master, (master + 0.5).bfloat16()]
 

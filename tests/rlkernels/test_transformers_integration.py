@@ -34,7 +34,7 @@ FAMILIES = {  # settings under names of their own; positions are learned, and Ba
 
 
 def build(kind="Llama", **changes):
-    """A setting of None is left to the config."""
+    """Build a model; a setting of None is left to the config."""
     torch.manual_seed(3)
     changes = FAMILIES.get(kind, {}) | changes
     settings = {name: value for name, value in (SIZES | changes).items() if value is not None or name not in changes}
@@ -67,7 +67,7 @@ def generate(model, inputs, cache=None, **settings):
 
 
 def both(model, inputs, **settings):
-    """(plain output, output on a paged cache, the cache of blocks)."""
+    """Return the plain output, the output on a paged cache, and the cache of blocks."""
     plain = generate(model, inputs, **settings)
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
     with PagedCache(kv, **inputs) as cache:
@@ -377,7 +377,7 @@ def user_loop(model, inputs, cache, *, positions, steps=4):
 
 @contextmanager
 def eager(model):
-    """Within it the model computes as in Transformers, without our attention."""
+    """Let the model compute as in Transformers, without our attention."""
     base = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
@@ -391,7 +391,7 @@ def plain_generate(model, inputs):
 
 
 def check_as_plain(model, inputs, cache, loop=False):
-    """By ``generate``, or in a loop of a user's own."""
+    """Compare with the plain model, by ``generate`` or in a user's loop."""
     if loop:
         with eager(model):
             plain = user_loop(model, inputs, None, positions=True)
@@ -479,7 +479,7 @@ def test_what_changes_keys_and_is_not_in_their_key_is_refused(model):
 
 @pytest.fixture
 def adapted():
-    """A Llama with two adapters of PEFT, of which "other" is large."""
+    """Return a Llama with two adapters of PEFT, of which "other" is large."""
     peft = pytest.importorskip("peft", reason="this machine lacks peft")
     model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj", "up_proj"]))

@@ -84,7 +84,7 @@ def logprob_grads(model, logits, sequences):
 
 
 def pass_alone(model, sequences):
-    """Logits and gradients by eager attention, a sequence at a time."""
+    """Return logits and gradients by eager attention, a sequence at a time."""
     model.set_attn_implementation("eager")
     logits = [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
     return logits, logprob_grads(model, logits, sequences)
@@ -108,7 +108,7 @@ def distance(result, expected):
 
 
 def assert_as_alone(model, sequences, *, layout=None, **options):
-    """At most four times as far as the model alone goes if each weight moves by its last bit: what float32 resolves."""
+    """Allow four times the change of the model alone when each weight moves by its last bit: float32's resolution."""
     expected = pass_alone(model, sequences)
     errors = distance(pass_packed(model, sequences, layout, **options), expected)
     weights = copy.deepcopy(model.state_dict())

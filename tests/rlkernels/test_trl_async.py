@@ -72,7 +72,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def train(trl_integration, policy, tmp_path, monkeypatch):
-    """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
+    """Train two steps; return the trainer, and gradients of each step before clipping, by name."""
     asynchronous = importlib.import_module("trl.experimental.async_grpo")
     monkeypatch.setattr(asynchronous.async_grpo_trainer, "VLLMClient", lambda *args: None)  # no server, no requests
     datasets = importlib.import_module("datasets")

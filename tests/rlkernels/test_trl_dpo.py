@@ -24,7 +24,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def train(trl_integration, policy, tmp_path):
-    """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
+    """Train two steps; return the trainer, and gradients of each step before clipping, by name."""
     trl, datasets = map(importlib.import_module, ("trl", "datasets"))
 
     def run(shared=True, peft_config=None, **settings):

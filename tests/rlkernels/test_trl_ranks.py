@@ -32,7 +32,7 @@ def make_trainer(shared, policy, folder, rollout, reward=digits, callbacks=(), *
 
 
 def answers(prompts, trainer):
-    """Answers of other lengths in each process."""
+    """Return answers of other lengths in each process."""
     ids = [[(7 * i + j + dist.get_rank()) % 60 for j in range(2 + i)] for i in range(len(prompts))]
     prompt_ids = [[ord(c) - 48 for c in p] for p in prompts]
     return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
@@ -60,7 +60,7 @@ def train_both_ways(policy, folder):
 
 
 def shard(policy, folder):
-    """Accelerate ignores FSDP on CPUs, and so does TRL: the model is sharded here as it would be there."""
+    """Shard the model as Accelerate does on GPUs: on CPUs it ignores FSDP, and so does TRL."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 

@@ -49,7 +49,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """Saves a random model of a kind, and its tokenizer -> folder."""
+    """Return a function that saves a random model of a kind and its tokenizer, and gives the folder."""
     transformers = pytest.importorskip("transformers")
     folders = {}
 
@@ -101,7 +101,7 @@ class Answers:
 
 @pytest.fixture
 def train(trl_integration, policy, tmp_path):
-    """Trains two steps -> (trainer, gradients of each step before clipping, by name)."""
+    """Train two steps; return the trainer, and gradients of each step before clipping, by name."""
     peft = importlib.import_module("peft")
 
     def run(

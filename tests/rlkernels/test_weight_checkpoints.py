@@ -16,7 +16,7 @@ STEPS = 4
 
 @pytest.fixture
 def run(tmp_path):
-    """(RUN, weights by step): a straight line in two shards, as a history and as a folder for each step."""
+    """Return RUN and weights by step: a straight line in two shards, as a history and as a folder for each step."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a_proj.weight": (24, 16), "b_proj.weight": (16, 24), "norm.weight": (16,), "experts": (2, 24, 16)}
     base = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}

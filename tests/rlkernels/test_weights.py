@@ -30,12 +30,12 @@ def piece(request, monkeypatch):
 
 
 def raw(tensor):
-    """The bytes of a tensor, row-major."""
+    """Return the bytes of a tensor, row-major."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def random_bits(dtype, *shape, seed=0):
-    """Any bits, NaN of all kinds among them; of bool those that it may have."""
+    """Return a tensor of any bits, NaN of all kinds among them; of bool valid ones."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     data = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, count, np.uint8)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
@@ -192,7 +192,7 @@ def test_contiguous_weights_are_not_copied(monkeypatch):
 
 @pytest.fixture
 def example(monkeypatch):
-    """(new, old, delta) of two tensors, the first in three pieces."""
+    """Return (new, old, delta) of two tensors, the first in three pieces."""
     monkeypatch.setattr(delta, "PIECE", 64)
     new, old = ({"w": torch.randn(5, 8), "tail": torch.randn(3).bfloat16()} for _ in range(2))
     return new, old, encode(new, old)

@@ -189,7 +189,7 @@ def test_reads_a_file_again_when_it_is_replaced(tmp_path, caplog):
 
 
 def answer(drafter, prompt: list[int], tokens: list[int]) -> list[list[int]]:
-    """Generates an answer in two steps -> the drafts of the first."""
+    """Generate an answer in two steps; return the drafts of the first."""
     (first,) = propose(drafter, [(prompt + tokens[:1], tokens[:1])])
     propose(drafter, [(prompt + tokens, tokens[1:])])
     return first

@@ -15,7 +15,7 @@ LINE = (
 
 @pytest.fixture(scope="module")
 def verl():
-    """The folder of verl, which needs Ray and more to be imported; none of that takes part here."""
+    """Return the folder of verl, which needs Ray and more to be imported; none of that takes part here."""
     spec = importlib.util.find_spec("verl")
     if spec is None or importlib.util.find_spec("hydra") is None:
         pytest.skip("this machine lacks verl and hydra (tools/vllm_env.sh installs both)")

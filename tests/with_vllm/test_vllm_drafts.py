@@ -18,13 +18,13 @@ from rlkernels import RolloutHistory
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """vLLM's backend without drafts; made first, since vLLM counts for the newest engine of a process."""
+    """Return vLLM's backend without drafts; made first, since vLLM counts for the newest engine of a process."""
     return InProcess(load(folder), folder, memory_bytes=MEMORY)
 
 
 @pytest.fixture(scope="module")
 def drafting(folder, plain):
-    """vLLM's backend as the accelerator drafts needs it."""
+    """Return vLLM's backend as the accelerator drafts needs it."""
     return InProcess(load(folder), folder, memory_bytes=MEMORY, longest_draft=8)
 
 

@@ -38,13 +38,13 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def in_process(folder):
-    """vLLM's backend, started once."""
+    """Return vLLM's backend, started once."""
     return InProcess(load(folder), folder, memory_bytes=MEMORY)
 
 
 @pytest.fixture(scope="module")
 def address(folder, tmp_path_factory):
-    """URL of a server."""
+    """Start a server, and yield its URL."""
     server = VLLMServer(sys.executable, folder, tmp_path_factory.mktemp("server") / "log", MEMORY)
     server.start()
     yield server.url
@@ -53,7 +53,7 @@ def address(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def addresses(address, folder, tmp_path_factory):
-    """URLs of two servers."""
+    """Start a second server, and yield the URLs of both."""
     server = VLLMServer(sys.executable, folder, tmp_path_factory.mktemp("second") / "log", MEMORY)
     server.start()
     yield [address, server.url]

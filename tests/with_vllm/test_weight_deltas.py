@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(seed=1)
 
 @pytest.fixture(scope="module")
 def servers(folder, tmp_path_factory):
-    """Two of them."""
+    """Start two servers."""
     log = tmp_path_factory.mktemp("servers") / "log"
     running = [VLLMServer(sys.executable, folder, log.with_name(str(i)), MEMORY) for i in range(2)]
     for server in running:
@@ -33,7 +33,7 @@ def servers(folder, tmp_path_factory):
 
 
 def move(model, seed):
-    """A few weights of every layer, as a step does at a low rate, but by as much as changes answers."""
+    """Change a few weights of every layer, as a step at a low rate does, but enough to change answers."""
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

@@ -24,7 +24,7 @@ def make_step(step=1, reward=0.5):
 
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory):
-    """URL of a PostgreSQL server of our own."""
+    """Start a PostgreSQL server, and yield its URL."""
     if not _postgres.available():
         lacks(f"a PostgreSQL server ({_postgres.INSTALL})")
     server = _postgres.start(tmp_path_factory.mktemp("postgres"))
@@ -34,7 +34,7 @@ def postgres_server(tmp_path_factory):
 
 @pytest.fixture
 def postgres_url(postgres_server):
-    """An empty PostgreSQL database."""
+    """Return the URL of an empty PostgreSQL database."""
     import psycopg
 
     with psycopg.connect(postgres_server, autocommit=True) as connection:

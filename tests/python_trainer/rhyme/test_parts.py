@@ -92,7 +92,7 @@ def test_what_is_recorded_is_of_answers_from_their_start():
 
 
 def run_of(run_id, rewards, style=None):
-    """A run whose policy writes in a style that changes with its reward."""
+    """Return a run whose policy writes in a style that changes with its reward."""
     counts = torch.zeros(len(rewards), BINS)
     for row, reward in zip(counts, rewards if style is None else style):
         row[int(255 * reward)] = 10
@@ -286,7 +286,7 @@ KEYS = [prompt_hash(prompt) for prompt in "ab"]
 
 
 def context(function, config):
-    """What judging by a reward function uses of a step."""
+    """Return the parts of a step that judging by a reward function uses."""
     examples = [Example("a", {"limit": 3}), Example("b", {"limit": 9}), Example("a", {"limit": 1})]
     task = Task("words", examples, (), {"size": function}, (), {"size": 10.0})
     scorer = Scorer(config, SimpleNamespace(task=task, state=RunState()), RankGroup())

@@ -27,7 +27,7 @@ def make(num_blocks=16):
 
 
 def fill(cache, seq):
-    """Writes keys and values that tell token and position, as a model would, and commits."""
+    """Write keys and values that tell token and position, as a model does, and commit."""
     start = seq.num_computed
     mark = torch.tensor([t * 1000.0 + i for i, t in enumerate(seq.token_ids)][start:])[:, None, None].expand(-1, 2, 8)
     for layer in range(2):

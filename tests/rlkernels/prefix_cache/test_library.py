@@ -18,7 +18,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """The calls of FlashAttention, whose arguments 5, 6 and 8 are the longest query, the longest key and ``causal``."""
+    """List the calls of FlashAttention; arguments 5, 6 and 8 are the longest query, the longest key and ``causal``."""
     forward = Mock(side_effect=flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)

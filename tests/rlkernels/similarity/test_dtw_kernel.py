@@ -52,7 +52,7 @@ def distances(x, y, **options):
 
 
 def sigmoids(n, steps, noise):
-    """Reward curves: sigmoids of random height, place and steepness."""
+    """Return reward curves: sigmoids of random height, position and steepness."""
     time = torch.linspace(0, 1, steps)
     low, rise, middle, rate = torch.rand(4, n, 1)
     curve = 0.3 * low + (0.4 + 0.3 * rise) * torch.sigmoid((4 + 20 * rate) * (time - middle))
@@ -60,7 +60,7 @@ def sigmoids(n, steps, noise):
 
 
 def check_topk(x, y, k, **settings):
-    """Asserts that dtw_topk returns exactly the k lowest of all costs, ties by lower index."""
+    """Check that dtw_topk returns exactly the k lowest of all costs, ties by lower index."""
     all_costs = rlkernels.dtw(x, y, **settings, backend="cpu")
     cost, index = rlkernels.dtw_topk(x, y, k, **settings, backend="cpu")
     expected = reference.smallest(all_costs, k)

@@ -15,7 +15,7 @@ INF = math.inf
 
 
 def integers(*shape, high=5):
-    """Whole numbers: every order of additions gives the same sum, so ties are exact."""
+    """Return whole numbers: every order of additions gives the same sum, so ties are exact."""
     return torch.randint(0, high, shape).float()
 
 
@@ -35,7 +35,7 @@ def brute_dtw(x, y, band=None):
 
 
 def brute_subsequence(x, y):
-    """(cost, start, end) over all stretches of y: lowest cost, then lowest end, then highest start."""
+    """Return (cost, start, end) over all stretches of y: lowest cost, then lowest end, then highest start."""
     stretches = [(brute_dtw(x, y[s : e + 1]), e, -s) for s in range(len(y)) for e in range(s, len(y))]
     cost, end, start = min(stretches)
     return cost, -start, end

@@ -40,7 +40,7 @@ def by_rlkernels(x, y, gamma):
 
 
 def check_error(x, y, gamma):
-    """The error of value and gradients is at most twice that of plain float32, and near float32's own rounding."""
+    """Check value and gradients: at most twice the error of plain float32, and near float32's rounding."""
     exact = by_autograd(x, y, gamma, torch.float64, shifted=True)
     plain = by_autograd(x, y, gamma, torch.float32)
     stiffness = float((x.double().abs().max() + y.double().abs().max()) ** 2 * x.shape[1]) / gamma

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def tensors_on_the_gpu():
-    """Where the kernels are compiled, tensors made without naming a device are on the GPU."""
+    """Make tensors without a named device on the GPU where the kernels are compiled."""
     compiled = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     with torch.device("cuda" if compiled else "cpu"):
         yield

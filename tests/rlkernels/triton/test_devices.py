@@ -23,7 +23,7 @@ MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.tri
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that have been launched; a launch fails where no tensor's device is the current one."""
+    """List launched kernels; fail a launch where no tensor's device is the current one."""
     devices = []
     names = set()
     kind = type(importlib.import_module("rlkernels.logprobs.triton_kernels")._forward_kernel)
@@ -50,7 +50,7 @@ def launched(monkeypatch):
 
 
 def small_problems(on):
-    """(op, a problem of it that the interpreter solves at once)."""
+    """Return (op, a problem of it that the interpreter solves at once)."""
     heads = 2, 1, 16
     yield "write_kv", attention.write(2, (1, 16), 4, F32, on)
     yield "paged_attention", attention.paged([5, 6], [1, 1], heads, 4, F32, on)

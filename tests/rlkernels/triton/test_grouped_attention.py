@@ -18,7 +18,7 @@ LAYOUTS = {
 
 
 def check(layout, heads, kv_heads, dim, dtype):
-    """-> a function that computes output and gradients again, and what it gave."""
+    """Judge a layout; return a function that computes output and gradients, and its results."""
     attend = partial(rlkernels.grouped_attention, backend="triton")
     return check_grouped(attend, rlkernels.GroupedLayout(*layout), heads, kv_heads, dim, dtype)
 

@@ -9,7 +9,7 @@ triton_kernels = pytest.importorskip("rlkernels.prefix_cache.triton_kernels", re
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
 def splits(request, monkeypatch):
-    """Keys in one piece, or cut as for a small batch on a large GPU."""
+    """Run a test with keys in one piece, and cut as for a small batch on a large GPU."""
     monkeypatch.setattr(triton_kernels, "MIN_SPLIT_KEYS", 16)
     monkeypatch.setattr(triton_kernels, "processors", lambda _: 0 if request.param == 1 else 64)
     return request.param

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def generated(make, *args, **options):
-    """Inputs come from CPU generators."""
+    """Make inputs with CPU generators, and move them to the default device."""
     with torch.device("cpu"):
         out = make(*args, **options)
     return tuple(t.to(torch.empty(0).device) for t in out)
