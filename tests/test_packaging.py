@@ -79,7 +79,7 @@ def test_wheel_without_the_extension(plain_wheel, tmp_path):
 
 
 def test_a_wheel_with_compiled_code_asks_for_its_torch(plain_wheel, tmp_path):
-    """What ``make wheel`` changes about a wheel; the commands come with it."""
+    """Check what ``make wheel`` changes about a wheel, and that the commands stay."""
     path = make_wheel.pin(Path(shutil.copy(plain_wheel, tmp_path)), "2.13.0+cpu", "3.12")
     with zipfile.ZipFile(path) as archive:
         files = {name.rpartition("/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
@@ -189,7 +189,7 @@ def test_architectures_that_torch_does_not_know(load, monkeypatch):
 
 
 def test_the_cuda_runtime_is_linked_statically(load, tmp_path):
-    """So that the CPU code loads on machines without the toolkit's libcudart."""
+    """The CPU code then loads on machines without the toolkit's libcudart."""
     (extension,) = load(cuda_home=str(tmp_path), cuda="13.0").setup_arguments["ext_modules"]
     assert "-lcudart_static" in extension.extra_link_args and "-lcudart" not in extension.extra_link_args
     (extension,) = load(cuda_home=None, cuda="13.0").setup_arguments["ext_modules"]

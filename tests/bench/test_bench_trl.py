@@ -117,7 +117,7 @@ def test_all_arms_of_an_update_compute_the_gradients_of_trl(trl_integration, par
 
 
 def test_the_copies_of_paths_are_attended_to(trl_integration):
-    """By the arm that stands for TRL's asynchronous trainer."""
+    """Check the arm that stands for TRL's asynchronous trainer."""
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [6]])
     query, key, value = (torch.randn(layout.num_tokens, heads, 4) for heads in (4, 2, 2))
     output = trl_update.attend_with_copies(layout, 0, query, key, value, 0.5, None)

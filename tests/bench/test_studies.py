@@ -93,7 +93,7 @@ def test_arms_take_turns_and_what_is_over_is_kept(study, tmp_path):
 
 
 def test_a_report_of_what_there_is_measures_nothing(study, tmp_path):
-    """It takes what a killed measurement left; the next real one is kept."""
+    """A report takes what a killed measurement left; the next real measurement is kept."""
     Harness(study, tmp_path).run_all(1)
     calls = []
     study = dataclasses.replace(study, measure=lambda run: calls.append(run.parent.name) or {"norm": 2.0})
@@ -229,7 +229,7 @@ def test_the_page_of_what_there_is(study, tmp_path):
 
 
 def test_the_picture_of_seconds_is_drawn_from_rows(tmp_path, monkeypatch):
-    """That of the README; the study itself writes rows with the same keys."""
+    """Draw README's picture; the study itself writes rows with the same keys."""
     picture = tmp_path / "trl.png"
     monkeypatch.setattr(sys, "argv", ["studies", "trl", "--picture", str(picture)])
     assert command.main() == 0 and picture.stat().st_size > 5000
@@ -331,7 +331,7 @@ def test_where_the_first_error_of_an_answer_stands():
 
 @pytest.mark.parametrize("name", command.STUDIES)
 def test_studies_have_valid_settings(name, tmp_path, monkeypatch):
-    """Of every arm; files are made by ``prepare`` and not looked at here."""
+    """Check every arm; ``prepare`` makes files, which this test does not read."""
     for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
         harness = Harness(dataclasses.replace(study, rates=()), tmp_path)
         assert len({harness.run_of(arm, 0).folder for arm in study.arms}) == len(study.arms)

@@ -125,7 +125,7 @@ def make_config(settings):
 
 @pytest.fixture
 def history_run(make_config, tmp_path, monkeypatch):
-    """history_run(folder, steps, **sections and settings of rhyme) -> the trainer of a run that is over.
+    """Return a function that runs ``history_run(folder, steps, **settings)`` to its end, and gives the trainer.
 
     All right answers of better runs are trained on first, however few answers the run is to generate.
     """
@@ -199,7 +199,7 @@ def same(a, b):
 
 @pytest.fixture
 def rhyme_config(make_config):
-    """Config with rhyme, which uses history at once: ``rhyme_config(database, {settings of rhyme}, max_steps=...)``."""
+    """Return a function that makes a config with rhyme, which uses history at once: ``rhyme_config(database)``."""
 
     def make(database=None, rhyme=(), enabled=("rhyme",), **changes):
         rhyme = {"database": database and str(database), "rare_share": 0, **dict(rhyme)}

@@ -147,7 +147,7 @@ def test_refusals_cost_no_evaluation_and_are_tried_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_papers_preset_goes_once_and_keeps_rank_1_alone(dtype):
-    """Without a gate, to an accuracy of 1, which is at twice the steps; the scale is that of the whole update."""
+    """It extrapolates without a gate to accuracy 1, at twice the steps; the scale is that of the whole update."""
     alpha, context, start = trained(lambda p: 1 / 0, dtype=dtype, preset="paper", first_step=12)
     (event,) = alpha.events
     assert event["accepted"] and event["tries"] == [] and context.telemetry["alpha/accepted"] == 1
@@ -164,7 +164,7 @@ def test_the_papers_preset_goes_once_and_keeps_rank_1_alone(dtype):
 
 
 def test_the_papers_preset_goes_nowhere_where_the_accuracy_is_flat():
-    """It would divide by the slope of the accuracy."""
+    """It would divide by the slope of the accuracy, which is 0."""
     alpha, context, start = trained(lambda p: 1 / 0, rise=0.0, preset="paper", first_step=11)
     assert [(e["step"], e["refused"]) for e in alpha.events] == [(11, "no skill"), (12, "no skill")]
     assert context.telemetry["alpha/refused"] == 1 and not context.engine.policy_updated.called

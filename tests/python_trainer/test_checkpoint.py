@@ -79,7 +79,7 @@ ROOM = {"max_completion_length": 40}  # to end, as answers that are remembered d
     ({"algorithm": PPO, "model": ADAPTED, "rollout": ROOM}, "paper"),
 ])  # fmt: skip
 def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch, changes, preset):
-    """With suffix rollouts and drafts, whose bounded history and cost, measured once, come back too."""
+    """Resume with suffix rollouts and drafts: their bounded history and measured cost come back too."""
     monkeypatch.setattr(drafts, "HISTORY_TOKENS", 500)
     costs = iter([200.0, 200.0, 1.0])
     monkeypatch.setattr(drafts, "measure_overhead", lambda engine: next(costs))
@@ -388,7 +388,7 @@ class Unjudged(Callback):
 
 
 def test_rewards_decide_between_all_checkpoints_once_nothing_is_right_or_wrong(make_config, tmp_path, grades):
-    """Also those that were evaluated before a reward has shown it."""
+    """They decide also between checkpoints that were evaluated before a reward showed it."""
     grades[1] = 0.9  # the fewer right, the higher the reward here
     options = {"task": JUDGED, "evaluation": {"eval_steps": 1}, "save": {"save_steps": 1, "save_total_limit": 9}}
     config = make_config(max_steps=3, **options)

@@ -157,7 +157,7 @@ def test_a_reader_that_has_seen_enough(tmp_path):
 
 
 def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_path, capsys):
-    """Without it, a finished run stays as it is."""
+    """Without ``resume`` a finished run stays as it is."""
     assert "has no checkpoint to resume" in run({"max_steps": 1}, "--resume")[1]
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, error = run()
@@ -304,7 +304,7 @@ def sleepy(completions, **_):
 
 
 def test_a_reward_function_that_raises_is_named_with_its_line(run, tmp_path):
-    """In the first evaluation, then in the first step; neither run holds its folder."""
+    """It raises in the first evaluation, then in the first step; neither run keeps its folder locked."""
     sleepy.calls = 0
     line = sleepy.__code__.co_firstlineno + 3
     changes = {"task": {"reward": "test_cli:sleepy"}, "max_steps": 1, "save": {"save_steps": 1}}

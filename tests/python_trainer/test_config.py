@@ -192,7 +192,7 @@ def test_shipped_configs_are_valid(path):
 
 
 def test_a_shipped_file_goes_by_its_name(tmp_path, monkeypatch):
-    """As from an installed package, without a clone; a file in the current folder comes first."""
+    """An installed package finds it without a clone; a file in the current folder comes first."""
     names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
     expected = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in ("smoke", "sums")}
     monkeypatch.chdir(tmp_path)

@@ -160,7 +160,7 @@ def test_a_conversation_has_the_tokens_of_its_template(policy, name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_last_message_of_the_assistant_is_continued(policy, name):
-    """As TRL does, which leaves the prompt of such a row open."""
+    """TRL also leaves the prompt of such a row open."""
     data_utils = pytest.importorskip("trl.data_utils")
     form = SHAPES[name]
     policy.tokenizer.chat_template = form.template
@@ -210,7 +210,7 @@ def test_templates_that_do_not_show_a_turn_have_no_end(policy, name):
 @pytest.mark.parametrize("column", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
 def test_supervised_answers_have_the_tokens_of_the_template(policy, name, column):
-    """And those of the text without one; a chat without a column answer holds it as its last message."""
+    """A text prompt has the tokens of its text; a chat without a column answer ends with the answer."""
     shape = SHAPES[name]
     policy.tokenizer.chat_template = shape.template
     policy.eos_token_ids = ids_of(policy, "</s>")[-1:]

@@ -96,7 +96,7 @@ def turns_of(rollout):
 
 
 def test_turns_masks_and_logprobs(model):
-    """Each turn stands as it was generated, what was said as it was said; every log-probability is of its place."""
+    """Each turn stands as it was generated, each reply as it was given; every log-probability is of its position."""
     requests = groups()
     rollouts = episodes(model).generate(requests, SAMPLING)
     assert len(rollouts) == 9 and any(r.episode.turns == 4 for r in rollouts)
@@ -245,7 +245,7 @@ def reached(state, target):
 
 @pytest.mark.slow
 def test_a_game_is_learned_by_what_is_said(playing, tmp_path):
-    """By policies of random weights, the best of which finds what nobody finds without hints.
+    """Train policies of random weights, the best of which finds what none finds without hints.
 
     Two guesses of three numbers, all equally frequent: without hints they find two thirds at most, however chosen. Some
     policies stop there, always guessing the same two.

@@ -38,7 +38,7 @@ def test_the_newest_row_of_a_case_counts(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_is_killed_by_the_command(tmp_path):
-    """In a process of its own: one that has used several threads must not be forked."""
+    """Run it in a process of its own: one that has used several threads must not be forked."""
     rows = tmp_path / "rows.jsonl"
     command = ["-m", "bench.faults", "kills", "--only", "SIGKILL, plain,", "--records", str(rows)]
     for _ in range(2):  # the second time there is nothing left to do

@@ -136,7 +136,7 @@ def test_earlier_runs_are_charged(runs):
 
 
 def test_answers_before_and_after_are_shown(runs, jsonl_files):
-    """On the page of every run, and on the terminal where it is the only one; what they hold becomes no markup."""
+    """Every run's page shows them, and the terminal those of a single run; their text becomes no markup."""
     path = runs / "other" / "evaluations.jsonl"
     start, final = map(json.loads, path.read_text().splitlines())
     assert [row["name"] for row in (start, final)] == ["start", "final"]
@@ -188,7 +188,7 @@ def test_variants_have_a_verdict_and_one_order(runs, capsys):
 
 
 def test_unfinished_runs_have_the_summary_of_their_steps(runs):
-    """What is added up from the rows is what the run itself says at its end, but for what happens between steps."""
+    """Sums of rows equal the summary of a finished run, but for what happens between steps."""
     (run,) = find_runs([runs / "other", runs / "other", runs / "other" / "."])
     (runs / "other" / "summary.json").unlink()
     (unfinished,) = find_runs([runs / "other"])

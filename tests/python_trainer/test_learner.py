@@ -42,7 +42,7 @@ def gradients(policy, packed):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, largest):
-    """At most twice the model's own error, both against float64 with the same weights; by tensor."""
+    """Allow twice the model's own error for each tensor, both against float64 with the same weights."""
     policy = stirred_policy(kind, tokenizer)
     policy.model.to(dtype)
     packed = pack(answers, range(len(answers)))
@@ -180,7 +180,7 @@ def test_the_cache_leaves_room_for_what_training_takes(monkeypatch):
 
 
 def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, monkeypatch):
-    """Each answer is a micro-batch; what each leaves by itself adds up to what all leave together."""
+    """Each answer is a micro-batch; the gradients of single answers add up to those of all."""
     config = make_config(model={"dtype": "bfloat16"}, optimizer={"micro_batch_tokens": 1})
     learner = Trainer(config, tmp_path, console=QUIET).learner
     masters = learner.optimizer.masters

@@ -32,7 +32,7 @@ def always(prompts, completions, completion_ids, **columns):
 
 
 def test_entropy_counts_every_generated_token_once():
-    """Also of answers without advantage; not what was given, what others wrote, or what is stored."""
+    """Answers without advantage count; prefixes, replies of an environment and stored answers do not."""
     answers = [
         Rollout([1], [2, 3], 0, [-2.0, -1.0], "stop", group=0, reward=1.0),
         Rollout([1], [9, 2, 3], 2, [-1.5], "stop", group=0),
@@ -114,7 +114,7 @@ def test_what_is_not_computed_is_missing(make_config, tmp_path, algorithm, missi
 
 
 def test_clipped_tokens_are_a_share_of_all(make_config, tmp_path):
-    """As in TRL: those of answers without advantage are never clipped, and count in the denominator."""
+    """As in TRL, tokens of answers without advantage are never clipped, and count in the denominator."""
     config = make_config(algorithm={"num_iterations": 3, "epsilon": 0.01})
     learner, reference = (Trainer(config, tmp_path / name, console=QUIET).learner for name in ("ours", "other"))
     reference._have_gradient = lambda batch: [True] * len(batch.rollouts)

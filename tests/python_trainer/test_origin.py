@@ -38,7 +38,7 @@ def changed_policy(tiny_policy, tmp_path):
 
 
 def test_a_digest_of_weights_is_of_names_types_shapes_and_bits(tiny_policy, changed_policy, tmp_path):
-    """Neither the number of files nor of threads counts."""
+    """The digest depends on neither the number of files nor that of threads."""
     digest = digest_weights(tiny_policy)
     weights = load_file(tiny_policy / "model.safetensors")
     assert digest_weights(changed_policy) != digest
@@ -78,7 +78,7 @@ def test_a_digest_of_prompts_covers_what_rewards_get():
 
 
 def test_places_may_differ_between_ranks(make_config, tmp_path):
-    """Each node may have copies of its own; what they hold is compared."""
+    """Each node may have copies of its own, whose contents are compared."""
     names = {"model": {"path": "/a"}, "task": {"train_path": "/a"}, "rollout": {"vllm_server": "http://a:1"}}
     rhyme = {"accelerators": {"rhyme": {"database": "/a.db"}}, "evaluation": {"sets": {"hard": "/a"}}}
     config = make_config(**names, **rhyme)

@@ -38,7 +38,7 @@ def test_micro_batches_keep_to_the_budget(answers):
 
 
 def test_the_tokens_of_a_rollout_become_an_array_once(answers, monkeypatch):
-    """For sorting, planning and packing; once more when the rollout has grown."""
+    """Sorting, planning and packing share the array; a rollout that has grown gets another."""
     rollouts = [replace(answer) for answer in answers]
     array_sizes = []
     monkeypatch.setattr(packing, "token_ids", lambda name, ids: array_sizes.append(len(ids)) or token_ids(name, ids))
@@ -135,7 +135,7 @@ def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
 
 
 def test_caps_of_scores_and_logits_count_in_training(answers, scored, tokenizer):
-    """Of Gemma 2, whose final cap is no factor; against the model's own pass."""
+    """Compare Gemma 2, whose final cap is no factor, with the model's own pass."""
     caps = {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.05, "query_pre_attn_scalar": 1}
     policy = of_shape("Gemma2", tokenizer, **caps)
     (logprobs, entropy, *_), _ = scored(policy, pack(answers, range(len(answers))), 0)

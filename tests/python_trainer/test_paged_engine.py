@@ -91,7 +91,7 @@ def test_batching_and_memory_do_not_change_samples():
 
 
 def test_requests_may_come_while_others_are_generated():
-    """And every rollout is handed out once, as the very object that submit gave."""
+    """Every rollout is returned once, as the same object that submit gave."""
     model = make()
     requests = mixed_requests()
     sampling = SamplingParams(temperature=0.9, seed=5)
@@ -264,7 +264,7 @@ def test_long_prefixes_are_read_once_per_group(monkeypatch, options):
 
 
 def test_launches_of_a_decode_pass_are_few(monkeypatch):
-    """As on a GPU without proven kernels: plain torch, and FlashAttention, which is one launch here.
+    """Count those of a GPU without proven kernels: plain torch, and FlashAttention, which is one launch here.
 
     test_pretend_gpu counts how often the host waits.
     """
@@ -327,7 +327,7 @@ def test_recorded_passes_draw_the_same(monkeypatch):
 
 
 def test_recorded_passes_hold_a_bounded_memory(monkeypatch):
-    """Each records 10 bytes, by a stand-in; 5 may be held."""
+    """A stand-in records 10 bytes for each pass; the limit is 5 bytes."""
     held_bytes = [0]
     peaks = []
 

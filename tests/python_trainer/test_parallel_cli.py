@@ -80,7 +80,7 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
     (RuntimeError(LOST), "another process has ended: its own message says why, or the report of torchrun"),
 ])  # fmt: skip
 def test_an_error_is_told_by_the_process_that_has_it(tmp_path, monkeypatch, capsys, rank, shared, error, message):
-    """Of what all raise together the first tells; what one has alone the others may never know."""
+    """The first process tells an error that all raise together; other errors are told where they are raised."""
     raised = type(error)(*error.args)
     raised.add_note("step 2 is saved")
     if shared:
@@ -104,7 +104,7 @@ def test_a_single_process_has_lost_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["compare", "sft", "probe"])
 def test_what_runs_in_one_process_refuses_several(tmp_path, monkeypatch, capsys, command):
-    """They would train in one folder, or measure each other."""
+    """Several would train in one folder, or measure each other."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     output = [] if command == "probe" else ["--output-dir", str(tmp_path)]
     assert main([command, "--config", "smoke", "--set", "model.path=/nowhere", *output]) == 2
@@ -165,7 +165,7 @@ def test_one_process_needs_no_meeting_point(monkeypatch):
     (["--config"], "--config"),
 ])  # fmt: skip
 def test_what_each_process_finds_is_told_by_the_first(tmp_path, monkeypatch, capsys, arguments, message, local_rank):
-    """Of a host. The others wait until torchrun ends them; one that still lives then has it alone, and tells."""
+    """The first of a host tells it; the others wait until torchrun ends them, and tell it if they live on."""
     events = []
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: events.append((seconds, capsys.readouterr().err)))
     monkeypatch.setenv("LOCAL_RANK", local_rank)

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_one_process_cannot_write_is_told_by_all(tmp_path):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
-    """Not where one rank may have failed already, and by those that have nothing to answer too."""
+    """Ranks without requests gather too, and none gathers where one may have failed already."""
     mocks = MagicMock()
     mocks.ranks.configure_mock(rank=1, size=2)
     mocks.ranks.gather.side_effect = lambda value: [([], {}), value]
@@ -162,7 +162,7 @@ mark_shared(SHARED)
     (None, "2", False),
 ])  # fmt: skip
 def test_no_process_waits_in_the_end_for_others_that_wait_for_it(monkeypatch, error, size, leaves):
-    """As NCCL would where only one of them ends its group."""
+    """NCCL would wait where only one of them ends its group."""
     calls = []
     monkeypatch.setattr(distributed, "_join", lambda *_: calls.append("joined"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))

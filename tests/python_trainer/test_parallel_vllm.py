@@ -194,7 +194,7 @@ def test_each_process_has_an_engine_and_all_end_as_one_does(engine_runs, paralle
 @pytest.mark.parametrize("parallel", KINDS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_engine_sleeps_through_the_update(engine_runs, parallel, rank):
-    """And wakes in parts: there is no cache yet while weights are gathered."""
+    """It wakes in parts: there is no cache yet while weights are gathered."""
     woken = ["wake weights", "load without a cache", "wake kv_cache", "generate"]
     step = ["sleep 2", "update", *woken]
     saving = ["sleep 2"] if parallel == "fsdp2" else []  # the model has to be gathered
@@ -223,7 +223,7 @@ def test_sharded_weights_go_from_the_shards_to_vllm(engine_runs):
 
 
 def test_layers_are_gathered_one_by_one(tiny_policy):
-    """Of a model whose names are other ones in a checkpoint, too."""
+    """Check also a model whose names differ in a checkpoint."""
     policy = load_policy(ModelConfig(path=str(tiny_policy), device="cpu"))
     expected = {name: weight.clone() for name, weight in checkpoint_weights(policy.inference_model)}
     policy.inference_model = copy.deepcopy(policy.inference_model)
@@ -249,7 +249,7 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
 
 
 def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):
-    """Those of training: an evaluation has prompts of its own, which are not drafted."""
+    """Only training drafts: an evaluation has other prompts, which are not drafted."""
     histories = []
     integration = Mock()
     generate_answers = FakeLLM.generate
@@ -283,7 +283,7 @@ def test_vllm_ties_the_head_as_the_policy_does(tmp_path, monkeypatch, tied):
 
 
 def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch):
-    """Of longrope vLLM takes those of long sequences for all, unless none may be longer than the original length."""
+    """vLLM takes longrope's long factors for all sequences, unless none may exceed the original length."""
     rope = LONGROPE | {"original_max_position_embeddings": 20}
     model = make("Qwen2", vocab_size=64, rope_parameters=rope)
     install(monkeypatch, sleeps=False)

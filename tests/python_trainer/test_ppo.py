@@ -149,7 +149,7 @@ def test_empty_answers_and_an_empty_batch():
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_values_are_those_of_the_state_before_each_token(policy, answers, separate):
-    """And so are their gradients."""
+    """Check their gradients as well."""
     critic = Critic(policy, CriticConfig(separate=separate), OptimizerConfig(), RankGroup())
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))

@@ -56,7 +56,7 @@ def config_of(make_config, name, steps):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_gpu(make_config, tmp_path, name, monkeypatch):
-    """In bfloat16 but for one; then it continues from its checkpoint."""
+    """Train in bfloat16, one case in float32, then continue from the checkpoint."""
     with pretended():
         trainer = train(config_of(make_config, name, 2), tmp_path / "run")
         dtype = torch.float32 if "float32" in name else torch.bfloat16
@@ -69,7 +69,7 @@ def test_a_run_on_a_gpu(make_config, tmp_path, name, monkeypatch):
 
 
 def test_a_gpu_is_pretended():
-    """What a real one would refuse is refused, and results lie where the operands do."""
+    """It refuses what a real GPU refuses, and results lie where the operands do."""
     with pretended() as waits:
         on_gpu = torch.randn(3, 4).to("cuda")
         on_cpu = torch.randn(4)
@@ -92,7 +92,7 @@ def test_a_gpu_is_pretended():
 
 
 def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
-    """In float32, where the same answers are drawn."""
+    """Compare in float32, where both draw the same answers."""
     rows = {}
     for device in ("cpu", "cuda"):
         options = {"rollout": SMALL, "task": {"test_size": 2}, "model": {"device": device, "dtype": "float32"}}
@@ -107,7 +107,7 @@ def test_numbers_are_those_of_the_cpu(make_config, tmp_path):
 
 
 def test_a_pass_of_generation_waits_twice(tmp_path, monkeypatch):
-    """For the lengths of the sequences, in the first layer, and for the tokens that it draws; not to find prefixes."""
+    """It waits for the lengths of the sequences, in the first layer, and for the drawn tokens; not to find prefixes."""
     config = load_config({"model": {"path": str(save_tiny_policy(tmp_path)), "device": "cuda"}})
     plans = []
     with pretended() as waits:

@@ -66,7 +66,7 @@ ALPHA = {"track_steps": 1, "first_step": 4, "refuse": False}
 
 
 def test_every_accelerator_has_something_to_do(length_config, tmp_path):
-    """By accuracy rpo would remember nothing, rhyme store nothing, and alpha find all candidates equal."""
+    """By accuracy rpo remembers nothing, rhyme stores nothing, and alpha finds all candidates equal."""
     enabled = {"enabled": ["rhyme", "rpo", "drafts", "alpha"], "alpha": ALPHA, "rhyme": {"rare_share": 0}}
     trainer = train(length_config(max_steps=8, accelerators=enabled), tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]

@@ -60,7 +60,7 @@ def test_async_functions_run_side_by_side():
 
 
 def test_async_functions_keep_their_loop():
-    """What they hold between calls belongs to it; a caller may have one that runs, as notebooks do."""
+    """State between calls belongs to the loop; a caller may have a running loop, as notebooks do."""
     narrow = asyncio.Semaphore(1)
 
     async def contended(completions, **_):
@@ -303,7 +303,7 @@ def test_a_function_that_takes_too_long_is_an_error(function):
 
 
 def test_the_limit_holds_in_another_thread():
-    """Where signals do not work, as for a trainer that a program runs in the background."""
+    """Signals do not work there, as for a trainer that a program runs in the background."""
     with ThreadPoolExecutor(1) as thread, pytest.raises(UserError, match="slow took longer .*, 0.05 s, "):
         thread.submit(judge, 0.05, slow=lambda **_: Event().wait(2)).result()
     with ThreadPoolExecutor(1) as thread:

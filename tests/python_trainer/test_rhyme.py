@@ -132,7 +132,7 @@ def test_a_resumed_run_with_other_rewards_begins_with_an_empty_bank(rhyme_config
 
 
 def test_rewards_are_stored_as_they_were_before_rpo_shaped_them(rhyme_config, tmp_path):
-    """Else the length reward would be taken of a stored answer again and again."""
+    """Otherwise the length reward would apply to a stored answer again and again."""
     path = tmp_path / "history.db"
     task = {"reward": "conftest:even"}
     config = rhyme_config(path, enabled=("rpo", "rhyme"), max_steps=4, task=task)

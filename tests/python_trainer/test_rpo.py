@@ -302,7 +302,7 @@ def test_dynamic_sampling_refills_with_suffixes_and_counts_every_round(make_conf
 
 
 def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_task, tmp_path):
-    """Neither in rewards and accuracy, nor in what alpha and the database go by."""
+    """They count neither in rewards and accuracy, nor for alpha and the database."""
     accelerators = {
         "enabled": ["rpo", "alpha", "rhyme"],
         "rpo": {"fill": 4, "whole_share": 0},

@@ -286,7 +286,7 @@ def test_the_free_memory_of_a_control_group(monkeypatch, tmp_path):
 
 
 def test_the_checkpoint_of_the_step_takes_the_place_of_the_early_one(run, tmp_path, reward):
-    """As if it had never been: others that save_total_limit would spare are there."""
+    """The early checkpoint costs no other one: those that save_total_limit spares are there."""
     checkpoints = []
 
     def interrupt():
@@ -317,7 +317,7 @@ def test_an_early_checkpoint_that_cannot_be_written_is_told(run, tmp_path, monke
 
 
 def test_signals_to_a_forked_process_end_it_alone(run, tmp_path, reward):
-    """As multiprocessing ends its workers."""
+    """Send the signals by which multiprocessing ends its workers."""
     codes = []
 
     def judge():
@@ -400,7 +400,7 @@ STEPS = 12
 
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_agree_on_a_step_wherever_each_of_them_is(monkeypatch, seed):
-    """Without a rank that waits for another one for ever, which the barrier would tell."""
+    """No rank waits for another one for ever: the barrier would tell."""
     monkeypatch.setattr(last_step, "POLL", 0.001)
     store = dist.HashStore()
     size = 3

@@ -52,7 +52,7 @@ def fresh(tiny_policy, settings):
 @pytest.mark.parametrize("advantage", ["group", "rloo", "reinforce++"])
 @pytest.mark.parametrize("size", [1e-30, 1e15])
 def test_rewards_of_any_size_count_as_those_of_one(fresh, advantage, size):
-    """Or end the update with a word, and leave the weights, where their squares are too large to compare them."""
+    """Rewards whose squares are too large to compare end the update with a message, and leave the weights."""
     learner = fresh(advantage=advantage)
     plain = fresh(advantage=advantage)
     start_weights = copy_weights(learner.policy)

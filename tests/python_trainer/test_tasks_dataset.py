@@ -62,7 +62,7 @@ def test_a_folder_of_files(tmp_path, kind):
 @pytest.mark.parametrize("kind", [".parquet", ".jsonl"])
 @pytest.mark.parametrize(("first", "second"), [("train[:4]", "train[4:]"), ("train[:67%]", "train[67%:]")])
 def test_splits_cut_out_of_one_file(tmp_path, kind, first, second):
-    """By the library datasets and, line by line, without it."""
+    """Read them with the library datasets, and line by line without it."""
     write(ROWS, tmp_path / f"all[1]{kind}")  # which is no pattern for names
     task = settings_of(*(f"{tmp_path / 'all[1]'}{kind}:{split}" for split in (first, second))).load()
     assert [[row.columns["answer"] for row in rows] for rows in (task.train, task.test)] == [[0, 1, 2, 3], [4, 5]]
@@ -254,7 +254,7 @@ def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
 
 
 def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch, tmp_path, tiny_policy):
-    """Those of an adapter and of its base, which a dry run must not fetch."""
+    """A dry run must not fetch the weights of an adapter or of its base."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/tiny"}')
     folders = {"someone/adapter": tmp_path, "someone/tiny": tiny_policy}
     snapshot = Mock(side_effect=lambda name, *_, **__: folders[name])
@@ -291,7 +291,7 @@ def test_texts_and_messages_mixed_have_their_own_first_token(chatting):
 
 @pytest.mark.parametrize("single", ["$A end", "9 $A end"])
 def test_a_tokenizer_that_ends_texts_does_not_end_prompts(chatting, single):
-    """As tokenizers with add_eos_token do; what a prompt itself ends in stays."""
+    """Tokenizers with add_eos_token end texts; the last token of the prompt itself stays."""
     end = chatting.tokenizer.eos_token_id
     assert end in chatting.eos_token_ids
     chatting.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -317,7 +317,7 @@ def test_a_first_token_that_is_no_special_one_is_text(chatting):
 
 
 def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
-    """Of 128 tokens 12 are for the answer."""
+    """The answer takes 12 of 128 tokens."""
     lines = [{"prompt": "A" * n} for n in (1, 117, 116, 150)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     task = {"train_path": str(tmp_path / "train.jsonl")}

@@ -78,7 +78,7 @@ def test_reward_takes_just_the_paths_that_a_search_finds():
 
 @given(text(alphabet="#.o\n", max_size=20))
 def test_any_text_gets_a_verdict(answer):
-    """Of a grid with two paths."""
+    """Judge texts on a grid with two paths."""
     assert correct("#o#\n.#.\n", answer) == (answer in ("o#.", ".#o"))
 
 

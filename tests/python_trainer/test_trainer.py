@@ -66,7 +66,7 @@ def test_learns_and_leaves_a_complete_run_directory(make_config, tmp_path):
     {"num_iterations": 2, "epsilon": 0.01, "beta": 0.1},
 ])  # fmt: skip
 def test_neither_weights_nor_metrics_depend_on_micro_batches(make_config, tmp_path, algorithm):
-    """They are of the whole batch, whatever it is split into, not of the micro-batch that came last."""
+    """They are of the whole batch, however it is split, not of the last micro-batch."""
     runs = []
     rows = []
     for name, tokens in (("whole", 100_000), ("split", 30)):
@@ -115,7 +115,7 @@ def test_temperature_is_the_same_in_sampling_and_scoring(make_config, tmp_path, 
 
 @pytest.mark.parametrize("gap", [0.1, 0.6])
 def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, gap):
-    """As a server is whose configuration does not fit the weights it gets."""
+    """A server samples so whose configuration does not fit the weights it gets."""
     output = io.StringIO()
     trainer = Trainer(make_config(max_steps=2), tmp_path / "run", console=Console(file=output, width=300))
 
@@ -132,12 +132,12 @@ def test_a_sampler_of_another_model_is_noted(make_config, tmp_path, gap):
 
 
 def test_another_seed_gives_other_weights(make_config, tmp_path):
-    """That the same seed gives the same weights is what tests of resuming are about."""
+    """Tests of resuming check that the same seed gives the same weights."""
     assert not same(*(train(make_config(max_steps=1, seed=seed), tmp_path / str(seed)) for seed in (3, 4)))
 
 
 def test_accelerators_are_called_in_order_and_may_change_the_groups(make_config, tmp_path):
-    """This one turns the groups around, and gives the first of them a beginning."""
+    """This accelerator reverses the groups, and gives the first of them a prefix."""
 
     def plan(context, groups):
         groups[0].prefix_ids = [1, 2, 3]
@@ -216,7 +216,7 @@ def test_schedule_by_history_changes_nothing_that_is_learned(make_config, tmp_pa
 
 
 def test_progress_within_an_evaluation_and_a_step(make_config, tmp_path, monkeypatch):
-    """Without a terminal a line now and then, here at once; the answers are those of a run that nobody watches."""
+    """Without a terminal a line is printed now and then, here at once; the answers do not change."""
     monkeypatch.setattr("python_trainer.run.logger.LINE_SECONDS", 0.0)
     console = Console(file=io.StringIO(), width=200)
     watched = Trainer(make_config(max_steps=1), tmp_path / "watched", console=console)

@@ -51,7 +51,7 @@ def test_a_token_that_sees_its_neighbour_outside_attention_is_refused(tokenizer,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_that_attends_twice_is_refused(dtype):
-    """Without a cache it computes what it should; in a cache the second values would replace the first."""
+    """Without a cache it is right; in a cache the second values would replace the first."""
     model = make("DiffLlama").to(dtype)
     with pytest.raises(UserError, match=r"^cannot run \w+ on flattened tokens: each of 3 layers must attend [^\n]*$"):
         find_traits(model)

@@ -97,7 +97,7 @@ MODES = [
 
 @pytest.mark.parametrize(("rollout", "mode"), MODES)
 def test_vllm_is_made_to_tell_those_of_the_whole_distribution(make_config, tmp_path, monkeypatch, rollout, mode):
-    """In the trainer's process and on a server; other settings, as of an evaluation, may then have unknown ones."""
+    """Check vLLM in the trainer's process and on a server; other settings, as of an evaluation, may lack them."""
     install(monkeypatch, sleeps=False)
     config = make_config(rollout={"engine": "vllm", **rollout})
     assert config.algorithm.with_sampler("vllm").importance_sampling == "token_truncate"

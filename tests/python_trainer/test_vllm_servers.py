@@ -77,7 +77,7 @@ def test_answers_do_not_depend_on_the_number_of_servers(fakes, model, tmp_path):
 
 
 def test_weights_are_written_once_and_read_by_all_at_the_same_time(fakes, model, tmp_path, monkeypatch):
-    """Each server answers only when all have been asked, and a while later, after answers too."""
+    """Each server answers only when all have been asked, and some time later, also after answers."""
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.05)
     folder = tmp_path / "weights"
     all_are_reading = threading.Barrier(3)

@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_named_once_a_minute_by_the_first_of_the_others():
 
 
 def test_a_late_rank_is_named_where_others_wait_for_it():
-    """As one whose reward function hangs: it lives, and does not come."""
+    """Its reward function hangs: it lives, and does not come."""
     message = "the others have waited {} s for process 1 of 3, still at work" + LIMIT
     messages = lines(Watch(place(0), None, 600), [alive, late, alive], 2 * BEATS + 1)
     assert messages == [None] * BEATS + [message.format(60)] + [None] * (BEATS - 1) + [message.format(120)]
@@ -138,5 +138,5 @@ def test_a_rank_that_is_stopped_holds_the_others_no_longer_than_the_limit():
     "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)",
 ])  # fmt: skip
 def test_the_end_of_waiting_is_told_in_one_line(text):
-    """By gloo, which has two ways to say it, the store and NCCL."""
+    """Check both messages of gloo, the store's and NCCL's."""
     assert program.explain(RuntimeError(text)) == "another process did not come within ddp_timeout"

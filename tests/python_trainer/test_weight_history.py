@@ -48,7 +48,7 @@ def same(weights, expected):
     {}, {"model": {"dtype": "bfloat16"}}, {"model": {"lora": LORA}}, {"accelerators": {"enabled": ["rhyme"]}},
 ], ids=str)  # fmt: skip
 def test_every_step(make_config, tmp_path, changes):
-    """Those of a run that was killed and went on are the same files."""
+    """A run that was killed and resumed writes the same files."""
     config = make_config(**merged(KEPT, changes))
     record = Record()
     folder = tmp_path / "whole"
@@ -107,7 +107,7 @@ def limited(make_config, tmp_path, size, **options):
 
 
 def test_the_limit(make_config, tmp_path):
-    """It ends with one warning, the first model is there always, and a resumed run does not go on behind a gap."""
+    """It ends with one warning, keeps the first model, and a resumed run does not continue behind a gap."""
     assert limited(make_config, tmp_path / "a", 10**9) == []
     sizes = [file.stat().st_size for file in sorted((tmp_path / "a/weights").glob("*.delta"))]
     (warning,) = limited(make_config, tmp_path / "b", sum(sizes[:2]))
@@ -123,7 +123,7 @@ def test_the_limit(make_config, tmp_path):
 
 
 def test_a_history_that_is_not_the_runs(make_config, tmp_path):
-    """Of a run that began without one, and one that was exchanged."""
+    """Check a run that began without a history, and one whose history was exchanged."""
 
     def more(**changes):
         return make_config(**merged(changes, {"max_steps": 5}))
@@ -148,7 +148,7 @@ def test_a_delta_that_cannot_be_written(make_config, tmp_path, monkeypatch):
 
 
 def test_supervised_steps(lessons, tmp_path):
-    """Of adapters too, whose merged weights nobody else asks for before the end."""
+    """Check adapters too, whose merged weights nothing else needs before the end."""
     changes = {"sft": {"epochs": 6}, "save": {"weight_history": 10**9}, "model": {"lora": LORA}}
     run = Sft(load_config(merged(lessons, changes)), tmp_path, console=QUIET)
     run.run()

@@ -220,7 +220,7 @@ def test_a_gradient_of_a_gradient_is_never_lost(op, name):
 
 @pytest.mark.parametrize("op", COMPOSITE)
 def test_plain_torch_has_forward_derivatives(op):
-    """Against a difference quotient."""
+    """Compare with a difference quotient."""
     kwargs = case_of(op, "torch")
     key = GRADIENTS[op][0]
 
@@ -260,7 +260,7 @@ def mesh():
 
 @pytest.mark.parametrize("op", OPS)
 def test_distributed_tensors_are_gathered(op, mesh):
-    """In one process; ``test_distributed.py`` has two."""
+    """Check one process; ``test_distributed.py`` runs two."""
     kwargs = inputs()[op]
 
     def distribute(t):

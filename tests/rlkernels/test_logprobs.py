@@ -47,7 +47,7 @@ def over_temperature(logits, ids, temperature):
     st.integers(0, 2**31),
 )
 def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
-    """Also below what float32 holds, where the largest logits share everything; logits of any size."""
+    """Check temperatures below float32, where the largest logits share everything, and logits of any size."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(6, vocab, generator=generator) * 10**scale).to(dtype)
     if tied:
@@ -295,7 +295,7 @@ def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
-    """Of all that torch allocates, forward and backward: a block, its gradient, the results, and room for products."""
+    """torch allocates, forward and backward, a block, its gradient, the results, and memory for products."""
     monkeypatch.setattr(linear, "BLOCK", 1)
     monkeypatch.setattr(linear, "FEWEST", 4)
     rows = 800

@@ -109,7 +109,7 @@ def test_a_signal_ends_the_reading_of_a_history():
 
 @pytest.mark.parametrize("options", [{}, {"band": 20}, {"mode": "subsequence"}])
 def test_long_trajectories_are_worked_on_in_parts(cpu_isa, options):
-    """Of whole numbers, which add up exactly, the costs are those of the reference."""
+    """The costs of whole numbers, whose sums are exact, are those of the reference."""
     x = torch.randint(0, 3, (1, 523, 8)).float()
     y = torch.randint(0, 3, (2, 1031, 8)).float()
     costs, expected = (rlkernels.dtw(x, y, backend=name, **options) for name in ("cpu", "torch"))

@@ -50,7 +50,7 @@ OPENMP = "import sys; sys.path.insert(0, '.'); import {package}, torch; print(to
     ("bench", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None),
 ])  # fmt: skip
 def test_threads_that_wait_sleep_unless_the_user_chose_otherwise(package, chosen, policy, spins):
-    """What libgomp says that it goes by, after torch has loaded it."""
+    """Read the policy that libgomp reports after torch has loaded it."""
     env = {name: value for name, value in os.environ.items() if name not in _waiting.CHOICES}
     process = subprocess.run(
         [sys.executable, "-c", OPENMP.format(package=package)], cwd=ROOT, capture_output=True, text=True, check=True,

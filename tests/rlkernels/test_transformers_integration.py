@@ -161,7 +161,7 @@ def test_samples_share_the_prompt(model):
 
 
 def test_copies_that_do_not_fit_give_all_blocks_back(model):
-    """Of the samples of two prompts, which need 3 blocks and one more for each further sample."""
+    """Samples of two prompts need 3 blocks, and one more for each further sample."""
     inputs = padded(7, 3)
     kv = paged_kv_cache(model, num_blocks=6, block_size=4)
     with PagedCache(kv, **inputs) as cache:
@@ -208,7 +208,7 @@ def test_a_second_turn_in_the_same_cache(model):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_failed_pass_leaves_nothing_behind(model, monkeypatch, passes, early):
-    """Neither the first one, of a prompt and three more tokens, nor a later one; or before the model runs."""
+    """The first or a later pass fails, in the model or before it runs."""
     ids = torch.randint(1, 61, (1, 8))
     kv = paged_kv_cache(model, num_blocks=64, block_size=4)
     fail = Mock(side_effect=RuntimeError("out of memory"))
@@ -402,7 +402,7 @@ def check_as_plain(model, inputs, cache, loop=False):
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "OPT", "Bart"])
 def test_padding_that_counts_as_positions_is_refused(kind):
-    """In a loop without position ids, and in models that take none, which run rows of one length."""
+    """Check a loop without position ids, and models that take none, which run rows of one length."""
     model = build(kind)
     inputs = padded(13, 10, 13, 9, beginning=8)
     kv = paged_kv_cache(model, num_blocks=96, block_size=4)
@@ -510,7 +510,7 @@ def test_adapters_of_peft_share_no_blocks(calls, loop):
 
 
 def test_prompts_within_layers_share_no_blocks(model):
-    """Those of LLaMA-Adapter, whose layers PEFT puts into the model and takes out."""
+    """LLaMA-Adapter has such prompts, whose layers PEFT puts into the model and takes out."""
     peft = pytest.importorskip("peft", reason="this machine lacks peft")
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config).eval()

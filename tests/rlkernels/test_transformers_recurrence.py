@@ -176,7 +176,7 @@ def test_a_row_of_other_tokens_is_refused():
 
 
 def test_a_model_that_is_imported_later_follows(monkeypatch):
-    """As one of a file that comes with its weights."""
+    """A file that comes with the weights defines such a model."""
     module = types.ModuleType("modeling_later")
     monkeypatch.setitem(sys.modules, "modeling_later", module)
     module.causal_conv1d_fn = lambda inputs, weight: torch.nn.functional.conv1d(

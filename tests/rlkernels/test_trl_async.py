@@ -130,7 +130,7 @@ WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atten
     {"model_init_kwargs": WINDOW},
 ])  # fmt: skip
 def test_loss_and_gradients_are_those_of_trl(train, monkeypatch, settings):
-    """In rows of all samples, in rows that a budget cuts, and with a layer whose window is shorter than samples."""
+    """Check rows of all samples, rows that a budget cuts, and a layer whose window is shorter than samples."""
     trainer, steps = train(**settings)
     trl_trainer, expected, kernel = by_trl(train, monkeypatch, **settings)
     assert kernel.windows == ({-1, 15} if "model_init_kwargs" in settings else {-1})
@@ -186,7 +186,7 @@ def test_lora_and_bfloat16(train, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_layout_of_a_tree_of_trl(trl_integration, seed):
-    """Each sample attends as by itself, whatever the tree: samples that begin others, equal ones, several roots."""
+    """Each sample attends as it does alone, whatever the tree: prefixes of others, equal samples, several roots."""
     rows = importlib.import_module("trl.experimental.async_grpo.packing")
     draw = random.Random(seed)
     row = rows.TreeRow()

@@ -84,7 +84,7 @@ def test_update_equals_that_of_trl(train, name):
 
 
 def test_tokens_through_the_model(train, monkeypatch):
-    """Each beginning with what follows it once, where TRL passes padded rows."""
+    """Each prefix passes once with its continuations, where TRL passes padded rows."""
     trainer, _ = train(per_device_train_batch_size=len(PAIRS), max_steps=1)
     rows = [(*prompt, *answer, EOS) for prompt, *answers in PAIRS for answer in answers]
     packed = len({row[:end] for row in rows for end in range(2, len(row) + 1)})

@@ -108,7 +108,7 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
 
 
 def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
-    """On a stand-in for its ``vllm_generation``, whose arguments and results are TRL's."""
+    """A stand-in replaces ``vllm_generation``, with TRL's arguments and results."""
     suffixes = trl_integration.SuffixRollouts(seed=1)
     suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
@@ -129,7 +129,7 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
 
 
 def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
-    """What the proposer for vLLM is to find: prompts and answers as token ids, passes over the data as epochs."""
+    """The proposer for vLLM finds prompts and answers as token ids, passes over the data as epochs."""
     path = tmp_path / "new" / "history.bin"
     rewarded = []  # a run must not end where it first writes
 
@@ -161,7 +161,7 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
 
 
 def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path):
-    """And none of an evaluation, which may come before training."""
+    """Rewards of an evaluation, which may come before training, are not."""
     rewards = [True, False, None, float("nan"), torch.tensor(0.5), 1, 0.25, torch.tensor(True)]
     recorder = trl_integration.HistoryRecorder(tmp_path / "history.bin")
     recorder.history = Mock()
@@ -232,7 +232,7 @@ def test_experts_of_a_mixture_are_followed(trl_integration):
 
 
 def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
-    """Neither in the weights nor in the random numbers of later steps."""
+    """Weights and random numbers of later steps do not change."""
     plain = make_trainer(steps=5)
     plain.train()
     random_numbers = []
@@ -262,7 +262,7 @@ def test_refusals_are_noted(trl_integration, make_trainer):
 
 @pytest.mark.slow
 def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
-    """With limits by which its extrapolation is tried."""
+    """Set limits by which its extrapolation is tried."""
     monkeypatch.chdir(tmp_path)
     lenient = partial(trl_integration.GatedExtrapolation, limits=LENIENT)
     monkeypatch.setattr(trl_integration, "GatedExtrapolation", lenient)

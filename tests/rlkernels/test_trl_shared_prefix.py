@@ -214,7 +214,7 @@ def test_windows_sinks_soft_caps_and_scaled_logits(train, kind):
 
 
 def test_eager_attention_that_no_other_takes_the_place_of_is_an_obstacle():
-    """As in Bloom, which makes it in the layer."""
+    """Bloom computes it in the layer."""
     transformers = importlib.import_module("transformers")
     obstacle = importlib.import_module("rlkernels.integrations.trl_shared").obstacle
     config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
@@ -273,7 +273,7 @@ def test_layers_of_liger_share_prefixes(train, monkeypatch):
 
 
 def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
-    """Of rows of at most 15 tokens with 22 columns, in the second batch, beyond the original length of 16."""
+    """Rows of at most 15 tokens have 22 columns in the second batch, beyond the original length of 16."""
 
     def growing(prompts, trainer):
         lengths = (
@@ -316,7 +316,7 @@ def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
 
 
 def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
-    """By the error rule of all ops: at most twice as far as what it replaces."""
+    """Apply the error rule of all ops: at most twice the error of the replaced pass."""
 
     def distance(steps, exact):
         differences = sum((steps[n].double() - exact[n]).norm() ** 2 for n in exact)

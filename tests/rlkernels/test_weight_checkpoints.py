@@ -89,7 +89,7 @@ def test_damaged_histories(run, tmp_path):
 
 
 def test_stream_top1_of_steps(run, tmp_path):
-    """From the first model to a step, and between two steps."""
+    """Compare the first model with a step, and two steps."""
     folder, _ = run
     names = ["a_proj.weight", "b_proj.weight", "experts[0]", "experts[1]"]
     steps = {0: folder / "weights" / "base"} | {i: step_file(folder / "weights", i) for i in range(1, STEPS + 1)}
@@ -118,7 +118,7 @@ def test_a_trajectory_along_a_history(run):
 
 
 def test_extrapolate_reads_steps(run, tmp_path, capsys):
-    """In any order, with the weights that folders give; one model is in memory."""
+    """Steps in any order give the weights that folders give; one model is in memory."""
     folder, _ = run
     base = str(folder / "weights" / "base")
     steps = [str(step_file(folder / "weights", step)) for step in (3, 1, 4, 2)]

@@ -74,7 +74,7 @@ def test_every_pattern_of_16_bits(dtype):
 
 @pytest.mark.usefixtures("piece")
 def test_views():
-    """Of the new weights, of the old ones, and of those that change; what lies between stays."""
+    """New, old and changed weights are views; the memory between them stays."""
     values = torch.randn(3, 24, 20, generator=torch.Generator().manual_seed(0))
     for view in (
         lambda x: x.T, lambda x: x[::2, 1::3], lambda x: x[:, 5], lambda x: x[4:], lambda x: x.view(-1)[::7],
@@ -350,7 +350,7 @@ def test_any_default_device_and_dtype(example):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine lacks a GPU")
 def test_weights_on_a_gpu(example):
-    """On a stream of the caller's, whose work is not over when the delta is made."""
+    """Use a stream of the caller's, whose work is not over when the delta is made."""
     new, old, data = example
     with torch.cuda.stream(torch.cuda.Stream()):
         big = torch.randn(4096, 4096, device="cuda")

@@ -130,7 +130,7 @@ def test_same_prompt_several_times():
 
 
 def test_a_prefix_of_the_answer_in_the_prompt_is_recognised(tmp_path):
-    """As in suffix rollouts; also after the history was read again, and with a question that begins another."""
+    """Check prompts as in suffix rollouts, a history that is read again, and a prompt that begins another."""
     path = tmp_path / "history.bin"
     question = PROMPTS[0][:2]
     remember_answers((PROMPTS[0], ANSWER), (question, [1, 2, 3])).save(path)
@@ -216,7 +216,7 @@ def test_an_answer_ends_with_any_end_token_that_vllm_stops_at(stops):
 
 
 def test_an_answer_without_an_end_counts_once_another_sequence_begins():
-    """As of answers that end at their longest length or at a stop string; vLLM first goes on with preempted ones."""
+    """Such answers end at their longest length or at a stop string; vLLM first resumes preempted ones."""
     drafter = make_proposer()
     answer(drafter, PROMPTS[0], ANSWER[:9])
     tokens = PROMPTS[1] + ANSWER[5:6]
@@ -324,7 +324,7 @@ def counters(llm) -> dict[str, int]:
 
 
 def test_greedy_answers_are_the_same(make_llm, tmp_path):
-    """Without drafts; with right ones, wrong ones, and both, from a file."""
+    """Draft nothing, right answers, wrong ones, and both, from a file."""
     plain = greedy(make_llm())
     assert len({tuple(answer) for answer in plain}) == 3 and all(len(set(answer)) > 10 for answer in plain)
     path = tmp_path / "history.bin"

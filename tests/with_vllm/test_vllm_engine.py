@@ -157,7 +157,7 @@ def test_a_folder_without_weights_leaves_those_that_vllm_has(tmp_path):
 
 
 def test_a_server_merges_adapters_itself(address, model, tmp_path):
-    """It then says what it says when it is sent the merged weights."""
+    """Its answers are those of a server that gets the merged weights."""
     targets = ("q_proj.weight", "v_proj.weight", "down_proj.weight")
     names = [name for name in model.state_dict() if name.endswith(targets)]
     adapters = AdapterFiles(model, names, tmp_path / "weights")
@@ -231,7 +231,7 @@ def test_stop_strings_end_answers_as_in_the_paged_engine(engine, model, tokenize
 
 
 def test_training(folder, tmp_path):
-    """And the model that a run leaves behind: vLLM reads it, and gives Transformers' tokens."""
+    """Check also the model that a run leaves behind: vLLM reads it, and gives Transformers' tokens."""
     rows = train(run_settings(folder, tmp_path), tmp_path / "run")
     assert max(row["rpo/prefix_share"] for row in rows[1:]) > 0  # of a single step cuts may leave nothing
     second_rows = train(run_settings(folder, tmp_path), tmp_path / "again")
@@ -269,7 +269,7 @@ def test_training_on_answers_in_turns_with_an_environment(where, folder, tmp_pat
 
 @pytest.mark.parametrize(("where", "parallel"), [("servers", "ddp"), ("engines", "ddp"), ("engines", "fsdp2")])
 def test_several_trainers_are_given_the_answers_of_one(folder, gloo, tmp_path, request, where, parallel):
-    """By two servers, or by an engine each, which finds the two processes connected and must leave them as they are."""
+    """Two servers answer, or an engine each, which must leave the connection of the two processes as it is."""
     servers = {"vllm_server": request.getfixturevalue("addresses")} if where == "servers" else {}
     settings = run_settings(folder, tmp_path, **servers)
     one_rows = train(settings, tmp_path / "one")

@@ -51,7 +51,7 @@ def check_answers(engine, model):
 
 
 def test_servers_are_kept_up_to_date(servers, model, tmp_path):
-    """By deltas; a server that was restarted gets all weights, and so do both from a run that goes on."""
+    """They get deltas; a restarted server gets all weights, and so do both from a run that goes on."""
     backend = Servers(model, [server.url for server in servers], tmp_path / "weights")
     engine = VLLMEngine(model, backend, eos_token_ids=[EOS])
     sent_bytes = []

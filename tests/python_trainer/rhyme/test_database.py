@@ -240,7 +240,7 @@ def test_a_path_is_no_url(tmp_path, name):
 
 @pytest.mark.parametrize(("place", "written"), [(18, b"\1\1"), (24, b"\0\0\0\0")])  # journal mode, change counter
 def test_reading_leaves_a_file_as_it_is(tmp_path, place, written):
-    """Also where SQLite would correct the header."""
+    """Check also a file whose header SQLite would correct."""
     path = tmp_path / "history.db"
     database = RetrospectiveDatabase(str(path))
     run = database.add_run(FACTS)
@@ -340,7 +340,7 @@ def test_a_flipped_byte_is_told_or_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("ids", [torch.tensor([[1]]), torch.tensor([-1]), torch.tensor([0.5])])
 def test_tensors_that_are_no_answer_are_refused(tmp_path, ids):
-    """With a checksum that fits, as only somebody who means it can make it."""
+    """The checksum of each fits, as only an attacker makes it."""
     path = tmp_path / "history.db"
     database = RetrospectiveDatabase(str(path))
     run = database.add_run(FACTS)

@@ -53,7 +53,7 @@ def run_step(rhyme_config, tmp_path):
     ({}, 0.0, 1, 0),  # certain then, unlikely now
 ], ids=["near", "stale", "far"])  # fmt: skip
 def test_a_group_in_which_all_failed_is_rescued(run_step, monkeypatch, rhyme, logprob, candidates, stored):
-    """By answers that are neither too old nor too far, none of which has been spared."""
+    """Answers rescue it that are neither too old nor too far; none of them was spared."""
     monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.5)
     third = prompt_order(0, 0, 4, 12)[2]  # prompt of the first step
     _, row = run_step([stored_answer(third, logprobs=[logprob] * 3)], rhyme)

@@ -70,7 +70,7 @@ def test_trigrams_are_counted_all():
 
 
 def test_what_is_recorded_is_of_answers_from_their_start():
-    """And of the step before where there are none."""
+    """Where a step has none, the record of the step before counts."""
 
     def group(reward, prefix_len, text):
         return [Rollout([1], [2, 3], prefix_len, [-1.0] * (2 - prefix_len), text=text, reward=reward, accuracy=reward)]
@@ -105,7 +105,7 @@ def rising(steps, top=0.95):
 
 
 def test_the_stage_is_found_where_the_rewards_are_alike():
-    """Also in a run of half the speed."""
+    """Check also a run of half the speed."""
     best = find_rhyming_stages(run_of(0, rising(60)[25:33]), [run_of(7, rising(60)), run_of(8, [0.05] * 60)], 0.2)[0]
     assert best.run_id == 7 and abs(best.start - 26) <= 2 and abs(best.end - 33) <= 2 and best.score > 0.95
     slow = find_rhyming_stages(run_of(0, rising(40)[14:22]), [run_of(7, rising(80))], 0.2)[0]
@@ -242,7 +242,7 @@ def test_prompts_are_named_by_their_text():
 
 @pytest.mark.parametrize("limit", [None, 0, 4 * 300 * 7])
 def test_scores_are_those_of_the_policy(make_config, tmp_path, monkeypatch, limit):
-    """Of all logits at once, of one row at a time, and of seven of fifteen; weights that nobody knows are 1."""
+    """Score all logits at once, one row at a time, and seven of fifteen; unknown weights are 1."""
     policy = load_policy(ModelConfig(path=str(save_tiny_policy(tmp_path / "p", vocab=300)), device="cpu"))
     answers = [Rollout([20, 21, 22], ids) for ids in ([1, 2, 3], [1, 2, 4, 9], [30, 31], [5] * 6)]
     if limit is not None:

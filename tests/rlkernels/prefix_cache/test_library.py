@@ -44,7 +44,7 @@ def test_paged_attention(case, launches):
 @pytest.mark.parametrize("piece", [1 << 26, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch, piece, dtype):
-    """Also one without keys, and one whose keys are NaN, which stays alone with them."""
+    """One sequence has no keys, one has NaN keys, which change no other sequence."""
     monkeypatch.setattr(library, "suits", lambda *tensors: False)
     monkeypatch.setattr(library, "PIECE", piece)
     single_calls = []
@@ -111,7 +111,7 @@ GROUPS = [
 @pytest.mark.parametrize("numbers", [1, 20 * 64, 1 << 25])
 @pytest.mark.parametrize("layout", GROUPS)
 def test_grouped_attention_and_its_gradients(layout, numbers, launches, monkeypatch):
-    """Of all groups, of some at a time, or of each by itself; a prefix is gathered once for its group."""
+    """Compute all groups at once, some at a time, or each alone; a prefix is gathered once for its group."""
     monkeypatch.setattr(library, "GROUPS", numbers)
     problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
     torch.testing.assert_close(problem.call("torch"), problem.exact(), rtol=1e-4, atol=1e-5, check_dtype=False)
@@ -175,7 +175,7 @@ def test_tree_attention_and_the_gradient_of_its_log_sum_exp(dtype, launches):
 
 
 def test_a_window_is_an_argument_of_the_kernels_and_cuts_the_keys(launches):
-    """Also of two levels, whose prefix is then gathered for each suffix."""
+    """Check two levels as well, whose prefix is then gathered for each suffix."""
     attend = partial(rlkernels.tree_attention, return_lse=True, backend="torch")
     sequences = [[*range(9)], [*range(9), 1], [*range(5), 2, 2], [*range(5), 2, 3], [7]]
     for layout in (rlkernels.TreeLayout.from_sequences(sequences), GroupedLayout(*GROUPS[0])):

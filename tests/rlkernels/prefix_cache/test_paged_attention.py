@@ -61,7 +61,7 @@ def test_windows_and_soft_caps(cpu_isa, window, softcap, dtype):
 
 
 def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
-    """It is what a GPU takes where nothing is proven."""
+    """A GPU uses plain torch where nothing is proven."""
     problem = paged([90, 40], [80, 33], heads=4, kv_heads=2, dim=2)
     attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
     expected = attend()

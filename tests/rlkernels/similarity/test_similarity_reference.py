@@ -147,7 +147,7 @@ def test_state_similarity_of_itself_is_one_and_nan_stays_in_its_row(metric, shap
 
 @pytest.mark.parametrize("diverged", [1e8, 1e9, 1e20, 1e300])
 def test_a_diverged_run_leaves_the_others_similarities_alone(diverged):
-    """Of samples that are all equal, in one dimension, the Wasserstein distance is that of their values."""
+    """The Wasserstein distance of equal samples in one dimension is that of their values."""
     value = torch.tensor([0.0] * 10 + [0.5] * 9 + [diverged] * 2, dtype=torch.float64)
     states = value[:, None, None].expand(-1, 7, 1)
     expected = torch.exp(-(value[:, None] - value).abs() / 2).float()

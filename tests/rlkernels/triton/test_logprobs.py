@@ -32,7 +32,7 @@ def test_log_probabilities_alone_and_rows_without_a_distribution():
 
 
 def test_an_id_outside_the_vocabulary_is_nan_as_in_plain_torch(monkeypatch):
-    """Where nobody looks at ids, as on a GPU: -100 of padding would else end the process."""
+    """A GPU does not check ids: otherwise -100 of padding would end the process."""
     monkeypatch.setattr(_check, "indices", lambda *_: None)
     values = torch.randn(4, 5)
     ids = torch.tensor([1, -100, 5, 4])

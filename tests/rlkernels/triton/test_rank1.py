@@ -209,7 +209,7 @@ def test_small_matrices_like_the_reference():
 
 @pytest.mark.parametrize("k", [4, 12, 20])
 def test_eigenvalues_like_the_library(k):
-    """Of a matrix with a zero row, equal eigenvalues and a small one, inside a larger one.
+    """Check a matrix with a zero row, equal eigenvalues and a small one, inside a larger one.
 
     Rotations end once they see no entry of more than ``limit``; those among equal eigenvalues mix what is left. So a
     column of the residual is as long as what is left of it, and eigenvalues are off by its norm (Weyl). Each turn
