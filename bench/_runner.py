@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench._case import Case, Missing, Row
+from rlkernels.proof.problem import largest_error
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.csv"
@@ -53,21 +54,11 @@ def _error(out: Any, reference: Any) -> float:
         return max(map(_error, out, reference), default=0.0)
     if isinstance(reference, (str, type(None))):
         return 0.0 if out == reference else math.inf
-    a, b = (torch.as_tensor(x).detach() for x in (out, reference))
-    if a.device != b.device:
-        a, b = a.cpu(), b.cpu()
-    if a.shape != b.shape:
-        return math.inf
-    if not b.dtype.is_floating_point:
-        return 0.0 if torch.equal(a.to(b.dtype), b) else math.inf
-    a, b = a.double(), b.double()
-    equal = (a == b) | (a.isnan() & b.isnan())
-    if equal.all():
-        return 0.0
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite) or not equal[~finite].all():
-        return math.inf
-    return ((a - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1e-300)).item()
+    result, expected = (torch.as_tensor(value).detach() for value in (out, reference))
+    error = largest_error(result, expected)
+    if error in (0.0, math.inf):
+        return error
+    return error / max(expected[expected.isfinite()].abs().max().item(), 1e-300)
 
 
 def _resident_peak(device: str, call: Callable[[], Any]) -> tuple[Any, int | None]:

@@ -8,6 +8,7 @@ import torch
 
 import rlkernels
 from rlkernels.logprobs import reference
+from rlkernels.proof.problem import largest_error
 
 
 def with_gradients(function: Callable[..., Any], inputs: Sequence[torch.Tensor], *grads: torch.Tensor
@@ -33,9 +34,10 @@ def assert_as_plain(results: Sequence[torch.Tensor], plain: Sequence[torch.Tenso
         assert result.dtype == reference_result.dtype and result.shape == expected.shape
         finite = expected.isfinite()
         assert torch.equal(result.isfinite(), finite) and not result.isnan().any()
+        assert not reference_result[finite].isnan().any()
         if finite.any():
-            error = float((result.double() - expected)[finite].abs().max())
-            plain_error = float((reference_result.double() - expected)[finite].abs().max())
+            error = largest_error(result[finite], expected[finite])
+            plain_error = largest_error(reference_result[finite], expected[finite])
             max_error = 2 * plain_error + floor + relative * float(expected[finite].abs().max())
             assert error <= max_error, (
                 f"result {number}: error {error:.3g}, of plain torch {plain_error:.3g}, allowed {max_error:.3g}"
