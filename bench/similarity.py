@@ -71,11 +71,14 @@ def large(quick: bool) -> Iterator[Case]:
 
 
 def against_others(quick: bool) -> Iterator[Case]:
-    n, m, threads = 16, 64 if quick else 256, torch.get_num_threads()
+    n = 16
+    m = 64 if quick else 256
+    threads = torch.get_num_threads()
     for steps, band in ((128, None), (128, 16)):
         x, y = curves(n, steps, 0), curves(m, steps, 1)
         a, b = x.double().numpy(), y.double().numpy()
-        concatenated, block = list(np.concatenate([a, b])), ((0, n), (n, n + m))
+        concatenated = list(np.concatenate([a, b]))
+        block = ((0, n), (n, n + m))
 
         def dtaidistance(module: Any, band=band, concatenated=concatenated, block=block) -> Any:
             window = None if band is None else band + 1
@@ -110,14 +113,18 @@ def against_others(quick: bool) -> Iterator[Case]:
 
 def tokens(quick: bool) -> Iterator[Case]:
     """Compare rapidfuzz's edit distance of token sequences, 64 cells at a time, with DTW of the same table size."""
-    n, m, steps = 16, 64 if quick else 512, 128
+    n = 16
+    m = 64 if quick else 512
+    steps = 128
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(0, 50, (count, steps), generator=generator) for count in (n, m))
 
     def rapidfuzz(process: Any) -> Any:
         from rapidfuzz.distance import Levenshtein
 
-        a, b, workers = x.tolist(), y.tolist(), torch.get_num_threads()
+        a = x.tolist()
+        b = y.tolist()
+        workers = torch.get_num_threads()
         return lambda: torch.as_tensor(process.cdist(a, b, scorer=Levenshtein.distance, workers=workers))
 
     yield Case(

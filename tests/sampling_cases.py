@@ -48,7 +48,8 @@ def rows_of_every_kind(vocab: int) -> torch.Tensor:
 
 def check_no_gradient(backend: str) -> None:
     """Check that drawn and verified tokens have no gradient."""
-    logits, u = torch.randn(3, 9, requires_grad=True), uniforms(3)
+    logits = torch.randn(3, 9, requires_grad=True)
+    u = uniforms(3)
     ids, logprobs = rlkernels.sample_tokens(logits, u, backend=backend)
     accepted, *verified = rlkernels.verify_drafts(logits, [[int(ids[0])], []], [0, 2, 3], u, backend=backend)
     assert not logprobs.requires_grad and not verified[1].requires_grad

@@ -208,7 +208,8 @@ def test_every_interval_is_computed_here(page):
 
 @pytest.mark.parametrize("name", ["sentences"])
 def test_the_page_of_a_study_has_the_tables_of_its_rows(name):
-    rows, page = read_rows(RESULTS / f"{name}.jsonl"), (RESULTS / f"{name}.md").read_text().splitlines()
+    rows = read_rows(RESULTS / f"{name}.jsonl")
+    page = (RESULTS / f"{name}.md").read_text().splitlines()
     expected: list[str] = []
     for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
         if study_rows := [row for row in rows if row["study"] == study.name]:

@@ -24,7 +24,8 @@ def test_a_history_that_is_not_its_model_is_named(compiled, monkeypatch):
 
 
 def test_growth_is_the_slope_and_its_interval():
-    rng, steps = np.random.default_rng(0), range(4000)
+    rng = np.random.default_rng(0)
+    steps = range(4000)
     noise = rng.normal(0, 1e5, len(steps))
     for expected in (0.0, 300.0):
         slope, low, high = soak.growth([3e8 + expected * step + noise_bytes for step, noise_bytes in zip(steps, noise)])

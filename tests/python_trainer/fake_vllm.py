@@ -131,7 +131,9 @@ class FakeLLM:
 
     def sleep(self, level):
         assert self.options["enable_sleep_mode"] and self.allocated == {"weights", "kv_cache"}
-        self.allocated, self.loaded, self.lost = set(), {}, self.loaded
+        self.lost = self.loaded
+        self.allocated = set()
+        self.loaded = {}
         self.events.append(f"sleep {level}")
 
     def wake_up(self, tags):

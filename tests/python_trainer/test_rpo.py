@@ -313,7 +313,9 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
                          rollout={"prompts_per_step": 2})  # fmt: skip
     trainer = train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
-    answered, recorded, level = [], [], None
+    answered = []
+    recorded = []
+    level = None
     for row, rollouts in zip(rows, trainer.updates):
         complete = [r for r in rollouts if not r.prefix_len]
         continued = [r for r in rollouts if r.prefix_len]

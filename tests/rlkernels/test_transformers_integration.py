@@ -52,7 +52,8 @@ def model():
 
 def padded(*lengths, beginning=0):
     """Make rows of these lengths, padded on the left, whose first ``beginning`` tokens are the same."""
-    width, common_ids = max(lengths), torch.randint(1, 61, (beginning,))
+    width = max(lengths)
+    common_ids = torch.randint(1, 61, (beginning,))
     ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), torch.zeros(len(lengths), width, dtype=torch.int64)
     for row, mask_row, n in zip(ids, mask, lengths):
         row[width - n :] = torch.cat([common_ids, torch.randint(1, 61, (n - beginning,))])
@@ -362,7 +363,9 @@ def test_rotary_factors_that_change_with_the_length_are_limited_to_the_original_
 
 def user_loop(model, inputs, cache, *, positions, steps=4):
     """Return the last logits of each pass of a user's loop; ``cache`` None: Transformers without a cache."""
-    ids, mask, step_logits = inputs["input_ids"], inputs["attention_mask"], []
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    step_logits = []
     with torch.no_grad():
         for _ in range(steps):
             start = cache.get_seq_length() if cache is not None else 0

@@ -118,7 +118,8 @@ def train(trl_integration, policy, tmp_path):
         prompts = [f"p{i}" for i in range(12)]
         trainer = grpo_trainer(tmp_path, policy(kind), prompts, reward, defaults | settings, cls, **parts)
         if sampler:  # as if vLLM had drawn the answers
-            trainer.use_vllm, trainer._last_loaded_step = True, -1
+            trainer.use_vllm = True
+            trainer._last_loaded_step = -1
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer.train()
         return trainer, steps

@@ -119,7 +119,8 @@ def test_another_history_takes_over_and_none_drafts_nothing():
 
 
 def test_same_prompt_several_times():
-    history, drafter = share_answers(), make_proposer()
+    history = share_answers()
+    drafter = make_proposer()
     history.add(PROMPTS[0], ANSWER, reward=1.0)  # it grows
     row = (PROMPTS[0] + ANSWER[:2], ANSWER[:2])
     assert propose(drafter, [row, row, row]) == [ANSWER[2:10]] * 3

@@ -70,7 +70,8 @@ def test_logprobs_of_verified_tokens_are_those_of_the_model(plain, drafting, mod
 def test_drafts_keep_the_distribution(drafting, model):
     """Chi-square of the second token of 2,000 samples whose drafts are often wrong, against the model's own."""
     engine = VLLMEngine(model, drafting, eos_token_ids=[])
-    prompt, sampling = PROMPTS[1], SamplingParams(temperature=0.5, seed=7)
+    prompt = PROMPTS[1]
+    sampling = SamplingParams(temperature=0.5, seed=7)
     with torch.no_grad():
         first_probs = (model(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
         pairs = torch.cat([torch.tensor([prompt]).repeat(64, 1), torch.arange(64)[:, None]], 1)

@@ -294,7 +294,8 @@ def test_a_head_that_an_adapter_has_untied(folder, model):
 def test_logprobs_before_top_p_and_with_drafts(folder, model):
     """Raw ones, also of tokens that a draft had right."""
     backend = InProcess(model, folder, memory_bytes=MEMORY, logprobs_mode="raw_logprobs", longest_draft=8)
-    engine, sampling = VLLMEngine(model, backend, eos_token_ids=[EOS]), SAMPLINGS[2]
+    engine = VLLMEngine(model, backend, eos_token_ids=[EOS])
+    sampling = SAMPLINGS[2]
     assert sampling.top_p < 1 and vllm_logprobs_modes(sampling) == [backend.logprobs_mode]
     check_logprobs(engine, model, sampling)
     engine.drafter = Drafter(RolloutHistory(), max_tokens=8, pass_overhead=None)

@@ -71,7 +71,8 @@ def test_servers_are_kept_up_to_date(servers, model, tmp_path):
 
 def test_in_this_process(make_llm, untied_folder):
     """The copy is made of whole weights; a delta of others is refused, and the engine goes on with those it has."""
-    llm, model = make_llm(worker_extension_cls=WORKER), load(untied_folder)
+    llm = make_llm(worker_extension_cls=WORKER)
+    model = load(untied_folder)
     states = []
     for step in range(3):
         states.append({name: weight.clone() for name, weight in model.state_dict().items()})

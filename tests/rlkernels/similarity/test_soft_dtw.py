@@ -20,7 +20,9 @@ def by_autograd(x, y, gamma, dtype, *, shifted=False):
     are far above gamma.
     """
     x, y = (t.to(dtype, copy=True).requires_grad_() for t in (x, y))
-    rows, columns, infinite_cost = len(x), len(y), 1e30 if dtype == torch.float32 else 1e300
+    rows = len(x)
+    columns = len(y)
+    infinite_cost = 1e30 if dtype == torch.float32 else 1e300
     before_previous, previous = (torch.full((rows + 1,), infinite_cost, dtype=dtype) for _ in range(2))
     before_previous[0] = 0
     for d in range(rows + columns - 1):
