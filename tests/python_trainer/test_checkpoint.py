@@ -366,7 +366,7 @@ JUDGED = {"reward": ["tiny:mostly_digits", "conftest:digits"], "reward_weights":
 
 @pytest.fixture
 def grades(monkeypatch):
-    """Accuracies that evaluations find, by step."""
+    """Return the accuracies that evaluations find, by step."""
     accuracies = [0.1, 0.2, 0.6, 0.3, 0.4]
 
     def answer(evaluator, split, rows):

@@ -254,7 +254,7 @@ def test_batches_keep_a_prompt_together_and_see_all_as_often():
 
 
 def outcomes(rows):
-    """Of (number of a prompt, answers, right ones)."""
+    """Return outcomes of (number of a prompt, answers, right ones)."""
     keys = torch.zeros(len(rows), 16, dtype=torch.uint8)
     keys[:, 0] = torch.tensor([number for number, *_ in rows])
     counts = torch.tensor([counts for _, *counts in rows], dtype=torch.int32)

@@ -89,7 +89,7 @@ def of_shape(kind, tokenizer, **further):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """scored(policy, packed, most) -> log-probabilities, entropies, states, all gradients; rows of logits at a time."""
+    """Return a function that gives log-probabilities, entropies, states and all gradients, by rows of logits."""
     monkeypatch.setattr(policy_module, "linear_token_logprobs", partial(linear_token_logprobs, chunk=10))
 
     def score(policy, packed, max_logits):

@@ -50,7 +50,7 @@ def wait_for(checkpoint, folder):
 
 @pytest.fixture
 def interrupt(tmp_path):
-    """interrupt(number, checkpoint): signal the run, wait for a checkpoint, and signal it once more."""
+    """Return a function that signals the run, waits for a checkpoint, and signals once more."""
 
     def send(number=signal.SIGTERM, checkpoint="step-000002"):
         os.kill(os.getpid(), number)
@@ -63,7 +63,7 @@ def interrupt(tmp_path):
 
 @pytest.fixture
 def reward(monkeypatch):
-    """reward(function, step): what the reward does in this step, the first time it is called there."""
+    """Return a function that sets what the reward does in a step, the first time it is called there."""
 
     def replace(function, step=3):
         current = [0]

@@ -200,7 +200,7 @@ def test_servers_of_different_models(fakes, model, tmp_path, answers, settings, 
 
 @pytest.fixture
 def sends(fakes, tmp_path, monkeypatch):
-    """(model in a dtype) -> a function that changes its weights a little, and returns what the servers were sent."""
+    """Return a function of a model: it changes the weights a little, and returns what the servers received."""
     pytest.importorskip("zstandard", reason="this machine lacks zstandard")
     for fake in fakes:
         fake.settings["deltas"] = True

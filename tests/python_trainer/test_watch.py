@@ -22,7 +22,7 @@ def place(rank, size=3, entered=5, waits=True):
 
 
 def lines(watch, signs, turns):
-    """Lines of so many turns, in each of which every rank has a sign by ``signs``: turn -> (number, entered)."""
+    """Return lines of so many turns, in each of which every rank has a sign by ``signs``: (number, entered)."""
     messages = []
     for turn in range(turns):
         watch.signs = [sign(turn) for sign in signs]

@@ -20,7 +20,7 @@ from python_trainer.trainer import Trainer
 
 @pytest.fixture(autouse=True)
 def every_candidate_is_near(monkeypatch):
-    """Stored answers that are made up are far from any policy; which are too far has a test of its own."""
+    """Count all made-up answers as near: they are far from any policy, and another test checks distances."""
     monkeypatch.setattr(sampling, "MIN_WEIGHT", 0.0)
 
 
@@ -34,7 +34,7 @@ def stored_answer(key, ids=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), text="123", r
 
 @pytest.fixture
 def run_step(rhyme_config, tmp_path):
-    """run_step(stored answers, {settings of rhyme}, **changes) -> (trainer, metrics); no fresh answer is right."""
+    """Return a function that steps with stored answers; it gives trainer and metrics. No fresh answer is right."""
 
     def run(answers, rhyme=(), **changes):
         config = rhyme_config(None, rhyme, max_steps=1, task={"reward": "rhyme.test_groups:failing"}, **changes)

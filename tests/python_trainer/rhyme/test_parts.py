@@ -92,7 +92,7 @@ def test_what_is_recorded_is_of_answers_from_their_start():
 
 
 def run_of(run_id, rewards, style=None):
-    """Return a run whose policy writes in a style that changes with its reward."""
+    """Return the curve of a run whose policy writes in a style that changes with its reward."""
     counts = torch.zeros(len(rewards), BINS)
     for row, reward in zip(counts, rewards if style is None else style):
         row[int(255 * reward)] = 10
