@@ -17,9 +17,9 @@ import torch
 import rlkernels
 from bench import Row
 
-BLOCK = 16  # tokens
+BLOCK_SIZE = 16  # tokens
 BLOCKS_PER_PROMPT = 64
-TOKENS = BLOCK * BLOCKS_PER_PROMPT
+TOKENS = BLOCK_SIZE * BLOCKS_PER_PROMPT
 
 
 def prompt(number: int) -> list[int]:
@@ -32,7 +32,7 @@ class Ours:
     """The pool behind ``PagedKVCache``, tokens given as Python lists."""
 
     def __init__(self, num_blocks: int):
-        self.cache = rlkernels.PagedKVCache(1, 1, 1, num_blocks=num_blocks, block_size=BLOCK)
+        self.cache = rlkernels.PagedKVCache(1, 1, 1, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
     def fill(self, tokens: list[int]) -> None:
         seq = self.cache.open(tokens)
@@ -59,19 +59,19 @@ class Vllm:
         kv_cache_utils.init_none_hash(sha256)
         self.utils = kv_cache_utils
         self.sha256 = sha256
-        self.pool = BlockPool(num_blocks, True, BLOCK)
+        self.pool = BlockPool(num_blocks, True, BLOCK_SIZE)
 
     def hashes(self, tokens: list[int]) -> list[Any]:
         block_hashes: list[Any] = []
-        for start in range(0, TOKENS, BLOCK):
+        for start in range(0, TOKENS, BLOCK_SIZE):
             parent = block_hashes[-1] if block_hashes else None
-            block_hashes.append(self.utils.hash_block_tokens(self.sha256, parent, tokens[start : start + BLOCK]))
+            block_hashes.append(self.utils.hash_block_tokens(self.sha256, parent, tokens[start : start + BLOCK_SIZE]))
         return block_hashes
 
     def fill(self, tokens: list[int]) -> None:
         request = type("Request", (), {"block_hashes": self.hashes(tokens)})
         blocks = self.pool.get_new_blocks(BLOCKS_PER_PROMPT)
-        self.pool.cache_full_blocks(request, blocks, 0, BLOCKS_PER_PROMPT, BLOCK, 0)
+        self.pool.cache_full_blocks(request, blocks, 0, BLOCKS_PER_PROMPT, BLOCK_SIZE, 0)
         self.pool.free_blocks(reversed(blocks))
 
     def allocate(self, tokens: list[int]) -> None:
@@ -131,7 +131,7 @@ def cases(quick: bool) -> Iterator[list[Row]]:
         ours = measure("ours", num_blocks, rounds)
         vllm = vllm_measure(num_blocks, rounds)
         for name, times in ours.items():
-            shape = f"{name}, {num_blocks} blocks of {BLOCK}"
+            shape = f"{name}, {num_blocks} blocks of {BLOCK_SIZE}"
             if isinstance(vllm, str):
                 peer = Row("block_pool", "vLLM BlockPool", shape, missing=vllm)
             else:

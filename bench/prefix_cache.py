@@ -16,13 +16,13 @@ from bench import Case, Missing, read_bandwidth
 from bench._runner import match
 from rlkernels.prefix_cache import GroupedLayout, PagedKVCache, reference
 
-BLOCK = 16
+BLOCK_SIZE = 16
 Heads = tuple[int, int, int]  # query heads, KV heads, elements per head
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 def blocks_of(length: int) -> int:
-    return -(-length // BLOCK)
+    return -(-length // BLOCK_SIZE)
 
 
 def ints(values: Any) -> torch.Tensor:
@@ -36,7 +36,8 @@ class Batch:
         q_heads, kv_heads, dim = heads
         self.scale = dim**-0.5
         self.group = q_heads // kv_heads  # query heads for each KV head
-        self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=count * blocks_of(length), block_size=BLOCK, dtype=dtype)
+        blocks = count * blocks_of(length)
+        self.cache = PagedKVCache(1, kv_heads, dim, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype)
         self.key = self.cache.key_cache[0]
         self.value = self.cache.value_cache[0]
         for cache in (self.key, self.value):  # repeats a million numbers, because drawing a gigabyte takes long
@@ -205,9 +206,9 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: Heads, dt
 
 
 def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
-    caches = torch.zeros(2, 2, blocks_of(tokens), BLOCK, heads, dim, dtype=dtype)
+    caches = torch.zeros(2, 2, blocks_of(tokens), BLOCK_SIZE, heads, dim, dtype=dtype)
     key, value = torch.randn(2, tokens, heads, dim).to(dtype)
-    slots = torch.randperm(blocks_of(tokens))[:, None] * BLOCK + torch.arange(BLOCK)
+    slots = torch.randperm(blocks_of(tokens))[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
     slots = slots.flatten()[:tokens].contiguous()
 
     def run(backend: str, target: torch.Tensor) -> torch.Tensor:

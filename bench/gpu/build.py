@@ -14,14 +14,14 @@ import torch
 from bench.gpu.journal import ROOT
 from rlkernels.proof.process import AFTER_KILL_S, DeviceLost, kill
 
-SPARED = 4  # processors that the build leaves to measurements
+SPARED_PROCESSORS = 4  # processors that the build leaves to measurements
 
 
 class Build:
     """``setup.py build_ext`` for this device; if its CUDA part fails, a second build without it."""
 
     def __init__(self, device: str, *, with_cuda: bool = True):
-        self.env = {**os.environ, "MAX_JOBS": str(max((os.cpu_count() or 1) - SPARED, 1))}
+        self.env = {**os.environ, "MAX_JOBS": str(max((os.cpu_count() or 1) - SPARED_PROCESSORS, 1))}
         if device == "cuda":
             self.env.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
         self.without_cuda = not with_cuda

@@ -29,7 +29,7 @@ from python_trainer.rollout.paged.engine import PagedEngine
 Message = dict[str, Any]
 NUM_GENERATIONS = 8
 JUDGED_PROMPTS = 2  # whose samples are compared with float32
-FLOOR = 1e-3  # error always allowed: log-probabilities in nats, gradients relative to their norm
+MIN_ALLOWED_ERROR = 1e-3  # error always allowed: log-probabilities in nats, gradients relative to their norm
 PROFILED_ROWS = 20
 
 
@@ -113,7 +113,7 @@ def gradient_error(grads: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 
 def verdict(errors: Sequence[float], plain: Sequence[float]) -> Message:
     """Allow twice the error of plain Transformers in bfloat16 for each error; report the one closest to its limit."""
-    allowed = [2 * p + FLOOR for p in plain]
+    allowed = [2 * p + MIN_ALLOWED_ERROR for p in plain]
     error, limit = max(zip(errors, allowed), key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else float("inf"))
     ok = all(e <= a for e, a in zip(errors, allowed))  # NaN is not
     return {"ok": ok, "error": error if error == error else None, "allowed": limit}

@@ -23,7 +23,7 @@ import torch
 Message = dict[str, Any]
 NAMES = ("gpu_0.5b_24gb", "gpu_1.5b_lora_24gb")
 GPU = "24"  # GB
-PROMPT = 256  # tokens
+PROMPT_LENGTH = 256  # tokens
 STEPS = 3
 LETTERS = string.ascii_lowercase
 HALF = ("rollout.max_completion_length=256",)
@@ -132,7 +132,7 @@ def preset(name: str, device: torch.device) -> Message:
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         write_policy(folder / "model", size, device)
-        length = PROMPT if on_gpu else 5
+        length = PROMPT_LENGTH if on_gpu else 5
         for split in ("train", "test"):
             write_prompts(folder / f"{split}.jsonl", 64, length)
         settings = [

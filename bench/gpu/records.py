@@ -28,7 +28,7 @@ from rlkernels.proof.compiled import Code, Kernels, nvcc_version, read_code
 RESULT = ROOT / "rlkernels/records.json"
 TESTS = ["tests/ptx/test_kernels.py", "tests/ptx/test_dtw_cuda.py"]
 # allowed rise of instruction counts: the last bits of random inputs differ between processors and end loops
-ROUNDING = 1e-3
+MAX_COUNT_GROWTH = 1e-3
 TAKEN_OVER = 1e-2  # the same with fewer launches: the work of torch's kernels, which are not counted
 Counts = dict[str, Any]
 
@@ -104,7 +104,7 @@ def compare(counts: Counts, recorded: Counts) -> Iterator[str]:
         kernels = recorded[name] if only_recorded else counts[name]
         total = sum(counts[name][kernel] for kernel in kernels)
         limit = sum(recorded[name].values())
-        if total > limit * (1 + (TAKEN_OVER if has_fewer_launches else ROUNDING)):
+        if total > limit * (1 + (TAKEN_OVER if has_fewer_launches else MAX_COUNT_GROWTH)):
             rises = {kernel: count - recorded[name].get(kernel, 0) for kernel, count in counts[name].items()}
             yield f"{max(rises, key=rises.__getitem__)}: {name} {total:,} in all, {limit:,} in the record"
     for kernel, resources in counts.get("ptxas", {}).items():

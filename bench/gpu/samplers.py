@@ -9,7 +9,7 @@ import torch
 from bench.gpu.rivals import Rival
 
 Call = Callable[[], Any]
-SLACK = 1e-3  # of top_p: sums of 151,936 rounded probabilities
+TOP_P_SLACK = 1e-3  # of top_p: sums of 151,936 rounded probabilities
 
 
 def possible(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def possible(logits: torch.Tensor, temperature: float, top_p: float, top_k: int)
         probs = probs.masked_fill(probs < descending[:, top_k - 1 : top_k], 0.0)
         probs, descending = (t / descending[:, :top_k].sum(-1, keepdim=True) for t in (probs, descending[:, :top_k]))
     mass_above = descending.cumsum(-1) - descending  # mass above each
-    last_place = (mass_above < top_p + SLACK).sum(-1, keepdim=True) - 1
+    last_place = (mass_above < top_p + TOP_P_SLACK).sum(-1, keepdim=True) - 1
     return (probs >= descending.gather(-1, last_place)) & (probs > 0)
 
 

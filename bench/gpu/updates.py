@@ -28,11 +28,10 @@ ARMS = ("TRL", "rlkernels", "FlexAttention tree", "TRL, use_kernels")
 LIGER_ARMS = ("rlkernels, Liger's layers", "TRL, Liger's layers")
 SHAPES = ((256, 512), (2048, 512), (256, 2048), (2048, 2048))  # prompt, longest answer
 ANSWERS = 8
-REPEATS = 5  # updates to time
+MAX_TIMED_UPDATES = 5  # updates to time
 MAX_TIMED_S = 0.6  # after which no further update is timed
 JUDGED = (2, 256, 128)  # layers, prompt, longest answer
 FEW = (2, 24, 8)  # the same in a rehearsal
-FLOOR = 1e-3  # of the gradients' error, relative to their norm
 
 
 def jobs(device: str) -> Iterator[tuple[str, str]]:
@@ -147,7 +146,7 @@ def measure(updates: Updates, prompt: int, longest: int) -> Message:
     norm = call()
     peak = peak_bytes(call, device)
     times = list[float]()
-    while len(times) < REPEATS and (not times or sum(times) < MAX_TIMED_S):
+    while len(times) < MAX_TIMED_UPDATES and (not times or sum(times) < MAX_TIMED_S):
         times.append(seconds(call, device))
     row: Message = {"ok": norm == norm, "median_s": statistics.median(times), "peak_bytes": peak, "gradient_norm": norm}
     if reason := updates.fallback():

@@ -12,12 +12,13 @@ from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, evaluations, fewer_
 from bench.studies.ranks import HISTORY, other_weights, shape_of_path
 
 STEPS = 200
-PREDICTED = 80  # step of the prediction
+PREDICTION_STEP = 80  # step of the prediction
 LOW_RATE = 3e-5
 TUNED_RATE = 2e-4
 PAPER = ["accelerators.enabled=[alpha]", "accelerators.alpha.preset=paper"]
 GATED = [
-    "accelerators.enabled=[alpha]", "accelerators.alpha.every=0", f"accelerators.alpha.horizon={STEPS / PREDICTED}",
+    "accelerators.enabled=[alpha]", "accelerators.alpha.every=0",
+    f"accelerators.alpha.horizon={STEPS / PREDICTION_STEP}",
 ]  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def measure(run: Path) -> dict[str, Any]:
     if not (plain / "summary.json").exists():
         return {}
     start, *_, end = (accuracy for *_, accuracy in evaluations(plain))
-    (predicted,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTED)
+    (predicted,) = (accuracy for step, *_, accuracy in evaluations(run) if step == PREDICTION_STEP)
     figures: dict[str, Any] = {"gain at 40 %": (predicted - start) / max(end - start, 1e-9)}
     if run == plain:
         figures |= shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
@@ -51,7 +52,7 @@ STUDIES = [
         common=[
             "task.variant=short", "task.gate_size=512", "task.test_size=2048", f"max_steps={STEPS}",
             "rollout.max_completion_length=128", "evaluation.eval_steps=20", "evaluation.eval_limit_during=1024",
-            "save.save_total_limit=1", f"accelerators.alpha.first_step={PREDICTED}",
+            "save.save_total_limit=1", f"accelerators.alpha.first_step={PREDICTION_STEP}",
         ],
         arms=arms(rate),
         levels=(0.8, 0.85, 0.9),

@@ -38,7 +38,7 @@ from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
 
 CONFIG = "configs/gsm8k_smollm2.yaml"
 EPOCHS = 4  # of the supervised steps: they bring the accuracy near 0.1
-RATE = 1e-5
+LEARNING_RATE = 1e-5
 SAMPLED_ANSWERS = 4  # to every prompt before the first step, in the arms that begin with them
 MODEL = ["model.dtype=bfloat16", "optimizer.micro_batch_tokens=4096"]
 HALVES = "{work}/short_train.jsonl:train[:50%]", "{work}/short_train.jsonl:train[50%:]"
@@ -126,7 +126,7 @@ def measure(run: Path) -> dict[str, Any]:
 ARMS = [
     Arm("plain", [HISTORY]),
     *fewer_prompts(16),
-    Arm("twice the rate", rate=2 * RATE),
+    Arm("twice the rate", rate=2 * LEARNING_RATE),
     Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
     Arm("rpo", ["accelerators.enabled=[rpo]", f"accelerators.rpo.fill={SAMPLED_ANSWERS}"]),
     Arm("sampled answers first", train=train_sampled_first),
@@ -143,9 +143,9 @@ STUDIES = [
             "evaluation.eval_limit_during=null", "evaluation.samples=4", "save.save_steps=50",
             "save.save_total_limit=1",
         ],
-        arms=[arm if arm.rate else replace(arm, rate=RATE) for arm in ARMS],
+        arms=[arm if arm.rate else replace(arm, rate=LEARNING_RATE) for arm in ARMS],
         levels=(0.12, 0.15),
-        earlier=[Arm("earlier plain", rate=RATE, train=rhyme.train)],
+        earlier=[Arm("earlier plain", rate=LEARNING_RATE, train=rhyme.train)],
         prepare=prepare,
         columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,

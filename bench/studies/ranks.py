@@ -25,13 +25,13 @@ from rlkernels.rank1.projections import Projections
 from rlkernels.weights import History
 
 RANKS = (0, 1, 4, 16)
-KNOWN = 0.4  # share of the steps from which the end is predicted
-POINTS = 20
+KNOWN_SHARE = 0.4  # share of the steps from which the end is predicted
+MAX_POINTS = 20
 # Settings of the measured runs. A float32 delta is half as long as the weights, so such runs store the full weights of
 # every fifth step.
 HISTORY = "save.weight_history=1000000000000"
 SNAPSHOTS = "callbacks=[bench.studies.ranks:SnapshotWriter]"
-EVERY = 5
+SNAPSHOT_STEPS = 5
 START, END = "start", "end"
 
 Change = Callable[[str, Tensor], Tensor]  # name and trained weight -> the weight that takes its place
@@ -45,7 +45,7 @@ class SnapshotWriter(Callback):
             self.write(trainer, step)
 
     def on_step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        if step % EVERY == 0:
+        if step % SNAPSHOT_STEPS == 0:
             self.write(trainer, step)
 
     @staticmethod
@@ -61,7 +61,7 @@ class Snapshots:
     """The weights of a run, from :class:`SnapshotWriter` or from its history of weights.
 
     Attributes:
-        steps: steps with weights, without 0; of a history about POINTS of them, evenly spaced.
+        steps: steps with weights, without 0; of a history about MAX_POINTS of them, evenly spaced.
     """
 
     def __init__(self, run: Path) -> None:
@@ -71,7 +71,7 @@ class Snapshots:
             self.steps = sorted(self.files)[1:]
         else:
             last = self.history.steps
-            self.steps = list(range(stride := max(last // POINTS, 1), last + 1, stride))
+            self.steps = list(range(stride := max(last // MAX_POINTS, 1), last + 1, stride))
 
     def weights(self, step: int) -> dict[str, Tensor]:
         """Return the weights of the policy after a step, float32."""
@@ -174,7 +174,7 @@ def predictions(run: Path) -> Iterator[tuple[str, Change]]:
     """
     snapshots = Snapshots(run)
     *_, last = snapshots.steps
-    steps = [step for step in snapshots.steps if step <= KNOWN * last]
+    steps = [step for step in snapshots.steps if step <= KNOWN_SHARE * last]
     trajectory, points = tracked(run, steps)
     weights = snapshots.weights(steps[-1])
     yield f"step {steps[-1]}", replace_by(weights)

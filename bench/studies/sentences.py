@@ -16,7 +16,7 @@ from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, fewer_prompts
 from bench.studies.ranks import SNAPSHOTS, Change, ends, other_weights, shape_of_path, trainer_with
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RATE = 2e-5
+LEARNING_RATE = 2e-5
 PATTERN_PROMPTS = 128  # training prompts whose answers are searched for a pattern
 ARTICLES = ("a", "an", "the")
 sys.path.append(str(EXAMPLES))  # has the task
@@ -66,9 +66,9 @@ def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[floa
             f"evaluation.eval_steps={eval_steps}",
         ],
         arms=[
-            Arm("plain", [SNAPSHOTS], rate=RATE),
-            *(replace(arm, rate=RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),
-            Arm("twice the rate", rate=2 * RATE),
+            Arm("plain", [SNAPSHOTS], rate=LEARNING_RATE),
+            *(replace(arm, rate=LEARNING_RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),
+            Arm("twice the rate", rate=2 * LEARNING_RATE),
         ],
         levels=levels,
         prepare=prepare,

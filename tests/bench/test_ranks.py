@@ -54,7 +54,7 @@ def write_snapshots(run, path):
 def straight_run(request, tmp_path, monkeypatch):
     """Write a run whose matrix moves along one direction by the same distance each step, while accuracy rises to 1."""
     monkeypatch.setattr(ranks, "SMOOTHING_STEPS", 1)
-    monkeypatch.setattr(ranks, "EVERY", 2)
+    monkeypatch.setattr(ranks, "SNAPSHOT_STEPS", 2)
     base = {MATRIX: torch.randn(12, 8, generator=torch.Generator().manual_seed(0)) / 8, NORM: torch.ones(8)}
     step_update = torch.outer(direction(12, 1), direction(8, 2)) / STEPS
     path = [{MATRIX: base[MATRIX] + number * step_update, NORM: base[NORM] + number} for number in range(STEPS + 1)]
@@ -93,8 +93,8 @@ def test_a_straight_path_is_predicted_to_its_end(straight_run):
 
 
 def test_predictors_without_enough_points_are_left_out(straight_run, monkeypatch):
-    monkeypatch.setattr(ranks, "POINTS", 10)
-    monkeypatch.setattr(ranks, "KNOWN", 0.2)  # two of the points
+    monkeypatch.setattr(ranks, "MAX_POINTS", 10)
+    monkeypatch.setattr(ranks, "KNOWN_SHARE", 0.2)  # two of the points
     assert {name.split(", ")[1] for name, _ in [*ranks.predictions(straight_run[0])][1:]} == {
         "then secant",
         "then full",

@@ -273,7 +273,7 @@ def test_a_real_run_is_charged_and_resumed(tmp_path, monkeypatch):
     assert first["arm"] == "plain" and arms[0].train is train
     path_shape = ranks.shape_of_path(run)
     assert 0 <= path_shape["lowest R^2"] <= path_shape["R^2 of a line"] <= 1 and 0 < path_shape["norm in rank 1"] <= 1
-    monkeypatch.setattr(ranks, "KNOWN", 0.75)
+    monkeypatch.setattr(ranks, "KNOWN_SHARE", 0.75)
     accuracies = ranks.other_weights(run)
     logged_accuracies = {step: accuracy for step, *_, accuracy in evaluations(run)}
     assert [accuracies[name][0] for name in ("start", "end", "step 3")] == [

@@ -13,7 +13,7 @@ import torch
 from python_trainer.rollout.vllm.engine import COUNTERS, DRAFT_COUNTERS
 from rlkernels.integrations.vllm_worker import PolicyWorker
 
-LIMIT = 128
+MAX_LENGTH = 128
 EOS = 63
 
 
@@ -44,7 +44,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies = []
         self.worker = FakeWorker()
-        self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": LIMIT, "vocab_size": 64,
+        self.settings = {"logprobs_mode": "processed_logprobs", "max_model_len": MAX_LENGTH, "vocab_size": 64,
                          "model_type": "qwen2"}  # fmt: skip
         self.answers = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "policy"}]}}
         self.counted = {"prompt_tokens_total": 5, "prompt_tokens_cached_total": 2, "iteration_tokens_total_count": 3}
@@ -120,7 +120,7 @@ class FakeLLM:
         self.events = []
         self.loaded = {}
         self.allocated = {"weights", "kv_cache"}
-        self.model_config = SimpleNamespace(max_model_len=LIMIT)
+        self.model_config = SimpleNamespace(max_model_len=MAX_LENGTH)
         self.prompt_tokens = 0
         type(self).last = self
 

@@ -20,7 +20,7 @@ from python_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # two processes train twice
 
-LIMIT = 120  # seconds that a step waits for a checkpoint
+MAX_WAIT_S = 120  # seconds that a step waits for a checkpoint
 
 
 def saved(folder):
@@ -28,7 +28,7 @@ def saved(folder):
 
 
 def wait_for(checkpoint, folder):
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + MAX_WAIT_S
     while checkpoint not in saved(folder):
         assert time.monotonic() < deadline, saved(folder)
         time.sleep(0.01)

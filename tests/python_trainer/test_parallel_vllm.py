@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from conftest import LORA, merged, run_settings
-from fake_vllm import EOS, LIMIT, FakeLLM, draw, install, serving, urls
+from fake_vllm import EOS, MAX_LENGTH, FakeLLM, draw, install, serving, urls
 from gloo import KINDS, run_on_ranks, train
 from paged import LONGROPE, make
 from safetensors.torch import load_file
@@ -290,7 +290,8 @@ def test_vllm_takes_the_rotary_factors_that_training_takes(tmp_path, monkeypatch
     InProcess(model, tmp_path, memory_bytes=1)
     assert FakeLLM.last.options["max_model_len"] == 20
     with serving() as fake:
-        with pytest.raises(UserError, match=f"up to {LIMIT} tokens, and beyond 20 .* start it with --max-model-len 20"):
+        message = f"up to {MAX_LENGTH} tokens, and beyond 20 .* start it with --max-model-len 20"
+        with pytest.raises(UserError, match=message):
             Servers(model, [fake.url], tmp_path / "weights")
         fake.settings["max_model_len"] = 20
         assert Servers(model, [fake.url], tmp_path / "weights").max_positions == 20

@@ -33,7 +33,7 @@ from python_trainer.run_directory import read_metrics
 from python_trainer.signals import SIGNALS, StopSignal
 from python_trainer.trainer import Trainer
 
-LIMIT = 120  # seconds that a test waits for a checkpoint
+MAX_WAIT_S = 120  # seconds that a test waits for a checkpoint
 
 
 def saved(folder):
@@ -42,7 +42,7 @@ def saved(folder):
 
 def wait_for(checkpoint, folder):
     """Wait as a step does that takes long."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + MAX_WAIT_S
     while checkpoint not in saved(folder):
         assert time.monotonic() < deadline, saved(folder)
         time.sleep(0.01)
@@ -56,7 +56,7 @@ def interrupt(tmp_path):
         os.kill(os.getpid(), number)
         wait_for(checkpoint, tmp_path / "run")
         os.kill(os.getpid(), number)
-        time.sleep(LIMIT)  # where another thread has sent the signal
+        time.sleep(MAX_WAIT_S)  # where another thread has sent the signal
 
     return send
 
@@ -311,7 +311,7 @@ def test_an_early_checkpoint_that_cannot_be_written_is_told(run, tmp_path, monke
 
     original = Checkpointer._write_checkpoint
     monkeypatch.setattr(Checkpointer, "_write_checkpoint", write)
-    reward(lambda: os.kill(os.getpid(), signal.SIGTERM) or (failed.wait(LIMIT) and None))
+    reward(lambda: os.kill(os.getpid(), signal.SIGTERM) or (failed.wait(MAX_WAIT_S) and None))
     code, errors = run({"save": {"save_steps": 0}})
     assert code == 0 and "No space left on device" in errors and saved(tmp_path / "run") == ["step-000003"]
 
@@ -382,11 +382,11 @@ class Rank:
         for step in range(1, STEPS + 1):
             time.sleep(self.random.random() / 500)
             with self.last.section():
-                self.ranks.barrier.wait(LIMIT)
+                self.ranks.barrier.wait(MAX_WAIT_S)
                 time.sleep(self.random.random() / 500)
                 self.last.note({"step": step})
             with self.last.section(writes=True):
-                self.ranks.barrier.wait(LIMIT)
+                self.ranks.barrier.wait(MAX_WAIT_S)
         self.ended.set()
 
     def act(self):

@@ -21,7 +21,7 @@ from python_trainer.trainer import Trainer
 
 GROUPS = 3
 NUM_GENERATIONS = 4  # as in tiny.grpo_trainer
-LONGEST = 12
+MAX_TOKENS = 12
 EOS = 63
 
 
@@ -44,7 +44,7 @@ def make_trl(trl_integration, tiny_policy, tmp_path):
             }
 
         options = {
-            "per_device_train_batch_size": len(rollouts), "max_completion_length": LONGEST, "shuffle_dataset": False,
+            "per_device_train_batch_size": len(rollouts), "max_completion_length": MAX_TOKENS, "shuffle_dataset": False,
             "gradient_checkpointing": False, "logging_strategy": "no", "beta": 0.0, **settings,
         }  # fmt: skip
         return grpo_trainer(tmp_path / "trl", tiny_policy, list(answers), digits, options, rollout_func=rollout_func)
@@ -59,9 +59,9 @@ def make_rollouts():
     for group in range(GROUPS):
         prompt = torch.randint(10, 40, (2 + 3 * group,), generator=gen).tolist()
         for _ in range(NUM_GENERATIONS):
-            length = int(torch.randint(1, LONGEST + 1, (1,), generator=gen))
+            length = int(torch.randint(1, MAX_TOKENS + 1, (1,), generator=gen))
             ids = torch.randint(0, 40, (length,), generator=gen).tolist()
-            if length < LONGEST:
+            if length < MAX_TOKENS:
                 ids[-1] = EOS
             facts = {"text": "".join(chr(48 + i) for i in prompt), "reward": digits(None, None, [ids])[0]}
             reason = "stop" if ids[-1] == EOS else "length"
@@ -119,7 +119,7 @@ CASES["sapo"] = {"loss_type": "sapo"}, {"loss_type": "grpo", "policy_loss": docu
 def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
     trl_settings, settings = CASES[name]
     rollouts = make_rollouts()
-    config = make_config(algorithm=settings, rollout={"temperature": 0.8, "max_completion_length": LONGEST})
+    config = make_config(algorithm=settings, rollout={"temperature": 0.8, "max_completion_length": MAX_TOKENS})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     policy = trainer.policy
     algorithm = trainer.config.algorithm
@@ -127,7 +127,7 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         with torch.no_grad():
             for p in trainer.learner.reference.model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
-    batch = Batch(rollouts, algorithm, LONGEST, policy.device)
+    batch = Batch(rollouts, algorithm, MAX_TOKENS, policy.device)
     with policy.packed_attention():
         trainer.learner._record_before(batch)
         trainer.learner._record_logprobs(batch, range(len(rollouts)))
@@ -173,7 +173,7 @@ def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_epsilon": 1e-4, "max_grad_norm": 0.5}
     rollouts = make_rollouts()
     trainer = Trainer(
-        make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": LONGEST}),
+        make_config(algorithm=shared, optimizer=optimizer, rollout={"max_completion_length": MAX_TOKENS}),
         tmp_path / "run", console=QUIET,
     )  # fmt: skip
     start_weights = copy_weights(trainer.policy)

@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from fake_vllm import LIMIT, FakeLLM, install, serving
+from fake_vllm import MAX_LENGTH, FakeLLM, install, serving
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -42,7 +42,7 @@ def backend():
             for job in jobs
         ]
 
-    facts = {"max_positions": LIMIT, "limited_by": "the limit of a mock", "on_first_rank": True, "drafts": False}
+    facts = {"max_positions": MAX_LENGTH, "limited_by": "the limit of a mock", "on_first_rank": True, "drafts": False}
     mock = create_autospec(Backend, instance=True, **facts)
     mock.load.return_value = 100
     mock.complete.side_effect = complete
@@ -76,14 +76,14 @@ def test_a_later_turn_draws_otherwise_than_the_first(engine, backend):
 
 def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
     requests = [
-        Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * LIMIT, num_generations=2),
+        Request([1, 2], [3], 4, 6, sample_id=8), Request([1] * MAX_LENGTH, num_generations=2),
         Request([4], (), 0, 6), Request([4], [6], 1, 400, sample_id=2),
     ]  # fmt: skip
     completions = engine.generate(requests, SamplingParams(0.5, 0.9, 7, seed=3))
-    assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, LIMIT - 2]
+    assert [len(c.ids) for c in completions] == [6, 6, 6, 6, 0, 0, MAX_LENGTH - 2]
     backend.complete.assert_called_once()
     jobs, settings, _ = backend.complete.call_args.args
-    assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4, 6], 1, LIMIT - 2)]
+    assert [(job.ids, job.n, job.max_tokens) for job in jobs] == [([1, 2, 3], 4, 6), ([4, 6], 1, MAX_LENGTH - 2)]
     assert jobs[0].seed - jobs[1].seed == 6 and 0 < jobs[1].seed < 2**62
     assert settings["stop_token_ids"] == [5, 63] and settings["ignore_eos"]
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
@@ -91,7 +91,7 @@ def test_one_job_for_each_request_with_a_seed_for_each_sample(engine, backend):
     engine.generate(requests, SamplingParams(0.5, seed=4))
     assert abs(backend.complete.call_args.args[0][0].seed - jobs[0].seed) > 1000
     assert engine.stats["prompt_tokens"] == 28 == engine.stats["prefill_tokens"]
-    assert engine.stats["generated_tokens"] == 2 * (24 + LIMIT - 2)
+    assert engine.stats["generated_tokens"] == 2 * (24 + MAX_LENGTH - 2)
 
 
 def test_long_answers_are_asked_for_first(model, backend):
@@ -170,7 +170,7 @@ def fake():
 @pytest.mark.parametrize("on_server", [False, True])
 def test_the_limit_of_vllm_counts_like_that_of_the_model(make_config, tmp_path, monkeypatch, fake, on_server):
     install(monkeypatch, sleeps=False)
-    monkeypatch.setattr("fake_vllm.LIMIT", 12)
+    monkeypatch.setattr("fake_vllm.MAX_LENGTH", 12)
     fake.settings["max_model_len"] = 12
     rollout = {"engine": "vllm", "vllm_server": fake.url if on_server else None}
     source = r"the vLLM server http.* \(--max-model-len\)" if on_server else "rollout.engine vllm .*memory_bytes.*"
@@ -191,7 +191,7 @@ def test_a_server_gets_weights_by_file_and_prompts_by_token(fake, model, tmp_pat
     save_file({"left": torch.ones(1)}, tmp_path / "weights" / "adapter.safetensors")  # by a run that was killed
     fake.answers["/v1/completions"] = {"choices": [drawn | {"index": i, "token_ids": [i, 63]} for i in (1, 0)]}
     engine = VLLMEngine(model, Servers(model, [f"{fake.url}/"], tmp_path / "weights"), eos_token_ids=[63])
-    assert engine.max_positions == LIMIT
+    assert engine.max_positions == MAX_LENGTH
     completions = engine.generate([Request([1, 2], [3], 2, 8, sample_id=4)], SamplingParams(seed=1))
     assert [(c.ids, c.logprobs, c.finish_reason) for c in completions] == [
         ([i, 63], [-0.5, -1.5], "stop") for i in (0, 1)

@@ -14,7 +14,7 @@ from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_tiny_policy
 
 from rlkernels import RolloutHistory
 
-LONGEST = 8
+MAX_TOKENS = 8
 NUM_GENERATIONS = 4
 EOS = 63
 
@@ -27,7 +27,7 @@ def policy(tmp_path_factory):
 @pytest.fixture
 def make_trainer(trl_integration, policy, tmp_path):
     def make(reward=digits, steps=3, settings=(), **parts):
-        settings = {"per_device_train_batch_size": 2 * NUM_GENERATIONS, "max_completion_length": LONGEST,
+        settings = {"per_device_train_batch_size": 2 * NUM_GENERATIONS, "max_completion_length": MAX_TOKENS,
                     "max_steps": steps, "gradient_checkpointing": False, **dict(settings)}  # fmt: skip
         return grpo_trainer(tmp_path, policy, ["ABC", "DE"], reward, settings, **parts)
 
@@ -65,7 +65,7 @@ def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, mak
     rows = {tuple(ids) for ids in batch["completion_ids"].tolist()}
     for beginning, ids in zip(prompt_ids, suffixes_ids):
         beginning = beginning[3:] if beginning[:3] == [17, 18, 19] else []
-        answer = (beginning + ids)[:LONGEST]
+        answer = (beginning + ids)[:MAX_TOKENS]
         row = next(i for i, r in enumerate(batch["completion_ids"].tolist()) if r[: len(answer)] == answer)
         assert trained[row].sum() == len(answer) - len(beginning) and trained[row, : len(beginning)].sum() == 0
     assert len(rows) > 1 and suffixes._step == 2
@@ -104,7 +104,7 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
     torch.manual_seed(2)
     result = suffixes(prompts, trainer)
     assert result["prompt_ids"] == ids and result["completion_ids"] == expected and result["logprobs"] is None
-    assert min(map(len, expected)) < LONGEST
+    assert min(map(len, expected)) < MAX_TOKENS
 
 
 def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
@@ -119,7 +119,7 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
     trainer.model.train()
     trainer.state.global_step = 3
     result = suffixes(["ABC"] * NUM_GENERATIONS, trainer)
-    beginning = suffixes.beginning("ABC", 3, LONGEST)
+    beginning = suffixes.beginning("ABC", 3, MAX_TOKENS)
     generate.assert_called_once_with(
         prompts=[[17, 18, 19, *beginning]] * NUM_GENERATIONS, images=None, num_generations=NUM_GENERATIONS
     )
@@ -148,7 +148,7 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
     for prompt, answer in rewarded[-2 * NUM_GENERATIONS :]:
         handle = history.track(prompts[prompt])
         history.extend(handle, answer[:-1])
-        if len(answer) == LONGEST:  # known from its start: what comes next is what came then
+        if len(answer) == MAX_TOKENS:  # known from its start: what comes next is what came then
             assert history.draft_tracked([handle], max_tokens=1)[0].tolist() == [answer[-1:]]
     with pytest.raises(ValueError, match=r"callbacks must hold the HistoryRecorder whose watch\(reward\)"):
         make_trainer(trl_integration.HistoryRecorder(path).watch(reward)).train()

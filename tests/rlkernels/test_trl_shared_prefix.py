@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import gradient_recorder, grpo_trainer, save_letters
 
-LONGEST = 12
+MAX_TOKENS = 12
 NUM_GENERATIONS = 4
 VOCAB = 64
 EOS = 63
@@ -93,8 +93,8 @@ class Answers:
             prompt_ids.append([draw.randrange(EOS) for _ in range(1 + draw.randrange(30))])
             draw = random.Random(f"{prompt}{self.calls}")
             self.calls += 1
-            ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(LONGEST))]
-            completion_ids.append(ids if len(ids) == LONGEST else [*ids[:-1], EOS])
+            ids = [draw.randrange(EOS) for _ in range(1 + draw.randrange(MAX_TOKENS))]
+            completion_ids.append(ids if len(ids) == MAX_TOKENS else [*ids[:-1], EOS])
         logprobs = [[-1 - draw.random() for _ in ids] for ids in completion_ids] if self.logprobs else None
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
@@ -110,7 +110,7 @@ def train(trl_integration, policy, tmp_path):
         callback, steps = gradient_recorder()
         cls = trainer_class or (trl_integration.SharedPrefixGRPOTrainer if shared else None)
         torch.manual_seed(0)
-        defaults = {"max_completion_length": LONGEST, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
+        defaults = {"max_completion_length": MAX_TOKENS, "seed": 3, "optim": "sgd", "max_steps": 2, **BASIC}
         adapter = lora and peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
         parts = {"callbacks": [callback], "peft_config": adapter, **dict(options)}
         if cls is None or not issubclass(cls, importlib.import_module("trl").RLOOTrainer):  # which has none
@@ -332,7 +332,7 @@ def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
 def test_a_batch_without_a_token_in_the_loss(train):
     def cut(prompts, trainer):
         rows = len(prompts)
-        return {"prompt_ids": [[1, 2, 3]] * rows, "completion_ids": [[5] * LONGEST] * rows, "logprobs": None}
+        return {"prompt_ids": [[1, 2, 3]] * rows, "completion_ids": [[5] * MAX_TOKENS] * rows, "logprobs": None}
 
     _, steps = train(rollout=cut, mask_truncated_completions=True, max_steps=1)
     assert all(not gradient.any() for gradient in steps[0].values())
