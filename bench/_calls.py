@@ -1,26 +1,18 @@
 """A small call of every op that takes tensors, for ``python -m bench host`` and tests."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import rlkernels
-from rlkernels import decoder
+from rlkernels import registry
 
 Arguments = dict[str, Any]
 LAYOUT = rlkernels.GroupedLayout([4], [3, 2], [0, 2])
 TREE = rlkernels.TreeLayout.from_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 7, 8], [9]])
-GRADIENTS = {  # op -> arguments that get one
-    "soft_dtw": ("x", "y"),
-    "grouped_attention": ("query", "key", "value"),
-    "tree_attention": ("query", "key", "value"),
-    "token_logprobs": ("logits",),
-    "linear_token_logprobs": ("hidden", "weight", "bias"),
-    "add_rms_norm": ("residual", "x", "weight"),
-    "rope": ("x", "q_weight", "k_weight"),
-    "silu_mul": ("gate_up",),
-}
+GRADIENTS = {op.name: op.gradients for op in registry.ALL if op.gradients}  # op -> arguments that get one
 
 
 def ints(*values: Any) -> torch.Tensor:
@@ -95,4 +87,4 @@ def inputs() -> dict[str, Arguments]:
 
 def public(op: str) -> Callable[..., Any]:
     """Return the public function of an op."""
-    return getattr(rlkernels, op, None) or getattr(decoder, op)
+    return getattr(importlib.import_module(f"rlkernels.{registry.OPS[op].folder}"), op)

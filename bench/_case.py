@@ -23,7 +23,7 @@ class Case:
     """One op at one shape, run by several providers on the same inputs.
 
     Attributes:
-        op: name of the op, as in ``rlkernels.backend.OPS``, or of the claim.
+        op: name of the op, as in ``rlkernels.registry.OPS``, or of the claim.
         shape: what the inputs look like, as text: ``"64 x 64 pairs, 512 x 512"``.
         providers: by name; each returns its output (tensors, numbers, or lists, tuples and dicts of them).
         dtype: dtype of the inputs, as text.

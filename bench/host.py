@@ -21,11 +21,10 @@ import rlkernels
 from bench import Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
 from bench._runner import quantile
-from rlkernels import _check, backend
+from rlkernels import _check, backend, registry
 
-OPS = ("token_logprobs", "linear_token_logprobs", "write_kv", "paged_attention", "shared_prefix_attention",
-       "merge_attention", "grouped_attention", "tree_attention", "keyed_uniform", "sample_tokens", "verify_drafts",
-       "dtw", "dtw_topk", "delta_matvec", "add_rank1_", "add_rms_norm", "rope", "silu_mul")  # fmt: skip
+# ops that wait for results are those that need values
+TIMED = [op.name for op in registry.ALL if (op.cpu or op.on_gpu) and not op.needs_values and not op.on_host]
 CALLS_PER_TURN = 100
 
 
@@ -80,7 +79,7 @@ def rows(op: str, arguments: Arguments, shape: str, turns: int) -> list[Row]:
     """Time an op in turns with ``torch.add``; other load only adds time, so the ratio is of the shortest turns."""
     x, y = torch.randn(2, 4)
     calls: dict[str, Callable[[], Any]] = {"torch.add": lambda: torch.add(x, y)}
-    backends = backend.OPS[op]
+    backends = registry.OPS[op]
     for name in ("cpu", "triton"):
         if getattr(backends, name):
             options = arguments | {"validate": False} if name == "triton" and "uniforms" in arguments else arguments
@@ -100,7 +99,7 @@ def cases(quick: bool) -> Iterator[list[Row]]:
     torch.set_num_threads(1)  # waking a thread takes longer than a call
     try:
         for op, arguments in inputs().items():
-            if op in OPS:
+            if op in TIMED:
                 turns = 10 if quick else 100
                 yield rows(op, arguments, "no gradient", turns)
                 if op in GRADIENTS:

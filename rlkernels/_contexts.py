@@ -1,7 +1,7 @@
-"""What a public op does in torch's contexts, and with tensors that are more than numbers in memory.
+"""The rule for public ops in torch's contexts, and with tensors that are more than numbers in memory.
 
-Plain tensors (strided, on a CPU or a GPU) outside of all of these go straight to the op. :func:`public_op` applies the
-rule once to a kind of call (types, dtypes, ranks, devices, layouts and modes), not to each call.
+Calls with plain tensors (strided, on a CPU or a GPU) outside of all contexts go straight to the op. :func:`public_op`
+applies the rule once to each kind of call (types, dtypes, ranks, devices, layouts and modes), not to each call.
 
 | where | what an op does |
 |---|---|
@@ -30,29 +30,24 @@ import torch
 from torch.autograd import forward_ad
 
 from rlkernels import backend
+from rlkernels.registry import OPS, Op
 
 F = TypeVar("F", bound=Callable[..., Any])
 functorch: Any = torch._C._functorch
 
 
-def public_op(
-    op: str, check_types: Callable[..., Any], *, writes: tuple[str, ...] = (), casts: bool = False,
-    composite: bool = False, needs_values: bool = False,
-) -> Callable[[F], F]:  # fmt: skip
-    """Decorate a public function with the rule.
+def public_op(name: str, check_types: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate the public function of an op with the rule.
 
     Args:
-        op: its name in errors.
+        name: of the op in :data:`rlkernels.registry.OPS`, which says what it writes to, casts and needs.
         check_types: gets the arguments by name, and raises for a wrong type, dtype, rank or device of a tensor.
-        writes: names of the arguments that it writes to.
-        casts: autocast casts its tensors, as those of ``F.linear``.
-        composite: ``backend="torch"`` is made of torch's differentiable operations, which know all transforms.
-        needs_values: meta tensors have no result.
     """
 
     def decorate(function: F) -> F:
-        rule = Rule(op, function, check_types, writes, casts, composite, needs_values)
-        plain, signature = rule.plain, backend.signature()
+        rule = Rule(OPS[name], function, check_types)
+        plain = rule.plain
+        signature = backend.signature()
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,10 +66,10 @@ def public_op(
 class Rule:
     """The rule for one op; arguments as for :func:`public_op`."""
 
-    def __init__(self, op: str, function: Callable[..., Any], check_types: Callable[..., Any], writes: tuple[str, ...],
-                 casts: bool, composite: bool, needs_values: bool):  # fmt: skip
-        self.op, self.function, self.check_types, self.writes = op, function, check_types, writes
-        self.casts, self.composite, self.needs_values = casts, composite, needs_values
+    def __init__(self, op: Op, function: Callable[..., Any], check_types: Callable[..., Any]):
+        self.op = op
+        self.function = function
+        self.check_types = check_types
         self.signature = inspect.signature(function)
         self.names = tuple(self.signature.parameters)
         self.plain: set[Any] = set()  # signatures of calls that go straight to the function
@@ -91,7 +86,7 @@ class Rule:
             return self.function(*args, **kwargs)  # Python's own message
         tensors = dict(named_tensors(values))
         for name, tensor in tensors.items():
-            check_supported(self.op, name, tensor, self.composite, values.get("backend") == "torch")
+            check_supported(self.op.name, name, tensor, self.op.composite, values.get("backend") == "torch")
         if backend.are_plain(tensors.values()):
             self.check_types(**values)
             if not any(isinstance(value, Mapping) for value in values.values()):  # signatures see no tensors in them
@@ -107,25 +102,25 @@ class Rule:
     def _refuse_meta(self, tensors: Mapping[str, torch.Tensor], error: Exception | None = None) -> None:
         for name, tensor in tensors.items():
             if tensor.is_meta:
-                raise TypeError(f"{self.op} needs the values of {name}, got a meta tensor") from error
+                raise TypeError(f"{self.op.name} needs the values of {name}, got a meta tensor") from error
 
     def _call_dense(self, values: dict[str, Any]) -> Any:
         """Call with dense tensors, outside of autocast; write back to those that were not dense."""
         device = next((t.device.type for _, t in named_tensors(values)), "meta")
         autocast = device != "meta" and torch.is_autocast_enabled(device)
-        if autocast and self.casts:
+        if autocast and self.op.casts:
             dtype = torch.get_autocast_dtype(device)
             values = map_tensors(lambda _, t: t.to(dtype) if _is_cast(t) else t, values)
         self.check_types(**values)
-        if self.needs_values:
+        if self.op.needs_values:
             self._refuse_meta(dict(named_tensors(values)))
-        arguments = map_tensors(lambda name, t: dense(t, name in self.writes), values)
+        arguments = map_tensors(lambda name, t: dense(t, name in self.op.writes), values)
         if autocast:
             with torch.autocast(device, enabled=False):
                 out = self.function(**arguments)
         else:
             out = self.function(**arguments)
-        for name in self.writes:
+        for name in self.op.writes:
             if arguments[name] is not values[name]:
                 write_back(arguments[name], values[name])
                 out = values[name] if out is arguments[name] else out
@@ -222,12 +217,12 @@ def write_back(result: torch.Tensor, target: Any) -> None:
 
 @contextmanager
 def gathered(*tensors: torch.Tensor | None) -> Iterator[None]:
-    """Hold parameters that DeepSpeed's ZeRO-3 has partitioned, which are empty outside of their module, as a whole."""
-    parts = {id(t): t for t in tensors if t is not None and t.numel() == 0 and hasattr(t, "ds_status")}
-    if not parts:
+    """Gather parameters that DeepSpeed's ZeRO-3 has partitioned; outside of their module they are empty."""
+    partitioned = {id(t): t for t in tensors if t is not None and t.numel() == 0 and hasattr(t, "ds_status")}
+    if not partitioned:
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(list(parts.values())):
+    with deepspeed.zero.GatheredParameters(list(partitioned.values())):
         yield

@@ -8,9 +8,10 @@ import torch
 
 from rlkernels import __version__
 from rlkernels import backend as _backend
+from rlkernels.registry import OPS
 from rlkernels.verdicts import load, summary
 
-PACKAGES = {  # module -> what needs it
+PACKAGES = {  # module -> its purpose
     "triton": "Triton kernels on a GPU",
     "safetensors": "checkpoints: stream_top1, python -m rlkernels extrapolate, the trainer",
     "transformers": "rlkernels.integrations.transformers, the trainer",
@@ -31,41 +32,45 @@ def info() -> dict[str, Any]:
         present, ``cuda`` (the same for the current one), ``from`` (run, verdict, record or default) and ``verdicts``
         (text about each that :func:`rlkernels.prove` left). ``missing`` has what is not installed, and what for.
     """
-    missing = _backend.extension_error()
+    extension_error = _backend.extension_error()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     native = torch.ops.rlkernels
-    absent = {"the compiled extension": "C++ on CPUs; the references in Python run in its place"} if missing else {}
+    absent = {}
+    if extension_error:
+        absent["the compiled extension"] = "C++ on CPUs; the references in Python run in its place"
     if devices and not _backend.built_with_cuda():
         absent["the CUDA kernels"] = "dtw by CUDA C++; Triton runs in their place"
+    packages = {name: purpose for name, purpose in PACKAGES.items() if importlib.util.find_spec(name) is None}
     ops = {}
-    for name, op in _backend.OPS.items():
+    for name, op in OPS.items():
         row: dict[str, Any] = {"written": [b for b in ("cuda", "triton", "cpu") if getattr(op, b)] + ["torch"]}
         row["cpu"] = _backend.choose(name, torch.device("cpu"))
         if devices:
             row["cuda"] = _backend.choose(name, torch.device("cuda"))
-            row["from"] = _backend.settled(name, torch.cuda.current_device())[1]
-            known = load(name, torch.cuda.current_device()) if op.cuda or op.triton else []
-            row["verdicts"] = [summary(found) for found in known]
+            row["from"] = _backend.gpu_choice(name, torch.cuda.current_device())[1]
+            verdicts = load(name, torch.cuda.current_device()) if op.on_gpu else []
+            row["verdicts"] = [summary(verdict) for verdict in verdicts]
         ops[name] = row
     return {
         "version": __version__,
         "torch": torch.__version__,
-        "extension": missing or "loaded",
-        "cpu_isa": None if missing else native.cpu_isa(),
-        "threads": None if missing else native.parallel_threads(),
+        "extension": extension_error or "loaded",
+        "cpu_isa": None if extension_error else native.cpu_isa(),
+        "threads": None if extension_error else native.parallel_threads(),
         "cuda_kernels": _backend.built_with_cuda(),
         "triton": importlib.util.find_spec("triton") is not None,
         "gpus": devices,
         "backend": os.environ.get("RLKERNELS_BACKEND", "auto"),
-        "missing": absent | {name: what for name, what in PACKAGES.items() if importlib.util.find_spec(name) is None},
+        "missing": absent | packages,
         "ops": ops,
     }
 
 
 def print_info() -> None:
-    """Prints :func:`info` as text."""
+    """Print :func:`info` as text."""
     facts = info()
-    ops, absent = facts.pop("ops"), facts.pop("missing")
+    ops = facts.pop("ops")
+    missing = facts.pop("missing")
     for key, value in facts.items():
         print(f"{key:<13} {', '.join(value) or 'none' if isinstance(value, list) else value}")
     print(f"\n{'op':<25} {'written':<26} {'CPU tensors':<12}" + (" GPU tensors" if facts["gpus"] else ""))
@@ -74,5 +79,5 @@ def print_info() -> None:
         print(f"{name:<25} {', '.join(row['written']):<26} {row['cpu']:<12} {gpu}".rstrip())
         for text in row.get("verdicts", []):
             print(f"{'':<25} {text}")
-    for name, what in absent.items():
-        print(f"missing: {name}, for {what}")
+    for name, purpose in missing.items():
+        print(f"missing: {name}, for {purpose}")

@@ -21,104 +21,55 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
+from rlkernels.registry import OPS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 BACKENDS = ("auto", "cuda", "triton", "cpu", "torch")
 
 
-_environ: Any = os.environ._data  # type: ignore[attr-defined] # os.environ.get takes 1 µs where there is no variable
-_VARIABLE, _INTERPRET = map(os.environ.encodekey, ("RLKERNELS_BACKEND", "TRITON_INTERPRET"))
+# os.environ.get takes 1 µs for a variable that is not set
+_environ: Any = os.environ._data  # type: ignore[attr-defined]
+_BACKEND_KEY = os.environ.encodekey("RLKERNELS_BACKEND")
+_INTERPRET_KEY = os.environ.encodekey("TRITON_INTERPRET")
 _ONE = os.environ.encodevalue("1")
-
-
-@dataclass(frozen=True)
-class Op:
-    """The backends that have been written for an op."""
-
-    cpu: bool = False
-    triton: bool = False
-    cuda: bool = False
-    like: str | None = None  # the op whose kernels it runs, and whose verdicts hold for it
-
 
 # Compute capability ("9.0") -> op -> its backend there, from the records in bench/gpu/records, which a wheel does not
 # hold; `python -m bench.gpu.records` writes it.
 RECORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("records.json").read_text())["backends"]
-
-# One line per op of the public contract, and one more for each regime that has verdicts of its own: "op/regime". The
-# op's own verdict holds for other calls, and for a regime without one.
-OPS: dict[str, Op] = {
-    "dtw": Op(cpu=True, triton=True, cuda=True),
-    "dtw/wide": Op(cpu=True, triton=True, cuda=True),  # more than one feature a step
-    "dtw_topk": Op(cpu=True, triton=True, cuda=True, like="dtw"),
-    "soft_dtw": Op(),
-    "state_similarity": Op(),
-    "rhyme_similarity": Op(),
-    "rhyme_topk": Op(),
-    "top1_delta": Op(cpu=True, triton=True),
-    "top1_deltas": Op(cpu=True, triton=True),
-    "delta_matvec": Op(cpu=True, triton=True),
-    "add_rank1_": Op(cpu=True, triton=True),
-    "add_rank1_/large": Op(cpu=True, triton=True),  # where memory, not the host, takes the time
-    "block_pool": Op(cpu=True),
-    "write_kv": Op(cpu=True, triton=True),
-    "write_kv/many": Op(cpu=True, triton=True),
-    "paged_attention": Op(cpu=True, triton=True),
-    "paged_attention/prefill": Op(cpu=True, triton=True),  # more queries than sequences
-    "shared_prefix_attention": Op(cpu=True, triton=True),
-    "merge_attention": Op(cpu=True, triton=True),
-    "grouped_attention": Op(cpu=True, triton=True),
-    "tree_attention": Op(cpu=True),  # of two levels: as grouped_attention
-    "keyed_uniform": Op(cpu=True),
-    "sample_tokens": Op(cpu=True, triton=True),
-    "verify_drafts": Op(cpu=True, triton=True),
-    "rollout_history": Op(cpu=True),
-    "token_logprobs": Op(cpu=True, triton=True),
-    "linear_token_logprobs": Op(cpu=True, triton=True),
-    # between the matrix products of a decoder layer (rlkernels.decoder)
-    "add_rms_norm": Op(cpu=True),
-    "rope": Op(cpu=True),
-    "silu_mul": Op(cpu=True),
-}
-
-
-def base(op: str) -> str:
-    """Return the op of a regime."""
-    return op.partition("/")[0]
 
 
 @functools.cache
 def extension_error() -> str | None:
     """Load ``rlkernels._C``; return None, or one line with the reason why it does not load.
 
-    Warns if the extension exists but does not load, or a clone hides it: without it everything works, only slower.
+    Warn if the extension exists but does not load, or if a clone hides it. Without it everything works, but slower.
     """
     try:
         import rlkernels._C
         import rlkernels._fakes  # noqa: F401
     except ImportError as error:
-        how = "with `pip install --no-build-isolation -e .`"
+        command = "with `pip install --no-build-isolation -e .`"
         built = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
-        hidden = [path for path in map(Path, sys.path) if [*path.glob("rlkernels/_C.*.so")]]
+        installed = [path for path in map(Path, sys.path) if [*path.glob("rlkernels/_C.*.so")]]
         if built:
             reason = (
                 f"the compiled extension {', '.join(built)} does not load ({error}); it fits the torch and the Python "
-                f"that it was built with: build it again {how}"
+                f"that it was built with: build it again {command}"
             )
-        elif hidden:
+        elif installed:
             reason = (
                 f"Python takes {Path(__file__).parent}, which is not compiled, before the installed package in "
-                f"{hidden[0]}: install {how}, or start Python in another folder"
+                f"{installed[0]}: install {command}, or start Python in another folder"
             )
         else:
-            return f"the compiled extension is missing ({error}); build it {how}"
+            return f"the compiled extension is missing ({error}); build it {command}"
         warnings.warn(f"rlkernels works without its compiled code, more slowly: {reason}", RuntimeWarning, stacklevel=2)
         return reason
     return None
@@ -132,7 +83,7 @@ def built_with_cuda() -> bool:
 
 def triton_interpreted() -> bool:
     """Return True if Triton kernels run on CPU tensors through Triton's interpreter."""
-    return _environ.get(_INTERPRET) == _ONE
+    return _environ.get(_INTERPRET_KEY) == _ONE
 
 
 def power_of_2(number: int) -> int:
@@ -184,19 +135,23 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     return all(_is_plain(tensor) for tensor in tensors)
 
 
-def _is_plain(t: torch.Tensor) -> bool:
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_nested or t.layout is not torch.strided or t.is_meta:
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    partitioned = type(t) is torch.nn.Parameter and t.numel() == 0  # DeepSpeed may hold its entries elsewhere
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # it may outlive its transform
-    if partitioned or wrapped or t.is_neg() or torch.is_autocast_enabled(t.device.type):
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():
         return False
-    return forward_ad.unpack_dual(t).tangent is None
+    if type(tensor) is torch.nn.Parameter and tensor.numel() == 0:  # DeepSpeed may hold its entries elsewhere
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it may outlive its transform
+        return False
+    if torch.is_autocast_enabled(tensor.device.type):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
 
 
 @functools.cache
 def signature() -> Callable[..., Any]:
-    """Return the function that makes a key of all facts on which :func:`are_plain` and checks of types depend."""
+    """Return the function whose key holds all facts that :func:`are_plain` and checks of types depend on."""
     if extension_error() is not None:
         return _signature
     from rlkernels import _C
@@ -224,7 +179,7 @@ _NO_NAMES: dict[str, Any] = {}
 def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Any]:
     """Register a launcher as an op for torch.compile and dispatch modes; ``mutates``: arguments that it writes to.
 
-    Plain tensors go to the launcher itself: torch's dispatcher takes longer than a launch.
+    Calls with plain tensors go straight to the launcher: torch's dispatcher takes longer than a launch.
     """
 
     def register(launcher: Callable[..., R]) -> Any:
@@ -258,7 +213,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     if backend == "torch":
         return None
     if not getattr(OPS[op], backend):
-        return f"{base(op)} has no {backend} implementation"
+        return f"{OPS[op].name} has no {backend} implementation"
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
@@ -272,63 +227,67 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     return extension_error() or (None if built_with_cuda() else "the extension was built without CUDA")
 
 
-_run: dict[str, str] = {}  # the verdicts of the run, by op
-_choices: dict[tuple[Any, ...], str] = {}  # chosen backends, by all that they depend on
+_run_backends: dict[str, str] = {}  # by op: what a run chose
+_choices: dict[tuple[Any, ...], str] = {}  # chosen backends, by all facts that they depend on
 
 
 def use(table: Mapping[str, str]) -> None:
     """Make ``auto`` choose these backends on a GPU, by op; other ops do not change, and {} undoes it."""
-    _run.clear()
-    _run.update(table)
+    _run_backends.clear()
+    _run_backends.update(table)
     forget()
 
 
 def forget() -> None:
-    """Forget the verdicts; the next choice reads them anew."""
-    settled.cache_clear()
+    """Forget the verdicts; the next choice reads them again."""
+    gpu_choice.cache_clear()
     _choices.clear()
 
 
 @functools.cache
-def settled(op: str, index: int | None) -> tuple[str, str]:
+def gpu_choice(op: str, index: int | None) -> tuple[str, str]:
     """Return the backend of an op on a GPU, and its source: run, verdict, record or default."""
     device = torch.device("cuda") if index is None else torch.device("cuda", index)
-    for backend, where in _known(op, index):
+    for backend, source in _gpu_candidates(op, index):
         if backend is not None and unavailable(op, backend, device) is None:
-            return backend, where
+            return backend, source
     return "torch", "default"
 
 
-def _known(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
-    """Yield backends of an op on a GPU, None without one, and their sources, in order of precedence."""
+def _gpu_candidates(op: str, index: int | None) -> Iterator[tuple[str | None, str]]:
+    """Yield backends of an op on a GPU, or None, and their sources, in order of precedence."""
     op = OPS[op].like or op
-    names = list(dict.fromkeys([op, base(op)]))
-    in_run = [_run[name] for name in names if name in _run]
-    yield from ((backend, "run") for backend in in_run[:1])
-    if in_run or not (OPS[op].cuda or OPS[op].triton) or not torch.cuda.is_available():
+    names = list(dict.fromkeys([op, OPS[op].name]))  # a regime, then its op
+    for name in names:
+        if name in _run_backends:
+            yield _run_backends[name], "run"
+            return
+    if not OPS[op].on_gpu or not torch.cuda.is_available():
         return
-    from rlkernels import verdicts
+    from rlkernels import verdicts  # read at the first choice on a GPU
 
-    at = torch.cuda.current_device() if index is None else index
-    records = RECORDS.get(verdicts.device_facts(at)["capability"], {})
-    known = [(verdicts.winner(verdicts.load(name, at)), "verdict") for name in names]
-    known += [(records.get(name), "record") for name in names]
-    if all(backend is None for backend, _ in known):
-        _say_how_to_prove()
-    yield from known
+    if index is None:
+        index = torch.cuda.current_device()
+    records = RECORDS.get(verdicts.device_facts(index)["capability"], {})
+    candidates = [(verdicts.winner(verdicts.load(name, index)), "verdict") for name in names]
+    candidates += [(records.get(name), "record") for name in names]
+    if all(backend is None for backend, _ in candidates):
+        _warn_unproved()
+    yield from candidates
 
 
-def _settled(op: str, index: int | None) -> str:
-    return settled(op, index)[0]
+def _gpu_backend(op: str, index: int | None) -> str:
+    return gpu_choice(op, index)[0]
 
 
 # torch.compile treats their results as constants, as with torch.compiler.assume_constant_result, which imports the
 # compiler.
-_settled._dynamo_marked_constant = unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _say_how_to_prove() -> None:
+def _warn_unproved() -> None:
     warnings.warn(
         "rlkernels takes plain torch on this GPU where no verdict says that a kernel of ours is right and faster: run "
         "`python -m rlkernels prove`, once, which takes about a minute",
@@ -336,38 +295,39 @@ def _say_how_to_prove() -> None:
     )
 
 
-def wanted() -> str:
+def environment_backend() -> str:
     """Return the environment variable ``RLKERNELS_BACKEND``, "auto" if it is not set.
 
     Raises:
-        ValueError: it is unknown, or no op can run with it here.
+        ValueError: the backend is unknown, or no op can run with it here.
     """
-    asked = os.environ.get("RLKERNELS_BACKEND", "auto")
-    return asked if asked == "auto" else _usable(asked)
+    backend = os.environ.get("RLKERNELS_BACKEND", "auto")
+    if backend != "auto":
+        _check_environment(backend)
+    return backend
 
 
 @functools.cache
-def _usable(backend: str) -> str:
+def _check_environment(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"RLKERNELS_BACKEND must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
-        return backend
+        return
     device = torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
-    reasons = [unavailable(op, backend, device) for op, written in OPS.items() if getattr(written, backend)]
+    reasons = [unavailable(name, backend, device) for name, op in OPS.items() if getattr(op, backend)]
     if all(reasons):
         raise ValueError(f"RLKERNELS_BACKEND={backend} cannot work here: {reasons[0]}")
-    return backend
 
 
 def choose(op: str, device: torch.device, backend: str = "auto") -> str:
     """Choose the backend that runs ``op`` on tensors of ``device``.
 
     Raises:
-        ValueError: ``backend`` is unknown or cannot run here; or as :func:`wanted`.
+        ValueError: ``backend`` is unknown or cannot run here; or as :func:`environment_backend`.
     """
     if torch.compiler.is_compiling():
         return _choose(op, device, backend)
-    key = op, device, backend, _environ.get(_VARIABLE)
+    key = op, device, backend, _environ.get(_BACKEND_KEY)
     chosen = _choices.get(key)
     if chosen is None:
         chosen = _choices[key] = _choose(op, device, backend)
@@ -379,11 +339,11 @@ def _choose(op: str, device: torch.device, backend: str) -> str:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":
         if (reason := unavailable(op, backend, device)) is not None:
-            raise ValueError(f"backend={backend!r} cannot run {base(op)} here: {reason}")
+            raise ValueError(f"backend={backend!r} cannot run {OPS[op].name} here: {reason}")
         return backend
-    asked = wanted()  # of the ops that it can run: others, and tensors on another device, go on as ever
-    if asked != "auto" and unavailable(op, asked, device) is None:
-        return asked
+    requested = environment_backend()  # for ops and devices that it can run; it changes no other choice
+    if requested != "auto" and unavailable(op, requested, device) is None:
+        return requested
     if runs_on(device) == "cpu":
         return "cpu" if unavailable(op, "cpu", device) is None else "torch"
-    return _settled(op, device.index) if device.type == "cuda" else "torch"
+    return _gpu_backend(op, device.index) if device.type == "cuda" else "torch"

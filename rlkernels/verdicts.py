@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from rlkernels._files import replace_file
+from rlkernels.registry import OPS
 
 PACKAGE = Path(__file__).parent
-# files in the folders of ops without any launch: verdicts do not depend on them
+# modules of the folders of ops that launch nothing: verdicts do not depend on them
 HOST_ONLY = "block_pool.py", "cache.py", "peft.py", "soft.py", "states.py", "stream.py", "trajectories.py"
 Verdict = dict[str, Any]
 _memory: dict[str, Verdict] = {}  # by file name: verdicts of this process, also if their file could not be written
@@ -29,8 +30,8 @@ _memory: dict[str, Verdict] = {}  # by file name: verdicts of this process, also
 def structure(node: Any) -> str:
     """Return a syntax tree as text that is the same in all versions of Python, without docstrings."""
     if isinstance(node, list):
-        node = [part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-        return f"[{','.join(map(structure, node))}]"
+        statements = [n for n in node if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+        return f"[{','.join(map(structure, statements))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = (f"{name}={structure(value)}" for name, value in ast.iter_fields(node) if value not in (None, []))
@@ -45,18 +46,13 @@ def digest(path: Path) -> str:
 
 def python_files(op: str) -> list[Path]:
     """Return the modules whose code an op may run: those of its folder, and shared ones."""
-    import rlkernels
-    from rlkernels.backend import base
-
-    folder = PACKAGE / getattr(rlkernels, base(op)).__module__.split(".")[1]
-    return sorted([*(path for path in folder.glob("*.py") if path.name not in HOST_ONLY), PACKAGE / "_precision.py"])
+    modules = (PACKAGE / OPS[op].folder).glob("*.py")
+    return sorted([*(path for path in modules if path.name not in HOST_ONLY), PACKAGE / "_precision.py"])
 
 
 @functools.cache
 def sources(op: str) -> str:
     """Hash the modules of an op; with CUDA C++ also the compiled extension."""
-    from rlkernels.backend import OPS
-
     files = [*python_files(op), *(sorted(PACKAGE.glob("_C.*")) if OPS[op].cuda else [])]
     return hashlib.sha256(" ".join(map(digest, files)).encode()).hexdigest()[:16]
 
@@ -127,16 +123,19 @@ def _read(path: Path) -> Verdict | None:
         return None
 
 
-def winner(found: list[Verdict]) -> str | None:
+def winner(verdicts: list[Verdict]) -> str | None:
     """Return the backend that won in every proved workload, else plain torch; None without a verdict."""
-    backends = {verdict["backend"] for verdict in found}
-    return None if not backends else backends.pop() if len(backends) == 1 else "torch"
+    backends = {verdict["backend"] for verdict in verdicts}
+    if len(backends) > 1:
+        return "torch"
+    return next(iter(backends), None)
 
 
 def summary(verdict: Verdict) -> str:
     """Describe each candidate: its worst time over plain torch's, or the reason against it."""
-    parts = []
+    descriptions = []
     for name, entry in verdict["candidates"].items():
         ratios = [case["ratio"] for case in entry["cases"].values()]
-        parts.append(f"{name}: {entry['reason'] or f'{max(ratios):.2f} of the time of plain torch'}")
-    return "; ".join(parts)
+        result = entry["reason"] or f"{max(ratios):.2f} of the time of plain torch"
+        descriptions.append(f"{name}: {result}")
+    return "; ".join(descriptions)

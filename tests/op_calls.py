@@ -10,9 +10,7 @@ import torch
 
 import rlkernels
 from bench._calls import Arguments, public
-from rlkernels.backend import OPS
-
-WRITES = {"write_kv": ("key_cache", "value_cache"), "add_rank1_": ("weight",)}  # op -> arguments that it changes
+from rlkernels.registry import OPS
 
 
 def block_pool(backend: str) -> list[Any]:
@@ -53,7 +51,7 @@ def run(op: str, arguments: Arguments | None, backend: str = "auto") -> list[tor
     """Return the tensors of the result, numbers among them as float64, and copies of the arguments that it changed."""
     if arguments is None:
         return flat(HOST[op](backend))
-    changed = {name: arguments[name].clone() for name in WRITES.get(op, ())}
+    changed = {name: arguments[name].clone() for name in OPS[op].writes}
     return flat([public(op)(**arguments | changed, backend=backend), *changed.values()])
 
 

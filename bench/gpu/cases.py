@@ -8,6 +8,7 @@ import torch
 
 import rlkernels
 from bench.gpu import rivals, samplers
+from rlkernels import registry
 from rlkernels.logprobs import reference
 from rlkernels.proof.cases import SMALL as CHECKED
 from rlkernels.proof.cases import attention, logits, rank1, similarity
@@ -19,12 +20,10 @@ SMALL = (14, 2, 64)  # of Qwen2.5-0.5B
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 MODEL = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)] * 28
 
-# the ops that compute-sanitizer looks at in one process
+# folder -> its ops, which compute-sanitizer looks at in one process
 SANITIZED = {
-    "attention": ("write_kv", "paged_attention", "shared_prefix_attention", "grouped_attention", "merge_attention"),
-    "sampling": ("sample_tokens", "verify_drafts", "token_logprobs", "linear_token_logprobs"),
-    "dtw": ("dtw", "dtw_topk"),
-    "rank1": ("top1_delta", "top1_deltas", "delta_matvec", "add_rank1_"),
+    folder: [op.name for op in registry.ALL if op.folder == folder and op.on_gpu]
+    for folder in dict.fromkeys(op.folder for op in registry.ALL if op.on_gpu)
 }
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.journal import RECORDS, ROOT
-from rlkernels.backend import OPS
 from rlkernels.proof import WIN
 from rlkernels.proof.compiled import Code, Kernels, nvcc_version, read_code
+from rlkernels.registry import OPS
 
 RESULT = ROOT / "rlkernels/records.json"
 TESTS = ["tests/ptx/test_kernels.py", "tests/ptx/test_dtw_cuda.py"]

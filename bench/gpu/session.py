@@ -31,9 +31,10 @@ from bench.gpu.cases import SANITIZED
 from bench.gpu.journal import ROOT, Entry, Journal, call_facts, record_path
 from bench.gpu.summary import summary, told
 from bench.gpu.worker import COMPILED, INPUTS
-from rlkernels.backend import OPS, built_with_cuda, extension_error
+from rlkernels.backend import built_with_cuda, extension_error
 from rlkernels.proof import PROVABLE
 from rlkernels.proof.process import DeviceLost, Message, Worker, kill
+from rlkernels.registry import OPS
 
 # What later stages import is read from the disk, and compiled to bytecode, while the first stages run.
 IMPORTS = (

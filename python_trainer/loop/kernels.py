@@ -14,6 +14,7 @@ from python_trainer.model.loading import choose_device, described_model
 from rlkernels import backend, verdicts
 from rlkernels.proof import PROVABLE, prove
 from rlkernels.proof.workload import workload_of_run
+from rlkernels.registry import OPS
 
 
 def settle_kernels(
@@ -42,7 +43,7 @@ def settle_kernels(
         chosen = {}
     if chosen is None:
         chosen = ranks.on_rank0(lambda: prove_kernels(config, note))
-    table = {op: chosen.get(op, chosen.get(backend.base(op), "torch")) for op in PROVABLE}
+    table = {op: chosen.get(op, chosen.get(OPS[op].name, "torch")) for op in PROVABLE}
     backend.use(table)
     return {"device": device, "backends": table}
 
@@ -54,11 +55,11 @@ def prove_kernels(config: Config, note: Callable[[str], None]) -> dict[str, str]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is proved yet
         table = {op: backend.choose(op, device) for op in PROVABLE}
-    if os.environ.get("RLKERNELS_PROVE") == "off" or backend.wanted() != "auto":
+    if os.environ.get("RLKERNELS_PROVE") == "off" or backend.environment_backend() != "auto":
         return table
     special = {op for kind in ACCELERATORS.registered() for op in kind.ops}
     unneeded = special - {op for settings in config.accelerators.chosen() for op in settings.ops}
-    needed = [op for op in PROVABLE if backend.base(op) not in unneeded]
+    needed = [op for op in PROVABLE if OPS[op].name not in unneeded]
     note(f"proving the kernels for {torch.cuda.get_device_name()}, once for such runs: about a minute")
     workload = workload_of_run(config.model_dump(mode="json"), described_model(config.model).config.get_text_config())
     result = prove(needed, device=device, workload=workload, say=lambda line: None)

@@ -145,7 +145,7 @@ def resolve_settings(
     """
     with ranks.fail_together():
         try:
-            rlkernels.backend.wanted()
+            rlkernels.backend.environment_backend()
         except ValueError as error:
             raise UserError(str(error)) from error
         resolved = resolve_engine(config)

@@ -1,7 +1,7 @@
 """The small operations between the matrix products of a decoder layer (Llama, Mistral, Qwen), one pass each.
 
-Differentiable. Compiled for float32 and bfloat16 on a CPU; there gradients of gradients raise. bfloat16 is computed in
-float32 and rounded once a tensor, where plain torch rounds after every operation.
+Differentiable. Compiled code runs float32 and bfloat16 on a CPU; its gradients have no gradient and raise. It computes
+bfloat16 in float32 and rounds each tensor once, where plain torch rounds after every operation.
 """
 
 import torch
@@ -13,14 +13,15 @@ from rlkernels.decoder import _autograd, reference
 
 __all__ = ["add_rms_norm", "rope", "silu_mul"]
 
-TYPES = (torch.float32, torch.bfloat16)  # of compiled code
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _native(op: str, x: torch.Tensor, backend: str) -> bool:
+def _is_compiled(op: str, x: torch.Tensor, backend: str) -> bool:
+    """Return whether compiled code runs the op on x, else plain torch."""
     chosen = _backend.choose(op, x.device, backend)
-    if backend == "cpu" and x.dtype not in TYPES:
+    if backend == "cpu" and x.dtype not in KERNEL_DTYPES:
         raise ValueError(f"backend='cpu' computes {op} in float32 or bfloat16, got {x.dtype}")
-    return chosen == "cpu" and x.dtype in TYPES
+    return chosen == "cpu" and x.dtype in KERNEL_DTYPES
 
 
 def _check_norm(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, **_: object) -> None:
@@ -30,7 +31,7 @@ def _check_norm(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Te
     _check.tensor("weight", weight, device=residual.device)
 
 
-@public_op("add_rms_norm", _check_norm, composite=True)
+@public_op("add_rms_norm", _check_norm)
 def add_rms_norm(
     residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +50,7 @@ def add_rms_norm(
         ValueError, RuntimeError: shapes that do not fit, or tensors that are not contiguous.
     """
     mixed = backend == "auto" and any(t is not None and t.dtype != residual.dtype for t in (x, weight))
-    if mixed or not _native("add_rms_norm", residual, backend):
+    if mixed or not _is_compiled("add_rms_norm", residual, backend):
         return reference.add_rms_norm(residual, x, weight, eps)
     total, normed, _ = _gradients.apply(_autograd.AddRmsNorm, residual, x, weight, eps)
     return residual if x is None else total, normed
@@ -57,18 +58,18 @@ def add_rms_norm(
 
 def _check_rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: object) -> None:
     _check.tensor("x", x, floating=True)
-    for name, t in (("positions", positions), ("cos", cos), ("sin", sin)):
-        _check.tensor(name, t, device=x.device)
+    for name, tensor in (("positions", positions), ("cos", cos), ("sin", sin)):
+        _check.tensor(name, tensor, device=x.device)
 
 
-@public_op("rope", _check_rope, composite=True)
+@public_op("rope", _check_rope)
 def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int, heads: int,
          q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0, *,
          backend: str = "auto") -> torch.Tensor:  # fmt: skip
     """Apply rotary position embedding (arXiv 2104.09864, halves layout) to the first ``heads`` heads of each row.
 
     Args:
-        x: [T, at least heads * d], contiguous: queries, keys, then whatever is left alone (values).
+        x: [T, at least heads * d], contiguous: queries, keys, then columns that stay as they are (values).
         positions: int64 [T], rows of the tables.
         cos, sin: [P, d] of the dtype of x or float32, as Transformers' rotary embeddings give them: both halves alike.
             They get no gradient.
@@ -86,16 +87,16 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch
             tables (on a GPU negative ones count from the end), tensors that are not contiguous (compiled code).
     """
     if (q_weight is None) != (k_weight is None):
-        given = "q_weight" if k_weight is None else "k_weight"
-        raise ValueError(f"q_weight and k_weight must be given together, got {given} alone")
+        name = "q_weight" if k_weight is None else "k_weight"
+        raise ValueError(f"q_weight and k_weight must be given together, got {name} alone")
     arguments = x, positions, cos, sin, q_heads, heads, q_weight, k_weight
-    if not _native("rope", x, backend):
+    if not _is_compiled("rope", x, backend):
         _check.indices("positions", positions, len(cos))
         return reference.rope(*arguments, eps)
     return _gradients.apply(_autograd.Rope, *arguments, eps)
 
 
-@public_op("silu_mul", lambda gate_up, **_: _check.tensor("gate_up", gate_up, floating=True), composite=True)
+@public_op("silu_mul", lambda gate_up, **_: _check.tensor("gate_up", gate_up, floating=True))
 def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Compute the gate of a SwiGLU layer (arXiv 2002.05202).
 
@@ -108,6 +109,6 @@ def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     Raises:
         ValueError, RuntimeError: another shape, or a tensor that is not contiguous.
     """
-    if not _native("silu_mul", gate_up, backend):
+    if not _is_compiled("silu_mul", gate_up, backend):
         return reference.silu_mul(gate_up)
     return _gradients.apply(_autograd.SiluMul, gate_up)

@@ -39,7 +39,7 @@ def token_logprobs(
     return_entropy: Literal[True],
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@public_op("token_logprobs", _check_types, composite=True)
+@public_op("token_logprobs", _check_types)
 def token_logprobs(
     logits: torch.Tensor,
     ids: torch.Tensor,

@@ -62,7 +62,7 @@ def linear_token_logprobs(
     chunk: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-@_contexts.public_op("linear_token_logprobs", _check_types, casts=True)
+@_contexts.public_op("linear_token_logprobs", _check_types)
 def linear_token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Paged key/value cache with shared prefixes, and attention over it."""
+"""Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
 from rlkernels.prefix_cache.packing import Packed, pack, packs_tries
+from rlkernels.registry import OPS
 
 __all__ = [
     "GroupedLayout",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW_TOKENS = 2048  # that take a GPU no longer to write than a launch
+MANY_TOKENS = 2048  # beyond them a GPU writes longer than it launches
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -43,13 +44,13 @@ def _check_write(
     **_: object,
 ) -> None:
     _check_caches(key_cache, value_cache)
-    for name, t in (("key", key), ("value", value)):
-        _check.tensor(name, t, ndim=3, floating=True, device=key_cache.device)
+    for name, tensor in (("key", key), ("value", value)):
+        _check.tensor(name, tensor, ndim=3, floating=True, device=key_cache.device)
     _check.tensor("slots", slots, ndim=1, dtype=torch.int64, device=key_cache.device)
     _check_no_gradient("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
 
 
-@public_op("write_kv", _check_write, writes=("key_cache", "value_cache"))
+@public_op("write_kv", _check_write)
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -62,7 +63,7 @@ def write_kv(
     """Write the keys and values of new tokens into their slots of the cache; for generation, without gradients.
 
     Args:
-        key, value: [T, Hk, d], converted to the dtype of the cache; may be parts of it.
+        key, value: [T, Hk, d], converted to the dtype of the cache; views of the cache are allowed.
         key_cache, value_cache: [num_blocks, block_size, Hk, d], written in place.
         slots: int64 [T], block * block_size + offset, all different.
 
@@ -76,15 +77,15 @@ def write_kv(
         _check.shape("key", key, (key.shape[0], *shape[2:]))
     _check.shape("value", value, key.shape)
     _check.shape("slots", slots, key.shape[:1])
-    regime = "write_kv/many" if key.shape[0] > FEW_TOKENS else "write_kv"
+    regime = "write_kv/many" if key.shape[0] > MANY_TOKENS else "write_kv"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, key, value)
     if chosen == "cpu":
         torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
         _backend.mark_written(key_cache, value_cache)
         return
-    total = shape[0] * shape[1]
-    if slots.numel() and _check.on_host(slots) and not (slots.min() >= 0 and slots.max() < total):
-        raise ValueError(f"slots must be between 0 and {total - 1}, got {slots.min()} .. {slots.max()}")
+    num_slots = shape[0] * shape[1]
+    if slots.numel() and _check.on_host(slots) and not (slots.min() >= 0 and slots.max() < num_slots):
+        raise ValueError(f"slots must be between 0 and {num_slots - 1}, got {slots.min()} .. {slots.max()}")
     _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
 
 
@@ -125,7 +126,7 @@ def paged_attention(
     Args:
         query: [T, Hq, d], the queries of all sequences one after the other; Hq a multiple of Hk.
         key_cache, value_cache: [num_blocks, block_size, Hk, d].
-        block_tables: int32 [B, max_blocks]; what lies beyond a sequence's last block is never used.
+        block_tables: int32 [B, max_blocks]; entries beyond a sequence's last block are never used.
         seq_lens: int32 [B], keys of each sequence, its queries included.
         query_starts: int32 [B + 1]; sequence b has the queries ``query_starts[b]`` .. ``query_starts[b + 1] - 1``.
         scale: factor of the scores before the softmax, usually d ** -0.5.
@@ -146,7 +147,7 @@ def paged_attention(
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
-    options = () if window is softcap is None else (window, softcap)
+    options = () if window is None and softcap is None else (window, softcap)
     if chosen == "triton" and options:
         if backend != "auto":
             raise ValueError(f"backend={backend!r} runs paged_attention without window and softcap, got {options}")
@@ -234,8 +235,8 @@ def _check_merge(
     _check.tensor("out_a", out_a, ndim=3, floating=True)
     _check.tensor("out_b", out_b, ndim=3, dtype=out_a.dtype, device=out_a.device)
     lse_dtypes = (torch.float32, torch.float64) if out_a.dtype == torch.float64 else (torch.float32,)
-    for name, t in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check.tensor(name, t, ndim=2, dtype=lse_dtypes, device=out_a.device)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check.tensor(name, lse, ndim=2, dtype=lse_dtypes, device=out_a.device)
     _check_no_gradient("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
@@ -243,11 +244,11 @@ def _check_merge(
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the attention over two disjoint sets of keys into that over their union; without gradients.
+    """Merge attention over two disjoint sets of keys into attention over their union; without gradients.
 
     Args:
         out_a, out_b: [T, H, d].
-        lse_a, lse_b: float32 [T, H], natural logarithm; -inf where a side saw no key (its output is not used then).
+        lse_a, lse_b: float32 [T, H], natural logarithm; -inf where a side saw no key, whose output is then not used.
 
     Returns:
         out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H]; 0 and -inf where neither saw a key.
@@ -260,8 +261,8 @@ def merge_attention(
     _check.shape("lse_a", lse_a, out_a.shape[:2])
     _check.shape("lse_b", lse_b, lse_a.shape)
     chosen = _choose("merge_attention", backend, out_a)
-    parts = out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous()
-    return torch.ops.rlkernels.merge_attention(*parts) if chosen == "cpu" else _kernels(chosen).merge_attention(*parts)
+    kernels = torch.ops.rlkernels if chosen == "cpu" else _kernels(chosen)
+    return kernels.merge_attention(out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous())
 
 
 def _check_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> None:
@@ -270,7 +271,7 @@ def _check_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
         _check.tensor(name, t, ndim=3, dtype=query.dtype, device=query.device)
 
 
-@public_op("tree_attention", _check_packed, composite=True)
+@public_op("tree_attention", _check_packed)
 def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -315,7 +316,7 @@ def tree_attention(
     return (out, lse) if return_lse else out
 
 
-@public_op("grouped_attention", _check_packed, composite=True)
+@public_op("grouped_attention", _check_packed)
 def grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -419,24 +420,24 @@ def _kernels(chosen: str) -> Any:
 
 
 def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
-    """Return the module for attention; "torch" is the library on a GPU."""
+    """Return the module for attention; for "torch" the kernels of torch's libraries where they fit."""
     return library if chosen == "torch" and library.takes(query, cache) else _kernels(chosen)
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
-    """Return the backend that runs ``op``; our kernels know no float64 and no head wider than 512."""
+    """Return the backend that runs ``op``; our kernels take no float64 and no head wider than 512."""
     chosen = _backend.choose(op, tensors[0].device, backend)
     if chosen == "torch":
         return chosen
-    for t in tensors:
-        if t.dtype not in KERNEL_DTYPES or not 0 < t.shape[-1] <= 512:
+    for tensor in tensors:
+        if tensor.dtype not in KERNEL_DTYPES or not 0 < tensor.shape[-1] <= 512:
             break
     else:
         return chosen
     if backend != "auto":
-        found = ", ".join(f"{t.dtype} with {t.shape[-1]}" for t in tensors)
+        kinds = ", ".join(f"{tensor.dtype} with {tensor.shape[-1]}" for tensor in tensors)
         raise ValueError(
-            f"backend={backend!r} runs {_backend.base(op)} on 16 and 32 bit floats with heads of 1 to 512, got {found}"
+            f"backend={backend!r} runs {OPS[op].name} on 16 and 32 bit floats with heads of 1 to 512, got {kinds}"
         )
     return "torch"
 
@@ -499,10 +500,10 @@ def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
 
 
 def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
-    """Raises where autograd would have to record the op, which has no gradient: losing it would go unnoticed."""
+    """Raise ValueError where autograd would record the op, which has no gradient: nobody would notice the loss."""
     if torch.is_grad_enabled():
-        for name, t in tensors.items():
-            if t.requires_grad:
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
                 raise ValueError(
                     f"{name} must not require grad, because {op} has no gradient: generate under torch.no_grad(), "
                     "train with tree_attention or torch's own attention"
@@ -514,13 +515,13 @@ _GROUPS = "group_tables", "group_lens", "group_starts"
 Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tables [N, blocks], lens [N] and starts [N + 1]
 
 
-def _check_ragged(device: torch.device, **named: torch.Tensor) -> None:
-    for (name, t), ndim in zip(named.items(), (2, 1, 1)):
-        _check.tensor(name, t, ndim=ndim, dtype=torch.int32, device=device)
+def _check_ragged(device: torch.device, **ragged: torch.Tensor) -> None:
+    for (name, tensor), ndim in zip(ragged.items(), (2, 1, 1)):
+        _check.tensor(name, tensor, ndim=ndim, dtype=torch.int32, device=device)
 
 
 def _ragged(names: tuple[str, str, str], tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor) -> Ragged:
-    """Return what describes sequences or groups, contiguous, checked as far as shapes tell."""
+    """Check the shapes of the tensors that describe sequences or groups, and return them contiguous."""
     count = lens.shape[0]
     if tables.shape[0] != count:
         _check.shape(names[0], tables, (count, None))
@@ -532,16 +533,18 @@ def _ragged(names: tuple[str, str, str], tables: torch.Tensor, lens: torch.Tenso
 def _check_lengths(query: torch.Tensor, key_cache: torch.Tensor, sequences: Ragged) -> None:
     _check_values(_SEQUENCES, sequences, query.shape[0], key_cache)
     _, lens, starts = sequences
-    short = (starts.diff() > lens).nonzero().flatten().tolist()
-    if short:
+    num_queries = starts.diff()
+    too_short = (num_queries > lens).nonzero().flatten().tolist()
+    if too_short:
+        sequence = too_short[0]
         raise ValueError(
-            f"seq_lens must count the queries too, got {int(lens[short[0]])} keys for "
-            f"{int(starts.diff()[short[0]])} queries of sequence {short[0]}"
+            f"seq_lens must count the queries too, got {int(lens[sequence])} keys for "
+            f"{int(num_queries[sequence])} queries of sequence {sequence}"
         )
 
 
 def _check_values(names: tuple[str, str, str], ragged: Ragged, total: int, key_cache: torch.Tensor) -> None:
-    """Starts rise from 0 to ``total``; tables name blocks of the cache as far as lens say."""
+    """Raise ValueError unless starts rise from 0 to ``total``, and the entries of tables that lens use are blocks."""
     name, lens_name, starts_name = names
     tables, lens, starts = ragged
     if starts[0] != 0 or starts[-1] != total or (starts.diff() < 0).any():
@@ -550,10 +553,10 @@ def _check_values(names: tuple[str, str, str], ragged: Ragged, total: int, key_c
     limit = tables.shape[1] * size
     if len(lens) and not (lens.min() >= 0 and lens.max() <= limit):
         raise ValueError(f"{lens_name} must be between 0 and {limit} ({name} x block size), got {lens.tolist()}")
-    used = torch.arange(tables.shape[1], device=lens.device) * size < lens[:, None]
-    wrong = used & ((tables < 0) | (tables >= num_blocks))
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
+    is_used = torch.arange(tables.shape[1], device=lens.device) * size < lens[:, None]
+    is_outside = is_used & ((tables < 0) | (tables >= num_blocks))
+    if is_outside.any():
+        row, column = is_outside.nonzero()[0].tolist()
         raise ValueError(
             f"{name} must hold blocks between 0 and {num_blocks - 1}, got {int(tables[row, column])} at "
             f"[{row}, {column}]"

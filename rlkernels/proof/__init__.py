@@ -1,8 +1,8 @@
 """Proof of kernels on the user's own GPU: which backend of an op is right, repeats, and is faster than the default.
 
-A candidate must pass the small cases (odd shapes, poisoned memory, an error of at most twice plain torch's, the same
-bits in two runs). It must be right on the timed inputs too. It wins if the interval of its time over plain torch's lies
-below ``WIN`` in every timed case. All of it runs in a process of its own, because a bad address destroys a context.
+A candidate must pass the small cases: odd shapes, poisoned memory, an error of at most twice plain torch's, the same
+bits in two runs. It must be right on the timed inputs too. It wins if the interval of its time over plain torch's lies
+below ``WIN`` in every timed case. All of this runs in a process of its own: a bad address destroys a CUDA context.
 """
 
 import dataclasses
@@ -26,108 +26,113 @@ from rlkernels.proof import compiled
 from rlkernels.proof.problem import Case
 from rlkernels.proof.process import DeviceLost, Message, Worker
 from rlkernels.proof.workload import Workload
+from rlkernels.registry import OPS
 
 __all__ = ["PROVABLE", "WIN", "Workload", "prove"]
 
-WIN = 0.97
+WIN = 0.97  # upper bound of the time over plain torch's with which a candidate wins
 HANG_S = 25.0  # from one message of the worker to the next; a kernel compiles meanwhile
-CASE_S = 0.5  # of timing in a case
+CASE_S = 0.5  # timing of one case
 COMPILE_S = 600.0  # for the PTX of all candidates
 CASES = "rlkernels.proof.cases:cases_of"
 NO_GPU = "torch finds no CUDA device; --device cpu (device='cpu') makes a dry run on the CPU"
-# the worker imports what this process would
+# the worker takes its modules from where this process does
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
-# the ops that have a GPU kernel, those that a step spends most time in first
-PROVABLE = ("paged_attention", "paged_attention/prefill", "shared_prefix_attention", "grouped_attention", "write_kv",
-            "write_kv/many", "sample_tokens", "token_logprobs", "linear_token_logprobs", "verify_drafts",
-            "merge_attention", "dtw", "dtw/wide", "dtw_topk", "top1_deltas", "top1_delta", "add_rank1_",
-            "add_rank1_/large", "delta_matvec")  # fmt: skip
+PROVABLE = tuple(name for name, op in OPS.items() if op.on_gpu)
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Return the median of ratios, and bounds of its 95 % confidence interval by order statistics."""
-    ordered, n = sorted(ratios), len(ratios)
+    ordered = sorted(ratios)
+    n = len(ordered)
     rank = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
-    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-    return middle, ordered[rank], ordered[n - 1 - rank]
+    median = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    return median, ordered[rank], ordered[n - 1 - rank]
 
 
 class Prover:
-    """One call of :func:`prove`: its worker, its budget, and who it reports to."""
+    """One call of :func:`prove`: its worker, its budget of seconds, and ``say``, which gets a line about each case."""
 
     def __init__(self, device: torch.device, workload: Workload, seconds: float, cases: str, say: Callable[[str], Any]):
-        self.device, self.workload, self.say = device, workload, say
+        self.device = device
+        self.workload = workload
+        self.say = say
         self.end = time.monotonic() + seconds
         fields = json.dumps(dataclasses.asdict(workload))
         arguments = [json.dumps(sys.path), str(device), cases, fields]
         self.worker = Worker([sys.executable, "-c", START, *arguments], os.environ)
         self.cases: list[Case] = pkgutil.resolve_name(cases)(workload)
 
-    def ask(self, job: Message, hear: Callable[[Message], None] = lambda message: None) -> Message:
-        """Return the worker's answer.
+    def ask(self, job: Message, on_message: Callable[[Message], None] = lambda message: None) -> Message:
+        """Return the worker's answer to a job.
 
         Raises:
             TimeoutError: the budget ended first.
-            ConnectionError: there is no context on the device, or too little memory: nothing is known of kernels.
+            ConnectionError: the worker got no context on the device, or too little memory. This says nothing about
+                kernels.
         """
-        answer = self.worker.ask(job, HANG_S, self.end, hear)
+        answer = self.worker.ask(job, HANG_S, self.end, on_message)
         if answer.get("cut"):
             raise TimeoutError
         if answer.get("no_device") or answer.get("no_memory"):
             raise ConnectionError(answer["message"])
         return answer
 
-    def op(self, op: str) -> verdicts.Verdict:
+    def prove_op(self, op: str) -> verdicts.Verdict:
         """Return the verdict on an op. Raises as :meth:`ask`."""
-        here = [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
-        found = {name: self.checked(op, name) for name in here}
+        names = [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
+        candidates = {name: self.check_candidate(op, name) for name in names}
         for case in self.cases:
             if case.op == op and case.timed:
-                self.timed(case, found)
-        for entry in found.values():
-            slow = {label: found for label, found in entry["cases"].items() if found["interval"][1] >= WIN}
-            for label, times in slow.items():
-                entry["reason"] = entry["reason"] or f"{times['ratio']:.2f} times as long as plain torch in {label}"
+                self.time_case(case, candidates)
+        products = {}  # backend that wins -> product of its ratios
+        for name, entry in candidates.items():
+            entry["reason"] = entry["reason"] or slowness(entry)
             entry["wins"] = not entry["reason"] and bool(entry["cases"])
-        products = {n: math.prod(c["ratio"] for c in e["cases"].values()) for n, e in found.items() if e["wins"]}
+            if entry["wins"]:
+                products[name] = math.prod(case["ratio"] for case in entry["cases"].values())
         best = min(products, default="torch", key=products.__getitem__)
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {"op": op, "backend": best, "workload": self.workload.digest(), "date": now, "candidates": found}
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {"op": op, "backend": best, "workload": self.workload.digest(), "date": date, "candidates": candidates}
 
-    def checked(self, op: str, name: str) -> Message:
+    def check_candidate(self, op: str, name: str) -> Message:
         """Check a candidate by the small cases; ``reason`` says why it cannot win."""
         entry: Message = {"reason": "", "cases": {}}
         for case in self.cases:
-            if case.op == backends.base(op) and not case.timed and not entry["reason"]:
+            if case.op == OPS[op].name and not case.timed and not entry["reason"]:
                 answer = self.ask({"kind": "check", "op": case.op, "case": case.label, "backend": name})
-                entry["reason"] = f"{case.label}: {why}" if (why := objection(answer)) else ""
-                self.say(f"{op} {name}, {case.label}: {why or 'right, twice the same bits'}")
+                reason = objection(answer)
+                entry["reason"] = f"{case.label}: {reason}" if reason else ""
+                self.say(f"{op} {name}, {case.label}: {reason or 'right, twice the same bits'}")
         return entry
 
-    def timed(self, case: Case, found: dict[str, Message]) -> None:
-        """Time the candidates that are still in the race; one that kills the worker or hangs is out of it."""
-        while names := [name for name, entry in found.items() if not entry["reason"]]:
-            begun = [""]
+    def time_case(self, case: Case, candidates: dict[str, Message]) -> None:
+        """Time the candidates without a ``reason`` against them; one that kills the worker or hangs gets one."""
+        while names := [name for name, entry in candidates.items() if not entry["reason"]]:
+            started = [""]  # the backends that the worker has started with
+
+            def note_start(message: Message, started: list[str] = started) -> None:
+                started.append(message.get("begin", started[-1]))
+
             job = {"kind": "time", "op": case.op, "case": case.label, "backends": names, "seconds": CASE_S}
-            answer = self.ask(job, lambda message, begun=begun: begun.append(message.get("begin", begun[-1])))  # type: ignore[misc]
-            if not answer["ok"] and begun[-1] == "torch":
+            answer = self.ask(job, note_start)
+            if answer["ok"]:
+                for name in names:
+                    self.record_times(case, name, candidates[name], answer)
+                return
+            if started[-1] == "torch":
                 raise ConnectionError(f"plain torch fails: {answer['message']}")
-            if not answer["ok"]:
-                culprits = [begun[-1]] if begun[-1] in names else names
-                for name in culprits:
-                    found[name]["reason"] = f"{case.label}: {answer['message']}"
-                    self.say(f"{case.op} {name}, {found[name]['reason']}")
-                continue
-            for name in names:
-                self.place(case, name, found[name], answer)
-            return
+            culprits = [started[-1]] if started[-1] in names else names
+            for name in culprits:
+                candidates[name]["reason"] = f"{case.label}: {answer['message']}"
+                self.say(f"{case.op} {name}, {candidates[name]['reason']}")
 
     def kernels(self, op: str, name: str) -> compiled.Kernels:
-        """Return the PTX that a candidate launches in the timed cases; of CUDA C++ that of all kernels.
+        """Return the PTX that a candidate launches in the timed cases; for CUDA C++ the PTX of all kernels.
 
         Raises:
-            RuntimeError: it does not run.
-            FileNotFoundError: of CUDA C++: nvcc or the sources are missing.
+            RuntimeError: the candidate does not run.
+            FileNotFoundError: nvcc or the sources of CUDA C++ are missing.
             TimeoutError, ConnectionError: as :meth:`ask`.
         """
         if name == "cuda":
@@ -141,18 +146,26 @@ class Prover:
             launched += answer["launched"]
         return compiled.collect(launched)
 
-    def place(self, case: Case, name: str, entry: Message, answer: Message) -> None:
+    def record_times(self, case: Case, name: str, entry: Message, answer: Message) -> None:
         """Record the result of a candidate in a timed case."""
-        if why := objection({"ok": True, "repeats": True, **answer["judged"][name]}):
-            entry["reason"] = f"{case.label}: {why}"
+        if reason := objection({"ok": True, "repeats": True, **answer["judged"][name]}):
+            entry["reason"] = f"{case.label}: {reason}"
             self.say(f"{case.op} {name}, {entry['reason']}")
             return
-        ours, plain = answer["times"][name], answer["times"]["torch"]
-        ratio, low, high = interval([a / b for a, b in zip(ours, plain)])
-        seconds = {who: interval(times)[0] for who, times in ((name, ours), ("torch", plain))}
-        entry["cases"][case.label] = {"ratio": ratio, "interval": [low, high], "seconds": seconds}
-        took = f"{seconds[name] * 1e6:,.0f} µs, {ratio:.2f} ({low:.2f} to {high:.2f}) of plain torch's time"
-        self.say(f"{case.op} {name}, {case.label}: {took}")
+        times = answer["times"]  # backend -> seconds of each round
+        ratio, low, high = interval([seconds / plain for seconds, plain in zip(times[name], times["torch"])])
+        medians = {backend: interval(times[backend])[0] for backend in (name, "torch")}
+        entry["cases"][case.label] = {"ratio": ratio, "interval": [low, high], "seconds": medians}
+        result = f"{medians[name] * 1e6:,.0f} µs, {ratio:.2f} ({low:.2f} to {high:.2f}) of plain torch's time"
+        self.say(f"{case.op} {name}, {case.label}: {result}")
+
+
+def slowness(entry: Message) -> str:
+    """Return the first timed case in which a candidate is not clearly faster than plain torch; empty without one."""
+    for label, times in entry["cases"].items():
+        if times["interval"][1] >= WIN:
+            return f"{times['ratio']:.2f} times as long as plain torch in {label}"
+    return ""
 
 
 def objection(answer: Message) -> str:
@@ -192,51 +205,57 @@ def prove(
         reason by op without a verdict; ``device``: facts of the GPU.
 
     Raises:
-        TypeError, ValueError: an op is unknown or has no GPU kernel; a time or device that is none.
+        TypeError, ValueError: an op is unknown or has no GPU kernel; ``seconds`` or ``device`` is not valid.
     """
-    wanted = list(PROVABLE if ops is None else ops)
-    if unknown := [op for op in wanted if op not in PROVABLE]:
+    op_names = list(PROVABLE if ops is None else ops)
+    if unknown := [op for op in op_names if op not in PROVABLE]:
         raise ValueError(f"ops must be out of {', '.join(PROVABLE)}, got {', '.join(unknown)}")
     _check.in_range("seconds", seconds, 0, math.inf)
     workload = workload or Workload()
     try:
-        on = torch.device("cuda" if device is None else device)
+        target = torch.device("cuda" if device is None else device)
     except RuntimeError:
         raise ValueError(f"device must be one that torch knows, such as 'cuda:1', got {device!r}") from None
-    if on.type == "cuda" and not torch.cuda.is_available():
-        return {"device": {}, "verdicts": {}, "left_out": dict.fromkeys(wanted, NO_GPU)}
-    index = 0 if on.type != "cuda" else on.index if on.index is not None else torch.cuda.current_device()
+    on_gpu = target.type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        return {"device": {}, "verdicts": {}, "left_out": dict.fromkeys(op_names, NO_GPU)}
+    index = 0
     facts = {"gpu": "cpu", "torch": torch.__version__}
-    if on.type == "cuda":
-        on = torch.device("cuda", _check.integer("the index of device", index, 0, torch.cuda.device_count() - 1))
+    if on_gpu:
+        index = torch.cuda.current_device() if target.index is None else target.index
+        target = torch.device("cuda", _check.integer("the index of device", index, 0, torch.cuda.device_count() - 1))
         facts = verdicts.device_facts(index)
-    found: dict[str, verdicts.Verdict] = {}
+    by_op: dict[str, verdicts.Verdict] = {}
     left_out: dict[str, str] = {}
-    prover, lost = Prover(on, workload, seconds, cases, say), ""
+    device_lost = ""  # why nothing more starts on the device
+    prover = Prover(target, workload, seconds, cases, say)
     try:
-        for op in wanted:
-            known = [] if again or on.type != "cuda" else verdicts.load(op, index, workload.digest())
-            if known:
-                found[op] = known[0]
+        for op in op_names:
+            stored = verdicts.load(op, index, workload.digest()) if on_gpu and not again else []
+            if stored:
+                by_op[op] = stored[0]
+                continue
+            if device_lost:
+                left_out[op] = f"not proven: {device_lost}"
                 continue
             try:
-                if lost:
-                    raise ConnectionError(lost)
-                found[op] = prover.op(op)
-                if on.type == "cuda":
-                    verdicts.store(found[op], index)
+                by_op[op] = prover.prove_op(op)
+                if on_gpu:
+                    verdicts.store(by_op[op], index)
             except TimeoutError:
                 left_out[op] = f"no time left of {seconds:.0f} s"
             except BrokenPipeError:  # of `say`, whose reader is gone; it is a ConnectionError too
                 raise
-            except (ConnectionError, DeviceLost) as error:
+            except ConnectionError as error:
                 left_out[op] = f"not proven: {error}"
-                lost = lost if isinstance(error, ConnectionError) else str(error)
+            except DeviceLost as error:
+                left_out[op] = f"not proven: {error}"
+                device_lost = str(error)
     finally:
-        if not lost:
+        if not device_lost:
             prover.worker.close()
     backends.forget()
-    return {"device": facts, "verdicts": found, "left_out": left_out}
+    return {"device": facts, "verdicts": by_op, "left_out": left_out}
 
 
 def compile_candidates(
@@ -245,14 +264,14 @@ def compile_candidates(
 ) -> compiled.Code:  # fmt: skip
     """Return the PTX of the candidates in a result of :func:`prove` on the same GPU; none of a dry run.
 
-    ``say`` gets a line about each candidate whose PTX is not to be had.
+    ``say`` gets a line about each candidate whose PTX cannot be compiled.
     """
     if result["device"].get("gpu", "cpu") == "cpu":
         return {}
     prover = Prover(torch.device(device or "cuda"), workload or Workload(), COMPILE_S, cases, say)
     code: compiled.Code = {}
     for op, verdict in result["verdicts"].items():
-        for name in verdict["candidates"] if not backends.OPS[op].like else ():
+        for name in verdict["candidates"] if not OPS[op].like else ():
             try:
                 code.setdefault(op, {})[name] = prover.kernels(op, name)
             except DeviceLost as error:

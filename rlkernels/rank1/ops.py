@@ -135,7 +135,7 @@ def _torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[
 _SOLVERS: dict[str, Callable[..., list[Leading | ValueError]]] = {"cpu": _native, "triton": _triton, "torch": _torch}
 
 
-@public_op("top1_delta", _check_pair, needs_values=True)
+@public_op("top1_delta", _check_pair)
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
                max_passes: int = 12, seed: int = 0, backend: str = "auto") -> Rank1Update:  # fmt: skip
     """Find the leading singular triplet of ``weight - base``, with a certificate, without holding the delta.
@@ -211,7 +211,7 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
     return _leading(pairs, starts, backend, {**settings, "rank": rank, "min_passes": min_passes})
 
 
-@public_op("top1_deltas", lambda **_: None, needs_values=True)
+@public_op("top1_deltas", lambda **_: None)
 def _leading(
     pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str, settings: Mapping[str, Any]
 ) -> dict[str, Leading]:
@@ -271,7 +271,7 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor, *, b
     return triton_update.delta_matvec(_rows(weight), _rows(base), _vector(v))
 
 
-@public_op("add_rank1_", _check_update, writes=("weight",))
+@public_op("add_rank1_", _check_update)
 def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *,
                stochastic_rounding: bool = False, seed: int = 0, backend: str = "auto") -> torch.Tensor:  # fmt: skip
     """Add ``scale * outer(u, v)`` to the weight in place, in float32 arithmetic, rounded once to its dtype.

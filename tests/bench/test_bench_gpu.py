@@ -25,16 +25,16 @@ from bench.gpu.cases import CASES, LARGE, SANITIZED
 from bench.gpu.journal import ROOT, read
 from bench.gpu.summary import summary
 from bench.gpu.worker import run_contest
-from rlkernels.backend import OPS, base
 from rlkernels.proof import PROVABLE, process
 from rlkernels.proof.cases import SMALL, attention
 from rlkernels.proof.problem import Case
+from rlkernels.registry import OPS
 
 
 def test_every_op_with_a_gpu_kernel_is_timed_and_sanitized():
-    assert {case.op for case in LARGE} == {*map(base, PROVABLE)} and all(case.timed for case in LARGE)
+    assert {case.op for case in LARGE} == {OPS[name].name for name in PROVABLE} and all(case.timed for case in LARGE)
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
-    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({*map(base, PROVABLE)})
+    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({OPS[name].name for name in PROVABLE})
 
 
 def test_the_proof_comes_first_of_all_that_needs_the_extension():

@@ -8,11 +8,11 @@ import torch
 from ptx.gpu import Gpu
 from ptx.proof import COUNTED, compile_timed, count, launch_timed, measure_timed
 from ptx.test_kernels import compiled  # noqa: F401
-from rlkernels.backend import OPS
 from rlkernels.proof import PROVABLE, Prover, Workload
 from rlkernels.proof.cases import attention
 from rlkernels.proof.compiled import collect, normalize, split
 from rlkernels.proof.problem import Case
+from rlkernels.registry import OPS
 
 TRITON = """
 //

@@ -16,15 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import rlkernels
 from bench._calls import GRADIENTS, inputs, public
-from rlkernels import _contexts, backend
+from rlkernels import _contexts, backend, registry
 from rlkernels.extrapolation import PREDICTORS
 from rlkernels.proof.cases import SMALL
 
 CPU = torch.device("cpu")
 OPS = list(inputs())
-# their backend "torch" is made of differentiable operations
-COMPOSITE = ("grouped_attention", "tree_attention", "token_logprobs", "add_rms_norm", "rope", "silu_mul")
-NUMBERS = ("top1_delta", "top1_deltas")  # what they return are numbers
+COMPOSITE = [op.name for op in registry.ALL if op.composite]
 close = torch.testing.assert_close
 
 
@@ -89,7 +87,7 @@ def test_nothing_depends_on_the_context(case, context):
 
 
 def test_every_op_is_called():
-    assert {*inputs(), *op_calls.HOST} == set(map(backend.base, backend.OPS))
+    assert {*inputs(), *op_calls.HOST} == {op.name for op in registry.ALL}
 
 
 def change(kwargs, function, only=None):
@@ -136,7 +134,7 @@ def test_a_tensor_without_one_size_in_memory_is_refused(op, kind, message):
 @pytest.mark.parametrize("op", OPS)
 def test_meta_tensors_give_shapes(op):
     kwargs = inputs()[op]
-    if op in NUMBERS:
+    if registry.OPS[op].needs_values:
         with pytest.raises(TypeError, match=f"{op} needs the values of .*, got a meta tensor"):
             public(op)(**change(kwargs, lambda t: t.to("meta")))
         return
@@ -244,7 +242,7 @@ def test_negations_that_are_pending_are_done(op):
         name: torch._neg_view(-kwargs[name]) for name in floats(kwargs)
     }  # as of the imaginary part of a conjugate
     close(op_calls.run(op, kwargs | pending), op_calls.run(op, kwargs), rtol=0, atol=0)
-    for name in op_calls.WRITES.get(op, ()):
+    for name in registry.OPS[op].writes:
         public(op)(**kwargs | pending)
         written = kwargs | {name: kwargs[name].clone()}
         public(op)(**written)
@@ -269,7 +267,7 @@ def test_distributed_tensors_are_gathered(op, mesh):
     distributed = change(kwargs, distribute)
     plain = change(kwargs, torch.Tensor.clone)
     result, expected = outputs(op, distributed), outputs(op, plain)
-    written = op_calls.WRITES.get(op, ())
+    written = registry.OPS[op].writes
     assert all(torch.equal(distributed[name].full_tensor(), plain[name]) for name in written)
     if op == "add_rank1_":
         assert result[0] is distributed["weight"]

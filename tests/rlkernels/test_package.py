@@ -15,7 +15,7 @@ import torch
 from support import ROOT, lacks, run_python
 
 import rlkernels
-from rlkernels import _waiting, backend
+from rlkernels import _waiting, backend, registry
 from rlkernels.__main__ import main
 from rlkernels._info import print_info
 
@@ -103,7 +103,7 @@ def test_output_may_be_read_in_part(command):
 
 def test_info_is_json_and_covers_every_op():
     facts = json.loads(json.dumps(rlkernels.info()))
-    assert set(facts["ops"]) == set(backend.OPS)
+    assert set(facts["ops"]) == set(registry.OPS)
     assert all("torch" in row["written"] for row in facts["ops"].values())
 
 
@@ -134,7 +134,7 @@ def test_environment_sets_the_default_backend(monkeypatch, capsys):
 def test_an_environment_that_asks_for_a_gpu_that_is_not_there(monkeypatch, name):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("RLKERNELS_BACKEND", name)
-    backend._usable.cache_clear()
+    backend._check_environment.cache_clear()
     with pytest.raises(ValueError, match=f"RLKERNELS_BACKEND={name} cannot work here: the tensors are on cpu"):
         rlkernels.dtw(torch.rand(2, 3), torch.rand(2, 3))
 

@@ -21,6 +21,7 @@ from rlkernels.proof import Workload, compiled, process
 from rlkernels.proof.cases import SMALL, attention, cases_of, rank1
 from rlkernels.proof.problem import Problem, Tolerance, check
 from rlkernels.proof.worker import race, run_timing
+from rlkernels.registry import OPS
 
 OP, CPU, CUDA = "merge_attention", torch.device("cpu"), torch.device("cuda", 0)
 TINY = Workload("float32", 4, 2, 16, 32, 200, 2, 2, 20, 16)
@@ -48,12 +49,12 @@ def prove(*ops, workload=TINY, **options):
 
 
 def test_every_op_with_a_gpu_kernel_has_small_and_timed_cases():
-    assert {*proof.PROVABLE} == {name for name, op in backend.OPS.items() if op.cuda or op.triton}
+    assert {*proof.PROVABLE} == {name for name, op in OPS.items() if op.cuda or op.triton}
     cases = cases_of(Workload())
     for op in proof.PROVABLE:
         assert any(case.op == op and case.timed for case in cases), op
     assert len({(case.op, case.label) for case in cases}) == len(cases)
-    assert {case.op for case in SMALL} == {*map(backend.base, proof.PROVABLE)}
+    assert {case.op for case in SMALL} == {OPS[name].name for name in proof.PROVABLE}
 
 
 @pytest.mark.parametrize("op", ["delta_matvec", pytest.param("add_rank1_", marks=pytest.mark.slow)])
@@ -234,13 +235,13 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None if name != "cpu" else "a GPU")
     monkeypatch.setattr(backend, "RECORDS", {})
-    backend._say_how_to_prove.cache_clear()
+    backend._warn_unproved.cache_clear()
     backend.forget()
 
 
 def choice(op=OP):
     backend.forget()
-    return backend.choose(op, CUDA), backend.settled(op, 0)[1]
+    return backend.choose(op, CUDA), backend.gpu_choice(op, 0)[1]
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -256,7 +257,7 @@ def test_order_of_precedence(monkeypatch):
     backend.use({OP: "cuda"})
     assert choice() == ("cuda", "run")
     monkeypatch.setenv("RLKERNELS_BACKEND", "triton")
-    monkeypatch.setattr(backend, "_usable", str)
+    monkeypatch.setattr(backend, "_check_environment", str)
     assert choice()[0] == "triton"
     assert backend.choose(OP, torch.device("cuda"), "torch") == "torch", "an explicit choice comes first"
 
@@ -264,7 +265,7 @@ def test_order_of_precedence(monkeypatch):
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_regime_has_a_verdict_of_its_own_or_that_of_the_op(monkeypatch):
     regime = f"{OP}/many"
-    monkeypatch.setitem(backend.OPS, regime, backend.OPS[OP])
+    monkeypatch.setitem(OPS, regime, OPS[OP])
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton"}})
     assert choice(regime) == ("triton", "record")
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton", regime: "torch"}})
@@ -351,7 +352,7 @@ def test_a_compiled_function_takes_the_verdict(monkeypatch):
     torch.compiler.reset()
 
     def scale(x):
-        return x * (2 if backend._settled(OP, 0) == "triton" else 3)
+        return x * (2 if backend._gpu_backend(OP, 0) == "triton" else 3)
 
     assert torch.compile(scale, fullgraph=True, backend="eager")(torch.ones(1)) == 2
 

@@ -6,7 +6,7 @@ import torch
 from op_calls import CONTEXTS
 
 from bench._calls import inputs
-from rlkernels.backend import OPS
+from rlkernels.registry import OPS
 
 
 @pytest.mark.parametrize("op", [op for op in inputs() if OPS[op].triton])

@@ -1,0 +1,85 @@
+"""One record an op. Other lists of ops follow from these records or are compared with them by a test.
+
+Whoever adds an op adds its record. ``tests/rlkernels/test_op_registry.py`` then names every place that lacks the op.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op: where it lives, which backends have been written for it, and what its arguments allow.
+
+    Attributes:
+        name: of its public function, and in errors.
+        folder: of ``rlkernels``; it exports the function.
+        cpu, triton, cuda: the backends that have been written; every op has ``torch``.
+        regimes: kinds of calls with verdicts of their own, named "op/regime". The op's own verdict holds for other
+            calls, and for a regime without one.
+        like: the op whose kernels it runs, and whose verdicts hold for it.
+        gradients: arguments that get a gradient.
+        writes: arguments that it writes to.
+        composite: ``backend="torch"`` is made of torch's differentiable operations, which know all transforms.
+        casts: autocast casts its tensors, as those of ``torch.nn.functional.linear``.
+        needs_values: meta tensors have no result, and the host waits for the GPU.
+        on_host: a data structure in host memory, without tensors; ``name`` is no function.
+    """
+
+    name: str
+    folder: str
+    cpu: bool = True
+    triton: bool = False
+    cuda: bool = False
+    regimes: tuple[str, ...] = ()
+    like: str | None = None
+    gradients: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    composite: bool = False
+    casts: bool = False
+    needs_values: bool = False
+    on_host: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it has a GPU kernel, which can be proved."""
+        return self.triton or self.cuda
+
+    @property
+    def verdict_names(self) -> tuple[str, ...]:
+        """Its name, and those of its regimes."""
+        return self.name, *(f"{self.name}/{regime}" for regime in self.regimes)
+
+
+QKV = ("query", "key", "value")
+# In the order of proof: those that a step spends most time in first.
+ALL = (
+    Op("paged_attention", "prefix_cache", triton=True, regimes=("prefill",)),  # more queries than sequences
+    Op("shared_prefix_attention", "prefix_cache", triton=True),
+    Op("grouped_attention", "prefix_cache", triton=True, gradients=QKV, composite=True),
+    Op("write_kv", "prefix_cache", triton=True, regimes=("many",), writes=("key_cache", "value_cache")),
+    Op("sample_tokens", "sampling", triton=True),
+    Op("token_logprobs", "logprobs", triton=True, gradients=("logits",), composite=True),
+    Op("linear_token_logprobs", "logprobs", triton=True, gradients=("hidden", "weight", "bias"), casts=True),
+    Op("verify_drafts", "sampling", triton=True),
+    Op("merge_attention", "prefix_cache", triton=True),
+    Op("dtw", "similarity", triton=True, cuda=True, regimes=("wide",)),  # more than one feature a step
+    Op("dtw_topk", "similarity", triton=True, cuda=True, like="dtw"),
+    Op("top1_deltas", "rank1", triton=True, needs_values=True),
+    Op("top1_delta", "rank1", triton=True, needs_values=True),
+    # large: memory, not the host, takes the time
+    Op("add_rank1_", "rank1", triton=True, regimes=("large",), writes=("weight",)),
+    Op("delta_matvec", "rank1", triton=True),
+    Op("tree_attention", "prefix_cache", gradients=QKV, composite=True),  # of two levels: as grouped_attention
+    Op("keyed_uniform", "sampling"),
+    # between the matrix products of a decoder layer
+    Op("add_rms_norm", "decoder", gradients=("residual", "x", "weight"), composite=True),
+    Op("rope", "decoder", gradients=("x", "q_weight", "k_weight"), composite=True),
+    Op("silu_mul", "decoder", gradients=("gate_up",), composite=True),
+    Op("soft_dtw", "similarity", cpu=False, gradients=("x", "y")),
+    Op("state_similarity", "similarity", cpu=False),
+    Op("rhyme_similarity", "similarity", cpu=False),
+    Op("rhyme_topk", "similarity", cpu=False),
+    Op("block_pool", "prefix_cache", on_host=True),
+    Op("rollout_history", "history", on_host=True),
+)
+OPS: dict[str, Op] = {name: op for op in ALL for name in op.verdict_names}  # regimes too
