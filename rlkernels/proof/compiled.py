@@ -26,7 +26,7 @@ def normalize(ptx: str) -> str:
     for name in set(re.findall(r"\.entry\s+([\w$]+)", text)):
         text = re.sub(rf"(?<![\w$]){re.escape(name)}(?=_param_|\b)", "kernel", text)
     names: dict[str, str] = {}  # of C++, by order of appearance
-    text = re.sub(r"\b_Z\w+", lambda found: names.setdefault(found[0], f"name{len(names)}"), text)
+    text = re.sub(r"\b_Z\w+", lambda match: names.setdefault(match[0], f"name{len(names)}"), text)
     return "\n".join(line for line in map(str.strip, text.splitlines()) if line)
 
 
@@ -40,7 +40,8 @@ def collect(compiled: list[tuple[str, str]]) -> Kernels:
     """Normalize the PTX of launches, given with the kernels' names; several variants of a kernel are numbered."""
     kernels: Kernels = {}
     for name, ptx in compiled:
-        text, number = normalize(ptx), 1
+        text = normalize(ptx)
+        number = 1
         while kernels.setdefault(name if number == 1 else f"{name} {number}", text) != text:
             number += 1
     return kernels
@@ -51,7 +52,8 @@ def captured() -> Iterator[list[tuple[str, str]]]:
     """Collect the names and PTX of the Triton kernels that are launched within, in order."""
     from triton.runtime.jit import JITFunction
 
-    launch, launched = JITFunction.run, list[tuple[str, str]]()
+    launch = JITFunction.run
+    launched: list[tuple[str, str]] = []
 
     def run(kernel, *args, **kwargs):
         built = launch(kernel, *args, **kwargs)
@@ -66,17 +68,16 @@ def nvcc_version() -> str | None:
     """Return the version of the nvcc on PATH, None without one or without csrc."""
     if shutil.which("nvcc") is None or not (ROOT / "csrc/cuda").is_dir():
         return None
-    return re.findall(
-        r"V(\d+\.\d+\.\d+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
-    )[0]
+    printed = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    return re.findall(r"V(\d+\.\d+\.\d+)", printed)[0]
 
 
 def compile_cuda(source: str, arch: int) -> str:
     """Return the PTX of a file in csrc/cuda, for arch 90 say. Needs nvcc."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "out.ptx"
-        subprocess.run(["nvcc", *NVCC_FLAGS, "-ptx", f"-arch=compute_{arch}", str(ROOT / "csrc/cuda" / source), "-o",
-                        str(target)], check=True)  # fmt: skip
+        options = [*NVCC_FLAGS, "-ptx", f"-arch=compute_{arch}", "-o", str(target)]
+        subprocess.run(["nvcc", *options, str(ROOT / "csrc/cuda" / source)], check=True)
         return target.read_text()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-PIECE = 1 << 26  # numbers compared at a time: float64 copies of a large output would not fit
+PIECE = 1 << 26  # numbers compared at a time: float64 copies of a whole output would not fit in memory
 Verdict = tuple[float, float]  # largest error, and the error that is allowed
 
 
@@ -21,11 +21,11 @@ class Problem:
     reset: Callable[[], Any] | None = None  # restores inputs that the op changes; ``call`` then returns these
     # (output, output of plain torch) -> verdict, in place of the rule of :class:`Tolerance`
     judge: Callable[[list[torch.Tensor], list[torch.Tensor]], Verdict] | None = None
-    nbytes: float = 0.0  # that the op must move at least
-    flops: float = 0.0  # operations on ``dtype`` that it must do at least
+    nbytes: float = 0.0  # fewest bytes that the op can move
+    flops: float = 0.0  # fewest operations on ``dtype`` that the op can do
     dtype: torch.dtype = torch.float32
-    floor: float = 2e-6  # error, relative to the largest magnitude (0.01 at least), that is always allowed
-    inputs: dict[str, Any] = field(default_factory=dict)  # named, for others that compute the same
+    floor: float = 2e-6  # error that is always allowed, relative to the largest magnitude (0.01 at least)
+    inputs: dict[str, Any] = field(default_factory=dict)  # by name, for rivals that compute the same
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
     label: str
     make: Callable[[torch.device], Problem]
     timed: bool = False
-    recorded: bool = False  # runs inside CUDA graphs: timed by replay, where it can be recorded
+    recorded: bool = False  # runs inside CUDA graphs, so that replays are timed if it can be recorded
 
 
 def leaves(output: Any) -> Iterator[torch.Tensor]:
@@ -58,14 +58,14 @@ def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan()) for x, y in zip(a, b))
 
 
-def largest_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+def largest_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the largest difference; infinite where the shape, NaN, infinities or integers differ."""
-    if ours.shape != exact.shape:
+    if result.shape != exact.shape:
         return math.inf
-    exact = exact.to(ours.device)
-    if not ours.dtype.is_floating_point or not exact.dtype.is_floating_point:
-        return 0.0 if torch.equal(ours.to(exact.dtype), exact) else math.inf
-    pieces = zip(ours.flatten().split(PIECE), exact.flatten().split(PIECE))
+    exact = exact.to(result.device)
+    if not result.dtype.is_floating_point or not exact.dtype.is_floating_point:
+        return 0.0 if torch.equal(result.to(exact.dtype), exact) else math.inf
+    pieces = zip(result.flatten().split(PIECE), exact.flatten().split(PIECE))
     return max((_largest_error(a.double(), b.double()) for a, b in pieces), default=0.0)
 
 
@@ -80,10 +80,10 @@ def _largest(exact: torch.Tensor) -> float:
 
 
 class Tolerance:
-    """Judges outputs of a problem. Plain torch and the exact reference run once, when the gate is made.
+    """The rule that outputs of a problem must keep. Plain torch and the exact reference run once, at construction.
 
-    The rule: an error of at most twice that of plain torch in the same dtype plus ``floor``, both against the exact
-    reference. Integers must be equal.
+    Against the exact reference, an output has at most twice the error of plain torch in the same dtype, plus ``floor``.
+    Integers must be equal.
     """
 
     def __init__(self, problem: Problem):
@@ -98,51 +98,59 @@ class Tolerance:
             problem.reset()
         self.exact = list(leaves(problem.exact())) if problem.exact else self.plain
         self.allowed: list[float] = []
-        for theirs, gold in zip(self.plain, self.exact) if len(self.exact) == len(self.plain) else ():
-            allowed = 2 * largest_error(theirs, gold) + problem.floor * max(_largest(gold), 0.01)
-            self.allowed.append(allowed if math.isfinite(allowed) and gold.dtype.is_floating_point else 0.0)
+        if len(self.exact) == len(self.plain):
+            self.allowed = [_allowed_error(plain, exact, problem.floor) for plain, exact in zip(self.plain, self.exact)]
 
     def judge(self, output: Any, dtypes: list[torch.dtype] | None = None) -> Verdict:
-        """Return the verdict on an output of the op; of several tensors the one closest to failing.
+        """Return the verdict on an output of the op; of several tensors that of the one closest to failing.
 
-        ``dtypes``: what the tensors must be, by default the dtypes of plain torch; another length is wrong.
+        ``dtypes``: what the tensors must have, by default the dtypes of plain torch; another number of them is wrong.
         """
-        ours = list(leaves(output))
+        results = list(leaves(output))
         if self.problem.judge:
-            return self.problem.judge(ours, self.plain)
-        dtypes = [theirs.dtype for theirs in self.plain] if dtypes is None else dtypes
-        if len(ours) != len(dtypes):
+            return self.problem.judge(results, self.plain)
+        if dtypes is None:
+            dtypes = [plain.dtype for plain in self.plain]
+        if len(results) != len(dtypes):
             return math.inf, 0.0
-        found = [
-            (largest_error(mine, gold) if mine.dtype == dtype else math.inf, allowed)
-            for mine, gold, allowed, dtype in zip(ours, self.exact, self.allowed, dtypes)
-        ]
-        return max(found, key=_closeness, default=(0.0, 0.0))
+        verdicts = []
+        for result, exact, allowed, dtype in zip(results, self.exact, self.allowed, dtypes):
+            error = largest_error(result, exact) if result.dtype == dtype else math.inf
+            verdicts.append((error, allowed))
+        return max(verdicts, key=_share_of_allowed, default=(0.0, 0.0))
 
 
-def _closeness(verdict: Verdict) -> float:
+def _allowed_error(plain: torch.Tensor, exact: torch.Tensor, floor: float) -> float:
+    """Return the error that :class:`Tolerance` allows; 0 for integers, and where plain torch is infinitely wrong."""
+    allowed = 2 * largest_error(plain, exact) + floor * max(_largest(exact), 0.01)
+    return allowed if math.isfinite(allowed) and exact.dtype.is_floating_point else 0.0
+
+
+def _share_of_allowed(verdict: Verdict) -> float:
     error, allowed = verdict
-    return error / allowed if allowed else math.inf if error else 0.0
+    if allowed:
+        return error / allowed
+    return math.inf if error else 0.0
 
 
 def poison(device: torch.device) -> None:
-    """Leaves NaN in freed memory: a kernel that writes nothing cannot find an earlier result there."""
+    """Leave NaN in freed memory, so that a kernel that writes nothing cannot pass with an earlier result."""
     blocks = [torch.full((n,), math.nan, device=device) for n in (2**10, 2**16, 2**20, 2**22)]
     del blocks
 
 
 def check(problem: Problem, backend: str, device: torch.device) -> tuple[Verdict, bool]:
-    """Runs a backend twice on poisoned memory, then judges it -> (verdict, whether both runs gave the same bits)."""
+    """Run a backend twice on poisoned memory, and judge it -> (verdict, whether both runs gave the same bits)."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # from here on torch.empty gives NaN, in C++ too
     try:
-        found = []
+        outputs = []
         for _ in range(2):
             if problem.reset:
                 problem.reset()
             poison(device)
-            found.append(copy(problem.call(backend)))
+            outputs.append(copy(problem.call(backend)))
         poison(device)
-        gate = Tolerance(problem)
+        tolerance = Tolerance(problem)
     finally:
         torch.use_deterministic_algorithms(False)
-    return gate.judge(found[0]), same_bits(*found)
+    return tolerance.judge(outputs[0]), same_bits(*outputs)

@@ -1,4 +1,4 @@
-"""The process that checks and times cases, because a bad kernel takes its process with it.
+"""The process that checks and times cases: a bad kernel ends the process that launches it.
 
 Arguments: DEVICE CASES WORKLOAD. CASES is ``module:function`` from a workload to its cases, WORKLOAD the fields of one
 in JSON. :class:`rlkernels.proof.process.Worker` sends the jobs.
@@ -24,10 +24,10 @@ from rlkernels.proof.process import Message
 from rlkernels.proof.workload import Workload
 
 Say = Callable[[Message], None]
-SAMPLE_S = 5e-4  # of a timed sample: shorter calls are repeated within it
-ROUNDS = 41  # samples of each backend at most
-FEWEST = 3  # at least, however slow
-MEMORY_BYTES = 12 << 30  # of the GPU at most; less where less is free
+SAMPLE_S = 5e-4  # length of a timed sample; shorter calls are repeated within it
+MAX_ROUNDS = 41  # samples of each backend
+MIN_ROUNDS = 3  # also of a slow backend
+MAX_MEMORY_BYTES = 12 << 30  # of the GPU; less where less is free
 
 
 def finding(verdict: Verdict) -> Message:
@@ -59,12 +59,12 @@ def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> flo
 
 
 def replay(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Record what a call launches -> what launches it again; the call itself, if it waits for the GPU meanwhile."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    """Record what a call launches, and return a function that replays it; the call itself, if it waits for the GPU."""
+    warmup_stream = torch.cuda.Stream()
+    warmup_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup_stream):
         call()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(warmup_stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -78,20 +78,22 @@ def replay(call: Callable[[], Any]) -> Callable[[], Any]:
 def race(
     problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False
 ) -> dict[str, list[float]]:
-    """Time backends in turns, so that a change of the clock meets all of them -> seconds of each round."""
+    """Time backends in turns, so that a change of the GPU's clock affects all of them; return seconds by round."""
     calls: dict[str, Callable[[], Any]] = {name: partial(problem.call, name) for name in backends}
     if recorded and device.type == "cuda":
         calls = {name: replay(call) for name, call in calls.items()}
-    once = {name: seconds_of(call, 1, device) for name, call in calls.items()}
-    times = {name: max(1, math.ceil(SAMPLE_S / max(s, 1e-7))) for name, s in once.items()}
-    found: dict[str, list[float]] = {name: [] for name in backends}
+    repeats = {}
+    for name, call in calls.items():
+        seconds_once = seconds_of(call, 1, device)
+        repeats[name] = max(1, math.ceil(SAMPLE_S / max(seconds_once, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in backends}
     start = time.monotonic()
-    for rounds in range(ROUNDS):
-        if rounds >= FEWEST and time.monotonic() - start >= seconds:
+    for rounds in range(MAX_ROUNDS):
+        if rounds >= MIN_ROUNDS and time.monotonic() - start >= seconds:
             break
         for name, call in calls.items():
-            found[name].append(seconds_of(call, times[name], device))
-    return found
+            samples[name].append(seconds_of(call, repeats[name], device))
+    return samples
 
 
 def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Message:
@@ -99,22 +101,23 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
     torch.manual_seed(0)
     say({"begin": "torch"})
     problem = case.make(device)
-    gate = Tolerance(problem)
+    tolerance = Tolerance(problem)
     synchronize(device)
     judged: dict[str, Message] = {}
     for name in backends:
         say({"begin": name})
         if problem.reset:
             problem.reset()
-        judged[name] = finding(gate.judge(problem.call(name)))
+        judged[name] = finding(tolerance.judge(problem.call(name)))
         synchronize(device)
     say({"begin": ""})
-    right = [name for name in backends if judged[name]["right"]]
-    times = race(problem, [*right, "torch"], device, seconds, case.recorded) if right else {}
+    racing = [name for name in backends if judged[name]["right"]]
+    times = race(problem, [*racing, "torch"], device, seconds, case.recorded) if racing else {}
     return {"ok": True, "judged": judged, "times": times}
 
 
 def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Message:
+    """Do a job of kind check, compile or time, and return the answer."""
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
     if job["kind"] == "check":
         torch.manual_seed(0)
@@ -147,24 +150,29 @@ def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Message]
         try:
             answer = do(json.loads(line), prepared, say)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"[:500]
-            memory = isinstance(error, torch.OutOfMemoryError)
-            answer = {"ok": False, "message": text, "no_memory": memory, "traceback": traceback.format_exc()[-3000:]}
+            answer = {
+                "ok": False,
+                "message": f"{type(error).__name__}: {error}"[:500],
+                "no_memory": isinstance(error, torch.OutOfMemoryError),
+                "traceback": traceback.format_exc()[-3000:],
+            }
         say({**answer, "wall_s": round(time.perf_counter() - start, 3)})
         if "traceback" in answer:
             return
 
 
 def open_device(device: torch.device) -> None:
-    """Make a context of this process on the device, and bound its memory."""
+    """Create this process's context on the device, and limit its memory."""
     torch.zeros(1, device=device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(MEMORY_BYTES, 0.8 * free) / total, device)
+        torch.cuda.set_per_process_memory_fraction(min(MAX_MEMORY_BYTES, 0.8 * free) / total, device)
 
 
 def main() -> None:
-    device, cases, fields = torch.device(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    device = torch.device(sys.argv[1])
+    cases = sys.argv[2]
+    fields = json.loads(sys.argv[3])
 
     def prepare() -> list[Case]:
         open_device(device)

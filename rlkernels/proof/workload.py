@@ -1,4 +1,4 @@
-"""What the timed cases of a proof look like."""
+"""Shapes and dtype of the timed cases of a proof."""
 
 import hashlib
 from collections.abc import Mapping
@@ -41,7 +41,8 @@ class Workload:
 
 def workload_of_run(settings: Mapping[str, Any], model: Any) -> Workload:
     """Return the workload of a run with these nested settings of python_trainer and configuration of a decoder."""
-    rollout, dtype = settings["rollout"], settings["model"]["dtype"]
+    rollout = settings["rollout"]
+    dtype = settings["model"]["dtype"]
     heads = getattr(model, "num_attention_heads", Workload.heads)
     return Workload(
         dtype=Workload.dtype if dtype == "auto" else dtype,

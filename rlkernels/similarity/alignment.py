@@ -22,7 +22,7 @@ def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
     x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
     y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen != "torch":
-        x, y = reference.as_series(x, torch.float32).contiguous(), reference.as_series(y, torch.float32).contiguous()
+        x, y = (reference.as_series(series, torch.float32).contiguous() for series in (x, y))
     return chosen, x, y, x_lengths, y_lengths, arguments.band(band)
 
 

@@ -8,7 +8,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def series(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Raises unless x and y are both of two or both of three dimensions, of a floating dtype, on one device."""
+    """Raise unless x and y are both of two or both of three dimensions, of a floating dtype, on one device."""
     _check.tensor("x", x, ndim=(2, 3), dtype=FLOATS)
     _check.tensor("y", y, ndim=(2, 3), dtype=FLOATS, device=x.device)
     if x.ndim != y.ndim:
@@ -16,7 +16,7 @@ def series(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Raises unless series x and y have equally many features, one at least."""
+    """Raise unless series x and y have equally many features, one at least."""
     if x.ndim == 3:
         if y.shape[2] != x.shape[2]:
             _check.shape("y", y, (None, None, x.shape[2]))
@@ -25,7 +25,7 @@ def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def without_gradient(**tensors: torch.Tensor) -> None:
-    """Raises where a gradient is wanted of a tensor that the result would have none for."""
+    """Raise ValueError for a tensor that requires a gradient: the result has none."""
     for name, value in tensors.items():
         if torch.is_grad_enabled() and value.requires_grad:
             raise ValueError(
@@ -35,30 +35,30 @@ def without_gradient(**tensors: torch.Tensor) -> None:
 
 
 def histograms(name: str, value: torch.Tensor) -> None:
-    """Raises ValueError for a negative entry."""
+    """Raise ValueError for a negative entry."""
     if not value.is_meta and bool((value < 0).any()):
         raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
 
 
 def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel: bool = False) -> torch.Tensor | None:
-    """Raises unless ``value`` is None or integers [N] between 0 and L for x [N, L, ...]; returns int64.
+    """Return lengths as int64; raise unless they are None or integers [N] between 0 and L for x [N, L, ...].
 
-    ``in_kernel``: a compiled kernel checks the range itself, so that nothing waits for the values here.
+    ``in_kernel``: a compiled kernel checks the range, so that nothing waits for the values here.
     """
     if value is None:
         return None
     _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=x.device)
     _check.shape(name, value, (x.shape[0],))
-    known = not (in_kernel or value.is_meta or torch.compiler.is_compiling())
-    if known and value.numel():
-        low, high = (int(v) for v in torch.aminmax(value))
+    can_read = not (in_kernel or value.is_meta or torch.compiler.is_compiling())
+    if can_read and value.numel():
+        low, high = (int(bound) for bound in torch.aminmax(value))
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"{name} must lie between 0 and {x.shape[1]}, got values from {low} to {high}")
     return value.long().contiguous()
 
 
 def band(value: int | None) -> int | None:
-    """Check a Sakoe-Chiba radius: an integer >= 0 or None. Radii beyond every trajectory become 2**31."""
-    if type(value) is int and 0 <= value <= 2**31:
+    """Return a Sakoe-Chiba radius, an integer >= 0 or None; those beyond every trajectory become 2**31."""
+    if value is None or (type(value) is int and 0 <= value <= 2**31):
         return value
-    return None if value is None else min(_check.integer("band", value, 0), 2**31)
+    return min(_check.integer("band", value, 0), 2**31)

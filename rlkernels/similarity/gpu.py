@@ -4,12 +4,15 @@ import torch
 
 from rlkernels.similarity import reference
 
-LEAST_PAIRS, LEAST_CELLS = 1 << 14, 3 * 10**9
+# from here on lower bounds can pay
+MIN_PRUNED_PAIRS = 1 << 14  # four for each warp that an H100 holds
+MIN_PRUNED_CELLS = 3 * 10**9  # which an H100 computes in 1 ms
 
 
 def dtw(x, y, x_lengths, y_lengths, band, mode, backend):
     """Compute :func:`reference.dtw` for contiguous float32 [N, L, D] and [M, K, D]."""
-    x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
+    x_lengths = reference.full_lengths(x, x_lengths)
+    y_lengths = reference.full_lengths(y, y_lengths)
     subsequence = mode == "subsequence"
     if backend == "cuda":
         band = -1 if band is None else band
@@ -29,17 +32,18 @@ def dtw(x, y, x_lengths, y_lengths, band, mode, backend):
 def dtw_topk(x, y, k, x_lengths, y_lengths, band, backend):
     """Find the ``k`` smallest of :func:`dtw`.
 
-    CUDA lets lower bounds decide which costs to compute where that can pay: with ``LEAST_PAIRS``, four for each warp
-    that an H100 holds, ``LEAST_CELLS``, which it computes in 1 ms, and ``k`` below half of the candidates.
+    On CUDA, lower bounds decide which costs to compute if the problem is large and ``k`` below half of the candidates.
     """
-    n, m = x.shape[0], y.shape[0]
-    cells = n * m * x.shape[1] * y.shape[1]
-    if backend == "cuda" and 0 < 2 * k < m and n * m >= LEAST_PAIRS and cells >= LEAST_CELLS:
+    candidates = y.shape[0]
+    pairs = x.shape[0] * candidates
+    cells = pairs * x.shape[1] * y.shape[1]
+    is_large = pairs >= MIN_PRUNED_PAIRS and cells >= MIN_PRUNED_CELLS
+    if backend == "cuda" and is_large and 0 < 2 * k < candidates:
         cost = _promising_costs(x, y, k, x_lengths, y_lengths, -1 if band is None else band)
     else:
         cost = dtw(x, y, x_lengths, y_lengths, band, "full", backend)
     # costs are >= 0: their bits are ordered as they are, and NaN comes last
-    keys = cost.view(torch.int32).long() << 32 | torch.arange(m, device=x.device)
+    keys = cost.view(torch.int32).long() << 32 | torch.arange(candidates, device=x.device)
     index = keys.topk(k, largest=False).values & 0xFFFFFFFF
     return cost.gather(1, index), index
 
@@ -49,17 +53,20 @@ def _promising_costs(x, y, k, x_lengths, y_lengths, band):
 
     The k-th of the costs with the 2 k lowest bounds is a ceiling. Nothing here waits for the device.
     """
-    x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
-    x_bad, y_bad = reference.not_finite(x, x_lengths), reference.not_finite(y, y_lengths)
-    lengths = x_lengths.masked_fill(x_bad, 0), y_lengths.masked_fill(y_bad, 0)  # the kernels pass over empty ones
+    x_lengths = reference.full_lengths(x, x_lengths)
+    y_lengths = reference.full_lengths(y, y_lengths)
+    x_bad = reference.not_finite(x, x_lengths)
+    y_bad = reference.not_finite(y, y_lengths)
+    lengths = x_lengths.masked_fill(x_bad, 0), y_lengths.masked_fill(y_bad, 0)  # the kernels skip empty ones
     native = torch.ops.rlkernels
-    bounds = torch.maximum(native.dtw_bounds(x, y, *lengths, band), native.dtw_bounds(y, x, *lengths[::-1], -1).T)
+    y_bounds = native.dtw_bounds(y, x, *lengths[::-1], -1).T
+    bounds = torch.maximum(native.dtw_bounds(x, y, *lengths, band), y_bounds)
     cost = reference.with_special_cases(bounds, x_lengths[:, None], y_lengths, x_bad[:, None] | y_bad)
     likely = cost.topk(2 * k, largest=False).indices
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     native.dtw_warps_(cost, rows * y.shape[0] + likely, x, y, *lengths, band)
     ceiling = cost.gather(1, likely).topk(k, largest=False).values[:, -1:]
-    rest = (cost <= ceiling).scatter(1, likely, False)
-    pairs = rest.flatten().nonzero_static(size=rest.numel())
+    undecided = (cost <= ceiling).scatter(1, likely, False)
+    pairs = undecided.flatten().nonzero_static(size=undecided.numel())
     native.dtw_warps_(cost, pairs, x, y, *lengths, band)
     return cost

@@ -10,20 +10,25 @@ from rlkernels._contexts import public_op
 from rlkernels.similarity import arguments, reference
 
 
-def _shares(around: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the softmin of three predecessors [3, ...]: the least, exp((least - each) / gamma), and their sum.
+def _softmin_terms(values: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the terms of the softmin of three predecessors [3, ...].
 
-    Where none can be reached the parts are 0, 0 and 0. Otherwise the sum is at least 1.
+    Returns:
+        The minimum, exp((minimum - each) / gamma), and their sum, at least 1. Where no predecessor can be reached, 0,
+        three zeros, and 0.
     """
-    least = around.amin(0)
-    least = least.masked_fill(least == torch.inf, 0)
-    parts = ((least - around) / gamma).exp()
-    return least, parts, parts.sum(0)
+    minimum = values.amin(0)
+    minimum = minimum.masked_fill(minimum == torch.inf, 0)
+    weights = ((minimum - values) / gamma).exp()
+    return minimum, weights, weights.sum(0)
 
 
 class _SoftDtw(torch.autograd.Function):
-    """Along anti-diagonals, all pairs at once. Keeps one table of cumulative costs; the backward pass walks it from the
-    last cell and divides each cell's share of the gradient among its three predecessors by a softmax."""
+    """Walk along anti-diagonals, all pairs at once, and keep one table of cumulative costs.
+
+    The backward pass walks the table from the last cell. It divides each cell's share of the gradient among its three
+    predecessors by a softmax.
+    """
 
     @staticmethod
     def forward(x, y, x_lengths, y_lengths, band, gamma):
@@ -33,9 +38,9 @@ class _SoftDtw(torch.autograd.Function):
         table[0, :, 0] = 0
         radius = reference.band_radius(x_lengths, y_lengths, band)
         for d, lo, hi, cost in reference.diagonals(x, y):
-            least, _, total = _shares(_predecessors(table, d, lo, hi), gamma)
+            minimum, _, weight_sum = _softmin_terms(reference.predecessors(table[d], table[d + 1], lo, hi), gamma)
+            value = cost + (minimum - gamma * weight_sum.log())  # minus log 0: infinity
             offset = (2 * torch.arange(lo, hi, device=x.device) - d).abs()
-            value = cost + (least - gamma * total.log())  # minus log 0: infinity
             table[d + 2, :, lo + 1 : hi + 1] = value.masked_fill(offset > radius[:, None], torch.inf)
         return table[x_lengths + y_lengths, torch.arange(batch, device=x.device), x_lengths], table
 
@@ -50,29 +55,26 @@ class _SoftDtw(torch.autograd.Function):
     @_gradients.once("soft_dtw")
     def backward(ctx: Any, grad, _):
         x, y, x_lengths, y_lengths, table = ctx.saved_tensors
-        grad_x, grad_y = torch.zeros_like(x), torch.zeros_like(y)
-        flow, next_flow, last_flow = (torch.zeros_like(table[0]) for _ in range(3))  # of d, d - 1, d - 2
+        grad_x = torch.zeros_like(x)
+        grad_y = torch.zeros_like(y)
+        # gradients of the cumulative costs on anti-diagonals d, d - 1, d - 2
+        grad_cells, grad_sides, grad_corners = (torch.zeros_like(table[0]) for _ in range(3))
         for d, lo, hi in reversed(list(reference.spans(x, y))):
-            ends = (x_lengths + y_lengths - 2 == d) & (x_lengths > 0) & (y_lengths > 0)
-            flow.scatter_add_(1, x_lengths[:, None], torch.where(ends, grad, 0)[:, None])
-            here = flow[:, lo + 1 : hi + 1]
-            _, parts, total = _shares(_predecessors(table, d, lo, hi), ctx.gamma)
-            above, left, corner = parts * (here / total.clamp_min(1))
-            next_flow[:, lo:hi] += above
-            next_flow[:, lo + 1 : hi + 1] += left
-            last_flow[:, lo:hi] += corner
+            is_end = (x_lengths + y_lengths - 2 == d) & (x_lengths > 0) & (y_lengths > 0)
+            grad_cells.scatter_add_(1, x_lengths[:, None], torch.where(is_end, grad, 0)[:, None])
+            grad_span = grad_cells[:, lo + 1 : hi + 1]
+            costs = reference.predecessors(table[d], table[d + 1], lo, hi)
+            _, weights, weight_sum = _softmin_terms(costs, ctx.gamma)
+            to_above, to_left, to_corner = weights * (grad_span / weight_sum.clamp_min(1))
+            grad_sides[:, lo:hi] += to_above
+            grad_sides[:, lo + 1 : hi + 1] += to_left
+            grad_corners[:, lo:hi] += to_corner
             columns = slice(d - hi + 1, d - lo + 1)
-            step = 2 * here.unsqueeze(-1) * (x[:, lo:hi] - y[:, columns].flip(1))
-            grad_x[:, lo:hi] += step
-            grad_y[:, columns] -= step.flip(1)
-            flow, next_flow, last_flow = next_flow, last_flow, flow.zero_()
+            grad_difference = 2 * grad_span.unsqueeze(-1) * (x[:, lo:hi] - y[:, columns].flip(1))
+            grad_x[:, lo:hi] += grad_difference
+            grad_y[:, columns] -= grad_difference.flip(1)
+            grad_cells, grad_sides, grad_corners = grad_sides, grad_corners, grad_cells.zero_()
         return grad_x, grad_y, None, None, None, None
-
-
-def _predecessors(table: torch.Tensor, d: int, lo: int, hi: int) -> torch.Tensor:
-    """Return [3, B, hi - lo]: the cells above, left and at the corner of those of an anti-diagonal."""
-    older, old = table[d], table[d + 1]
-    return torch.stack([old[:, lo:hi], old[:, lo + 1 : hi + 1], older[:, lo:hi]])
 
 
 def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
@@ -120,8 +122,7 @@ def soft_dtw(
     dtype = reference.compute_dtype(x, y)
     if not torch.finfo(dtype).tiny <= gamma <= torch.finfo(dtype).max:
         raise ValueError(f"gamma must be a number that {dtype} holds, got {gamma!r}")
-    x, y = reference.as_series(x, torch.float64), reference.as_series(y, torch.float64)
-    x_lengths, y_lengths = reference.full_lengths(x, x_lengths), reference.full_lengths(y, y_lengths)
-    (x, x_bad), (y, y_bad) = reference.blank_padding(x, x_lengths), reference.blank_padding(y, y_lengths)
+    x, x_lengths, x_bad = reference.prepare_series(x, x_lengths, torch.float64)
+    y, y_lengths, y_bad = reference.prepare_series(y, y_lengths, torch.float64)
     value, _ = _gradients.apply(_SoftDtw, x, y, x_lengths, y_lengths, band, float(gamma))
     return reference.with_special_cases(value.to(dtype), x_lengths, y_lengths, x_bad | y_bad)

@@ -48,7 +48,8 @@ class Trajectories:
         return self.rewards.shape[0]
 
     def _rows(self, rows: slice) -> "Trajectories":
-        states, lengths = (None if part is None else part[rows] for part in (self.states, self.lengths))
+        states = None if self.states is None else self.states[rows]
+        lengths = None if self.lengths is None else self.lengths[rows]
         return Trajectories(self.rewards[rows], states, lengths)
 
 
@@ -58,7 +59,7 @@ def _check_trajectories(query: Trajectories, bank: Trajectories) -> None:
             raise TypeError(f"{name} must be Trajectories, got {type(value).__name__}")
 
 
-def _state_part(query: Trajectories, bank: Trajectories, metric: str | None, **settings) -> torch.Tensor:
+def _similarity_of_states(query: Trajectories, bank: Trajectories, metric: str | None, **settings) -> torch.Tensor:
     """Return the [N, M] similarity of the states, by ``metric`` or the one that their rank suggests."""
     if query.states is None or bank.states is None:
         raise ValueError("query.states and bank.states must be given unless reward_weight is 1, got None")
@@ -117,10 +118,11 @@ def rhyme_similarity(
     _backend.choose("rhyme_similarity", query.rewards.device, backend)
     out = query.rewards.new_empty(len(query), len(bank), dtype=torch.float32)
     for rows, columns in reference.blocks(len(query), len(bank), reference.BLOCK_PAIRS):
-        x, y = query._rows(rows), bank._rows(columns)
+        x = query._rows(rows)
+        y = bank._rows(columns)
         state = None
         if reward_weight < 1:
-            state = _state_part(x, y, state_metric, scale=state_scale, projections=projections, seed=seed)
+            state = _similarity_of_states(x, y, state_metric, scale=state_scale, projections=projections, seed=seed)
         cost = dtw(x.rewards, y.rewards, x_lengths=x.lengths, y_lengths=y.lengths, band=band, backend=backend)
         lengths = [reference.full_lengths(t.rewards, t.lengths) for t in (x, y)]
         out[rows, columns] = reference.rhyme_similarity(

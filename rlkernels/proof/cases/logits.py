@@ -14,13 +14,14 @@ from rlkernels.proof.workload import Workload
 
 Device = torch.device
 Settings = tuple[float, float, int]  # temperature, top-p, top-k
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 MIXED: list[Settings] = [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 1.0, 20), (1.0, 0.9, 0), (1.3, 0.8, 5)]
-LOGIT_ROWS = 1024  # of a timed case: plain torch holds several float32 copies
+LOGIT_ROWS = 1024  # of a timed case; plain torch holds several float32 copies of them
 
 
 def peaked_logits(rows: int, vocab: int, dtype: torch.dtype, on: Device) -> torch.Tensor:
-    """Return peaked rows as a language model gives them, with some tokens ruled out."""
+    """Return peaked rows as of a language model, with some tokens at minus infinity."""
     logits = torch.randn(rows, vocab, device=on) * 3
     logits[:, 0] += 20
     if vocab > 2:
@@ -32,19 +33,21 @@ def logprobs(rows: int, vocab: int, dtype: torch.dtype, backward: bool, on: Devi
     """Make a problem of log-probability and entropy; with ``backward`` also the gradient of the logits."""
     logits = peaked_logits(rows, vocab, dtype, on)
     ids = torch.randint(0, vocab, (rows,), device=on)
-    ids[::3] = 0  # not the token that was ruled out
+    ids[::3] = 0  # a token with a finite logit
     grads = torch.randn(2, rows, device=on)
 
     def run(function: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
         leaf = tensor.detach().requires_grad_(backward)
         out = list(function(leaf))
-        return out + list(torch.autograd.grad(out, [leaf], list(grads.to(out[0].dtype)))) if backward else out
+        if backward:
+            out += torch.autograd.grad(out, [leaf], list(grads.to(out[0].dtype)))
+        return out
 
-    def ours(backend: str, leaf: torch.Tensor) -> Any:
+    def score(backend: str, leaf: torch.Tensor) -> Any:
         return rlkernels.token_logprobs(leaf, ids, temperature=0.7, return_entropy=True, backend=backend)
 
     return Problem(
-        lambda backend: run(partial(ours, backend), logits),
+        lambda backend: run(partial(score, backend), logits),
         lambda: run(lambda leaf: reference.token_logprobs(leaf, ids, 0.7), logits.double()),
         nbytes=logits.nbytes * (3 if backward else 1),
         dtype=dtype,
@@ -54,20 +57,22 @@ def logprobs(rows: int, vocab: int, dtype: torch.dtype, backward: bool, on: Devi
 
 def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: Device) -> Problem:
     """Make the same problem from hidden states, with the gradients of states and weight."""
-    hidden, weight = torch.randn(rows, width, device=on), torch.randn(vocab, width, device=on) * 3 / width**0.5
+    hidden = torch.randn(rows, width, device=on)
+    weight = torch.randn(vocab, width, device=on) * 3 / width**0.5
     inputs = hidden.to(dtype), weight.to(dtype)
-    ids, grads = torch.randint(0, vocab, (rows,), device=on), torch.randn(2, rows, device=on)
+    ids = torch.randint(0, vocab, (rows,), device=on)
+    grads = torch.randn(2, rows, device=on)
 
     def run(function: Any, tensors: Any) -> list[torch.Tensor]:
-        h, w = (x.detach().requires_grad_() for x in tensors)
-        out = list(function(h, w, ids))
-        return out + list(torch.autograd.grad(out, [h, w], list(grads.to(out[0].dtype))))
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = list(function(*leaves, ids))
+        return out + list(torch.autograd.grad(out, leaves, list(grads.to(out[0].dtype))))
 
-    def ours(backend: str) -> list[torch.Tensor]:
+    def score(backend: str) -> list[torch.Tensor]:
         return run(partial(rlkernels.linear_token_logprobs, return_entropy=True, backend=backend), inputs)
 
     return Problem(
-        ours,
+        score,
         lambda: run(reference.linear_token_logprobs, [x.double() for x in inputs]),
         nbytes=sum(x.nbytes for x in inputs) * 2,
         flops=8 * rows * vocab * width,
@@ -76,7 +81,7 @@ def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: D
 
 
 def _per_row(settings: list[Settings], rows: int, on: Device) -> dict[str, Any]:
-    """Yield the settings of sampling, in turn; the same for all rows as plain numbers."""
+    """Return settings of sampling that alternate between rows; plain numbers if all rows share them."""
     names = ("temperature", "top_p", "top_k")
     if len(settings) == 1:
         return dict(zip(names, settings[0]))
@@ -85,7 +90,8 @@ def _per_row(settings: list[Settings], rows: int, on: Device) -> dict[str, Any]:
 
 
 def sample(rows: int, vocab: int, dtype: torch.dtype, settings: list[Settings], on: Device) -> Problem:
-    logits, uniforms = torch.randn(rows, vocab, device=on).mul(3).to(dtype), torch.rand(rows, device=on)
+    logits = torch.randn(rows, vocab, device=on).mul(3).to(dtype)
+    uniforms = torch.rand(rows, device=on)
     options = _per_row(settings, rows, on)
     return Problem(
         lambda backend: rlkernels.sample_tokens(logits, uniforms, **options, backend=backend),
@@ -96,16 +102,17 @@ def sample(rows: int, vocab: int, dtype: torch.dtype, settings: list[Settings], 
 
 
 def verify(lengths: list[int], vocab: int, dtype: torch.dtype, settings: list[Settings], on: Device) -> Problem:
-    """Drafts of these lengths, about half of whose tokens are right."""
+    """Make a problem of drafts with these lengths, most of whose tokens are right."""
     starts = [0, *itertools.accumulate(n + 1 for n in lengths)]
     rows = starts[-1]
-    logits, uniforms = peaked_logits(rows, vocab, dtype, on), torch.rand(rows, device=on)
+    logits = peaked_logits(rows, vocab, dtype, on)
+    uniforms = torch.rand(rows, device=on)
     options = _per_row(settings, len(lengths), on)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) + 1).to(on)
     per_row: dict[str, Any] = {name: x[owner] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     ids, _ = rlkernels.sample_tokens(logits, uniforms, **per_row, backend="torch")
-    guess = torch.where(torch.rand(rows, device=on) < 0.8, ids, (ids + 1) % vocab).tolist()
-    drafts = [guess[a : b - 1] for a, b in itertools.pairwise(starts)]
+    guesses = torch.where(torch.rand(rows, device=on) < 0.8, ids, (ids + 1) % vocab).tolist()
+    drafts = [guesses[start : end - 1] for start, end in itertools.pairwise(starts)]
     bounds = torch.tensor(starts, device=on)
     return Problem(
         lambda backend: rlkernels.verify_drafts(logits, drafts, bounds, uniforms, **options, backend=backend),
@@ -129,7 +136,9 @@ SMALL = [
 
 def timed(work: Workload) -> Iterator[Case]:
     """Yield cases: scoring of completions, both ways, and sampling of a token for every sequence."""
-    dtype, vocab, settings = work.torch_dtype, work.vocab, [(work.temperature, work.top_p, work.top_k)]
+    dtype = work.torch_dtype
+    vocab = work.vocab
+    settings = [(work.temperature, work.top_p, work.top_k)]
     yield Case("token_logprobs", f"{LOGIT_ROWS} x {vocab}, forward and backward",
                partial(logprobs, LOGIT_ROWS, vocab, dtype, True), timed=True)  # fmt: skip
     yield Case("linear_token_logprobs", f"{LOGIT_ROWS} x {work.hidden} x {vocab}, forward and backward",

@@ -1,5 +1,6 @@
 """Cases of the leading singular triplet of weight deltas, and of its use."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,55 +12,61 @@ from rlkernels.proof.problem import Case, Problem, Verdict
 from rlkernels.proof.workload import Workload
 
 Device = torch.device
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 TOL = 1e-2
-EXACT_SVD = 2**22  # entries of a matrix up to which a float64 SVD is the judge
+MAX_SVD_ENTRIES = 2**22  # of a matrix whose triplet is compared with that of a float64 SVD
 
 
 def _pair(m: int, n: int, dtype: torch.dtype, on: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a base and a weight that differs by a dominant direction and noise, in the storage dtype."""
+    """Return a weight and its base, which differ by a dominant direction and noise, in the storage dtype."""
     base = (torch.randn(m, n, device=on) * 0.02).to(dtype)
-    u, v = torch.randn(m, device=on), torch.randn(n, device=on)
+    u = torch.randn(m, device=on)
+    v = torch.randn(n, device=on)
     delta = torch.outer(u, v) * 1e-3 + torch.randn(m, n, device=on) * 3e-4
     return (base.float() + delta).to(dtype), base
 
 
 def _worst(*errors: float) -> Verdict:
-    return (max(errors) if all(error == error for error in errors) else float("inf")), 2 * TOL
+    """Return the verdict on the largest error; NaN counts as infinite."""
+    return max(math.inf if math.isnan(error) else error for error in errors), 2 * TOL
 
 
 def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
-    """Make a problem judged by the angle to the true direction and the error of sigma."""
+    """Make a problem whose errors are the angles to the true directions, their lengths, and sigma."""
     weight, base = _pair(m, n, dtype, on)
 
     def call(backend: str) -> list[Any]:
         update = rlkernels.top1_delta(weight, base, tol=TOL, backend=backend)
         return [update.u, torch.tensor(update.sigma, dtype=torch.float64), update.v]
 
-    def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
-        u, s, v = (t.double() for t in plain)
-        if m * n <= EXACT_SVD:
-            left, sigma, right = torch.linalg.svd(weight.double() - base.double(), full_matrices=False)
-            u, s, v = left[:, 0], sigma[0], right[0]
-        vectors = ((ours[0].double(), u), (ours[2].double(), v))
-        angles = [(mine - true * (mine @ true)).norm().item() for mine, true in vectors]
-        lengths = [abs(mine.norm().item() - 1) for mine, _ in vectors]
-        return _worst(*angles, *(1e3 * length for length in lengths), 10 * abs(ours[1].item() / s.item() - 1))
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+        u, sigma, v = (tensor.double() for tensor in plain)
+        if m * n <= MAX_SVD_ENTRIES:
+            us, sigmas, vs = torch.linalg.svd(weight.double() - base.double(), full_matrices=False)
+            u = us[:, 0]
+            sigma = sigmas[0]
+            v = vs[0]
+        errors = [10 * abs(result[1].item() / sigma.item() - 1)]
+        for vector, exact in ((result[0].double(), u), (result[2].double(), v)):
+            sine = (vector - exact * (vector @ exact)).norm().item()
+            errors += [sine, 1e3 * abs(vector.norm().item() - 1)]
+        return _worst(*errors)
 
     return Problem(call, judge=judge, nbytes=2 * weight.nbytes, dtype=dtype)
 
 
 def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> Problem:
-    """Make a problem of many modules in one call, judged by plain torch."""
+    """Make a problem of many modules in one call, compared with plain torch."""
     pairs = {f"{i}": _pair(m, n, dtype, on) for i, (m, n) in enumerate(shapes)}
 
     def call(backend: str) -> list[Any]:
-        updates = rlkernels.top1_deltas(pairs, tol=TOL, backend=backend)
-        return [torch.cat([t.flatten() for u in updates.values() for t in (u.u, u.v)]),
-                torch.tensor([u.sigma for u in updates.values()], dtype=torch.float64)]  # fmt: skip
+        updates = rlkernels.top1_deltas(pairs, tol=TOL, backend=backend).values()
+        vectors = torch.cat([vector.flatten() for update in updates for vector in (update.u, update.v)])
+        return [vectors, torch.tensor([update.sigma for update in updates], dtype=torch.float64)]
 
-    def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
-        return _worst((ours[0] - plain[0]).abs().max().item(), (ours[1] / plain[1] - 1).abs().max().item())
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+        return _worst((result[0] - plain[0]).abs().max().item(), (result[1] / plain[1] - 1).abs().max().item())
 
     return Problem(call, judge=judge, nbytes=4 * sum(w.nbytes + b.nbytes for w, b in pairs.values()), dtype=dtype)
 
@@ -76,14 +83,18 @@ def matvec(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
 
 def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Problem:
     start = (torch.randn(m, n, device=on) * 0.02).to(dtype)
-    weight, u, v = start.clone(), torch.randn(m, device=on), torch.randn(n, device=on)
+    weight = start.clone()
+    u = torch.randn(m, device=on)
+    v = torch.randn(n, device=on)
     options: dict[str, Any] = {"stochastic_rounding": stochastic, "seed": 11}
 
-    def judge(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
-        """Judge the share of numbers that differ: despite keyed random bits, a last bit may change one."""
-        a, b = ours[0].double(), plain[0].double()
-        near = (a - b).abs() <= torch.finfo(dtype).eps * b.abs() + 1e-30
-        return ((a != b).double().mean().item() if bool(near.all()) else float("inf")), 0.01
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+        """Return the share of numbers that differ: despite keyed random bits, a last bit may change one."""
+        value = result[0].double()
+        expected = plain[0].double()
+        is_neighbour = (value - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-30
+        share = (value != expected).double().mean().item()
+        return (share if bool(is_neighbour.all()) else math.inf), 0.01
 
     return Problem(
         lambda backend: rlkernels.add_rank1_(weight, u, v, 1e-3, **options, backend=backend),
@@ -110,7 +121,9 @@ SMALL = [
 
 def timed(work: Workload) -> Iterator[Case]:
     """Yield cases: a matrix of the feed-forward layer, and the seven modules of a layer."""
-    wide, narrow, dtype = 4 * work.hidden, work.hidden, work.torch_dtype
+    wide = 4 * work.hidden
+    narrow = work.hidden
+    dtype = work.torch_dtype
     kv = work.kv_heads * work.head_dim
     layer = [(narrow, narrow), (kv, narrow), (kv, narrow), (narrow, narrow), (wide, narrow), (wide, narrow),
              (narrow, wide)]  # fmt: skip

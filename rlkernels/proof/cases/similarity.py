@@ -15,32 +15,35 @@ Device = torch.device
 
 
 def _walks(shape: tuple[int, ...], on: Device) -> torch.Tensor:
-    """Draw random walks, so that the alignment matters."""
+    """Draw random walks, whose cost depends on the alignment."""
     return torch.randn(shape, device=on).cumsum(1) * 0.1
 
 
 def warp(n: int, m: int, length: int, dim: int, mode: str, band: int | None, ragged: bool, on: Device) -> Problem:
     """Make a problem of DTW; ``ragged``: all lengths from 0 up, NaN beyond each, one NaN inside."""
     trailing = (dim,) if dim > 1 else ()
-    x, y = _walks((n, length, *trailing), on), _walks((m, length + 3, *trailing), on)
+    x = _walks((n, length, *trailing), on)
+    y = _walks((m, length + 3, *trailing), on)
     lengths: dict[str, Any] = {}
     if ragged:
-        for name, t in (("x_lengths", x), ("y_lengths", y)):
-            lengths[name] = torch.randint(0, t.shape[1] + 1, (len(t),)).to(on)
-            lengths[name][:2] = torch.tensor([0, t.shape[1]])
-            t[torch.arange(t.shape[1], device=on) >= lengths[name][:, None]] = torch.nan
+        for name, series in (("x_lengths", x), ("y_lengths", y)):
+            longest = series.shape[1]
+            lengths[name] = torch.randint(0, longest + 1, (len(series),)).to(on)
+            lengths[name][:2] = torch.tensor([0, longest])
+            series[torch.arange(longest, device=on) >= lengths[name][:, None]] = torch.nan
         x[1, length // 2] = torch.nan
     options: dict[str, Any] = {**lengths, "mode": mode, "band": band}
     return Problem(
         lambda backend: rlkernels.dtw(x, y, **options, backend=backend),
         lambda: reference.dtw(x.double(), y.double(), **options),
-        # one cell: a difference squared per dimension, an addition, two minima
+        # of a cell: a squared difference for each dimension, an addition, two minima
         flops=n * m * length * (length + 3) * (2 * dim + 3),
     )
 
 
 def topk(n: int, m: int, length: int, k: int, on: Device) -> Problem:
-    x, y = _walks((n, length), on), _walks((m, length), on)
+    x = _walks((n, length), on)
+    y = _walks((m, length), on)
     return Problem(
         lambda backend: rlkernels.dtw_topk(x, y, k, backend=backend),
         lambda: reference.dtw_topk(x.double(), y.double(), k),

@@ -136,8 +136,8 @@ def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole_numbers):
         patch.setattr(torch.ops.rlkernels, "dtw_warps_", warps, raising=False)
         all_warps = GPUTensor(all_costs.clone()), None, None
         patch.setattr(torch.ops.rlkernels, "dtw_warps", lambda *_: all_warps, raising=False)
-        patch.setattr(gpu, "LEAST_PAIRS", 0)
-        patch.setattr(gpu, "LEAST_CELLS", 0)
+        patch.setattr(gpu, "MIN_PRUNED_PAIRS", 0)
+        patch.setattr(gpu, "MIN_PRUNED_CELLS", 0)
         gpu_series = [GPUTensor(t.clone()) for t in (x, y)]
         result = gpu.dtw_topk(*gpu_series, k, *(GPUTensor(t) for t in (x_lengths, y_lengths)), band, "cuda")
         assert not waits
