@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-MOST = 2**31 - 1  # of what is counted: kernels number blocks, tokens of a draft and directions in int32
+MOST = 2**31 - 1  # largest count: kernels number blocks, tokens of a draft and directions in int32
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
     if value not in tuple(allowed):  # a dictionary would raise for what it cannot hash
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def number(name: str, value: Any) -> None:
-    """Raises unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool."""
+    """Raise unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool."""
     try:
         if not isinstance(value, (bool, str, bytes, bytearray)):  # float() would read the text
             float(value)
@@ -29,26 +29,26 @@ def number(name: str, value: Any) -> None:
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """Raises unless ``value`` is an integer (not a bool) in the range; returns it as int."""
+    """Return ``value`` as int; raise unless it is an integer (not a bool) in the range."""
     try:
-        found = value if isinstance(value, int) else operator.index(value)
+        index = value if isinstance(value, int) else operator.index(value)
     except TypeError:
-        found = True
-    if isinstance(found, bool):
+        index = True
+    if isinstance(index, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if (low is not None and found < low) or (high is not None and found > high):
+    if (low is not None and index < low) or (high is not None and index > high):
         allowed = f">= {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {allowed}, got {found}")
-    return found
+        raise ValueError(f"{name} must be {allowed}, got {index}")
+    return index
 
 
 def seed(value: Any) -> int:
-    """Raises unless ``value`` is an integer of 64 bits, signed or not; returns it signed, as kernels take it."""
+    """Return a seed of 64 bits, signed or not, as the signed integer that kernels take; raise otherwise."""
     return (integer("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
 
 
 def positive(name: str, value: float, *, zero: bool = False) -> None:
-    """Raises unless ``value`` is a number above 0, or at 0 where ``zero`` is allowed."""
+    """Raise unless ``value`` is a number above 0, or at 0 where ``zero`` is allowed."""
     if type(value) is float and value > 0:
         return
     number(name, value)
@@ -57,14 +57,14 @@ def positive(name: str, value: float, *, zero: bool = False) -> None:
 
 
 def in_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises unless ``value`` is a number and ``low <= value <= high``."""
+    """Raise unless ``value`` is a number and ``low <= value <= high``."""
     number(name, value)
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
 
 
 def share(name: str, value: float) -> None:
-    """Raises unless ``value`` is a number and ``0 < value < 1``."""
+    """Raise unless ``value`` is a number and ``0 < value < 1``."""
     number(name, value)
     if not 0 < value < 1:
         raise ValueError(f"{name} must be between 0 and 1 (exclusive), got {value!r}")
@@ -73,7 +73,7 @@ def share(name: str, value: float) -> None:
 def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = None,
            dtype: torch.dtype | Collection[torch.dtype] | None = None, floating: bool = False,
            device: torch.device | None = None) -> torch.Tensor:  # fmt: skip
-    """Returns ``value`` when it is a tensor of an allowed rank, dtype and device, otherwise raises."""
+    """Return ``value`` if it is a tensor of an allowed rank, dtype and device; raise otherwise."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     ranks = (ndim,) if isinstance(ndim, int) else ndim
@@ -95,18 +95,19 @@ def on_host(value: torch.Tensor) -> bool:
 
 
 def indices(name: str, value: torch.Tensor, size: int) -> None:
-    """Raises ValueError for an entry outside ``[0, size)``, if it can look (:func:`on_host`)."""
+    """Raise ValueError for an entry outside ``[0, size)``, if it can look (:func:`on_host`)."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if on_host(value) and value.numel() and not traced:
-        low, high = int(value.min()), int(value.max())
+        low = int(value.min())
+        high = int(value.max())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low if low < 0 else high}")
 
 
 def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
-    """Raises unless ``value`` has this shape; None allows any size."""
+    """Raise unless ``value`` has this shape; None allows any size."""
     if value.shape == expected:
         return
     if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):
-        wanted = ", ".join("any" if e is None else str(e) for e in expected)
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(value.shape)}")
+        sizes = ", ".join("any" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name} must have shape [{sizes}], got {list(value.shape)}")

@@ -1,4 +1,4 @@
-"""Gradients of compiled ops, under autograd and under torch.func. They have no gradient themselves, and say so."""
+"""Gradients of compiled ops, under autograd and under torch.func. These gradients have no gradient and raise."""
 
 import functools
 from collections.abc import Callable

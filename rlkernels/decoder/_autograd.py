@@ -8,7 +8,7 @@ from rlkernels import _gradients
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """residual, x or None, weight, eps -> sum ([0, D] without x), its norm, and the factor of each row."""
+    """From residual, x or None, weight, eps: the sum ([0, D] without x), its norm, and the factor of each row."""
 
     @staticmethod
     def forward(residual: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Any:
@@ -25,13 +25,15 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("add_rms_norm", "; backend='torch' has one")
-    def backward(ctx: Any, of_total: Any, of_out: Any, _: Any) -> Any:
+    def backward(ctx: Any, grad_total: Any, grad_out: Any, _: Any) -> Any:
         total, factor, weight = ctx.saved_tensors
-        other, of_out = (None if grad is None else grad.contiguous() for grad in (of_total, of_out))
-        if of_out is None:
-            return other, other, None, None
-        grad, of_weight = torch.ops.rlkernels.rms_norm_backward(of_out, other, total, factor, weight)
-        return grad, grad if ctx.added else None, of_weight, None
+        if grad_total is not None:
+            grad_total = grad_total.contiguous()
+        if grad_out is None:
+            return grad_total, grad_total, None, None
+        grads = torch.ops.rlkernels.rms_norm_backward(grad_out.contiguous(), grad_total, total, factor, weight)
+        grad_sum, grad_weight = grads
+        return grad_sum, grad_sum if ctx.added else None, grad_weight, None
 
 
 class Rope(torch.autograd.Function):
@@ -53,11 +55,13 @@ class Rope(torch.autograd.Function):
         x, positions, cos, sin, *weights = ctx.saved_tensors
         q_heads, heads, eps = ctx.settings
         grad_out = grad_out.contiguous()
-        x = grad_out if x is None else x  # without norms it is not looked at
+        x = grad_out if x is None else x  # not read without norms
         tables = positions, cos, sin, q_heads, heads
-        grad, of_weights = torch.ops.rlkernels.rope_backward(grad_out, x, *tables, *weights, eps)
-        found = [None if weight is None else g.to(weight.dtype) for weight, g in zip(weights, of_weights, strict=True)]
-        return grad, None, None, None, None, None, *found, None
+        grad_x, grad_rows = torch.ops.rlkernels.rope_backward(grad_out, x, *tables, *weights, eps)
+        grad_weights = [
+            None if weight is None else grad.to(weight.dtype) for weight, grad in zip(weights, grad_rows, strict=True)
+        ]
+        return grad_x, None, None, None, None, None, *grad_weights, None
 
 
 class SiluMul(torch.autograd.Function):

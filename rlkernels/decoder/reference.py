@@ -30,15 +30,15 @@ def rope(
 ) -> torch.Tensor:
     """See :func:`rlkernels.decoder.rope`."""
     dim = cos.shape[1]
-    part, rest = x.split([heads * dim, x.shape[1] - heads * dim], 1)
-    part = part.unflatten(1, (heads, dim))
+    queries_and_keys, values = x.split([heads * dim, x.shape[1] - heads * dim], 1)
+    qk = queries_and_keys.unflatten(1, (heads, dim))
     if q_weight is not None:
         assert k_weight is not None
-        part = torch.cat([rms_norm(part[:, :q_heads], q_weight, eps), rms_norm(part[:, q_heads:], k_weight, eps)], 1)
-    low, high = part.chunk(2, -1)
+        qk = torch.cat([rms_norm(qk[:, :q_heads], q_weight, eps), rms_norm(qk[:, q_heads:], k_weight, eps)], 1)
+    low, high = qk.chunk(2, -1)
     cos, sin = (table.detach()[positions][:, None] for table in (cos, sin))
-    turned = part * cos + torch.cat([-high, low], -1) * sin
-    return torch.cat([turned.flatten(1).to(x.dtype), rest], 1)
+    rotated = qk * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([rotated.flatten(1).to(x.dtype), values], 1)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Drafts from earlier rollouts: yesterday's answers predict today's."""
+"""Drafts from earlier rollouts: answers of earlier epochs predict those of this one."""
 
 import os
 import reprlib
@@ -238,7 +238,8 @@ def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
         return np.zeros(0, dtype)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {array.dtype}")
-    low, high = array.min(), array.max()
+    low = array.min()
+    high = array.max()
     if low < 0 or high >= 2**31:
         raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {low if low < 0 else high}")
     return np.ascontiguousarray(array, dtype)

@@ -7,14 +7,14 @@ from itertools import count, islice
 
 import numpy as np
 
-START = -1  # padding before the first token of a response
-LOCAL_GRAM = 2  # tokens that must match to find an occurrence under the same prompt
-SHARED_GRAMS = (5, 3)  # the same under any prompt; the shorter one if the longer one has no occurrence
-CANDIDATES = 24  # most occurrences that are compared, newest first
-OWN_CANDIDATES = 16  # the same within the sequence's prompt and answer
-LONG_MATCH = 5  # tokens: with so long a match under the same prompt, other prompts are not searched
-ELSEWHERE = 3  # the same prompt is worth as much as this many tokens of context
-UNKNOWN = 1.0  # weight of "none of these"
+RESPONSE_START = -1  # padding before the first token of a response
+LOCAL_GRAM = 2  # last tokens by which occurrences under the same prompt are looked up
+SHARED_GRAMS = (5, 3)  # last tokens, under any prompt; the shorter gram if the longer one has no occurrence
+MAX_OCCURRENCES = 24  # compared for a draft, newest first
+MAX_OWN_OCCURRENCES = 16  # compared within the sequence's prompt and answer
+LONG_MATCH = 5  # tokens; with so long a match under the same prompt, other prompts are not searched
+PROMPT_BONUS = 3  # the same prompt weighs as much as this many tokens of context
+NO_MATCH_WEIGHT = 1.0  # of the vote that no occurrence continues the sequence
 FIRST_WINDOW = 16
 MIN_WINDOW = 6
 MAX_COOLDOWN = 1024
@@ -101,7 +101,7 @@ class History:
 
     def _index(self, rollout: Rollout) -> None:
         pad = max(LOCAL_GRAM, *SHARED_GRAMS)
-        padded = [START] * pad + rollout.tokens
+        padded = [RESPONSE_START] * pad + rollout.tokens
         grams = [(rollout.prompt, LOCAL_GRAM), *((None, size) for size in SHARED_GRAMS)]
         for end in range(pad, len(padded)):  # of the gram; an occurrence is the offset of the token after it
             for prompt, size in grams:
@@ -115,7 +115,7 @@ class History:
         """
         occurrences = reversed(self.occurrences.get((prompt, *context[-size:]), []))
         alive = ((self.rollouts[serial], offset) for serial, offset in occurrences if serial in self.rollouts)
-        candidates = list(islice(alive, CANDIDATES))
+        candidates = list(islice(alive, MAX_OCCURRENCES))
         rewards = [rollout.reward for rollout, _ in candidates]
         lowest = min(rewards, default=0.0)
         spread = max(rewards, default=0.0) - lowest
@@ -125,35 +125,35 @@ class History:
             match = 0
             while match < self.depth and match < offset and context[-1 - match] == rollout.tokens[offset - 1 - match]:
                 match += 1
-            if match < self.depth and match == offset and context[-1 - match] == START:
+            if match < self.depth and match == offset and context[-1 - match] == RESPONSE_START:
                 # the whole answer so far matches, which is weak evidence under another prompt
                 match = match + 1 if prompt is None else self.depth
             longest = max(longest, match)
             age = min((self.newest_epoch or 0) - rollout.epoch, 64)
             relative_reward = (rollout.reward - lowest) / spread if spread > 0 else 0.0
-            penalty = ELSEWHERE if prompt is None else 0
+            penalty = PROMPT_BONUS if prompt is None else 0
             weight = 2.0 ** (match - age - penalty) * (1.0 + relative_reward)
             places.append((rollout.tokens, offset, weight))
         return places, longest
 
     def _own_places(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
         """Return the newest places in the prompt and the answer so far that follow their last token."""
-        text = [*prompt, START, *generated]
+        text = [*prompt, RESPONSE_START, *generated]
         places: list[Place] = []
         for offset in range(len(text) - 1, 0, -1):
-            if len(places) == OWN_CANDIDATES:
+            if len(places) == MAX_OWN_OCCURRENCES:
                 break
-            if text[offset - 1] != text[-1] or START in (text[offset], text[offset - 1]):
+            if text[offset - 1] != text[-1] or RESPONSE_START in (text[offset], text[offset - 1]):
                 continue
             match = 1
-            while match < min(self.depth, offset) and text[offset - 1 - match] == text[-1 - match] != START:
+            while match < min(self.depth, offset) and text[offset - 1 - match] == text[-1 - match] != RESPONSE_START:
                 match += 1
-            places.append((text, offset, 2.0 ** (match - ELSEWHERE)))
+            places.append((text, offset, 2.0 ** (match - PROMPT_BONUS)))
         return places
 
     def _gather(self, prompt: tuple[int, ...], generated: list[int]) -> list[Place]:
         """Return the places that vote: under the same prompt, else under others, and in the sequence itself."""
-        context = ([START] * self.depth + generated)[-self.depth :]
+        context = ([RESPONSE_START] * self.depth + generated)[-self.depth :]
         places, longest = self._places(prompt, LOCAL_GRAM, context)
         if longest < LONG_MATCH:
             shared = (self._places(None, size, context)[0] for size in SHARED_GRAMS)
@@ -169,7 +169,7 @@ class History:
             votes: dict[int, float] = {}
             for tokens, offset, weight in active:
                 votes[tokens[offset]] = votes.get(tokens[offset], 0.0) + weight
-            total = UNKNOWN
+            total = NO_MATCH_WEIGHT
             for vote in votes.values():
                 total += vote
             best = max(votes, key=lambda token: votes[token])  # the first of equals
@@ -178,7 +178,7 @@ class History:
                 break
             draft.append(best)
             advanced = [(tokens, offset + 1, weight) for tokens, offset, weight in active if tokens[offset] == best]
-            active = [place for place in advanced if place[0][place[1] : place[1] + 1] not in ([], [START])]
+            active = [place for place in advanced if place[0][place[1] : place[1] + 1] not in ([], [RESPONSE_START])]
         return draft
 
     def draft(self, prompt: np.ndarray, generated: np.ndarray, limit: int) -> list[int]:

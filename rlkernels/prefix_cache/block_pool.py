@@ -1,14 +1,14 @@
-"""Which block holds which tokens: the plain model of the block pool and prefix tree.
+"""Block pool and prefix tree in plain Python: which block holds which tokens.
 
-The compiled pool (``csrc/runtime/block_pool.h``) does the same faster and is tested against this one.
+The compiled pool (``csrc/runtime/block_pool.h``) does the same faster. Tests compare it with this one.
 
-Three kinds of blocks: *pinned* (some sequence uses it), *cached* (unpinned, in the tree under the current policy
-version, least recently used first) and *free*. A block enters the tree when a sequence commits it; from then on its
-contents never change. A block in the tree is found by (parent block, its tokens), so tokens are compared, not only
-hashed. The parent of a first block is the policy version: raising it makes everything unreachable at once.
+A block is *pinned* (some sequence uses it), *cached* (unpinned, in the tree under the current policy version, least
+recently used first) or *free*. A sequence that commits a block puts it into the tree; from then on its contents never
+change. The tree looks blocks up by (parent block, tokens), so it compares tokens, not only hashes. The parent of a
+first block is the policy version: raising it makes all blocks unreachable at once.
 
-A pinned block of the tree pins its parent, and sequences let go of their blocks tail first, so the front of the list
-of cached blocks never has a child in the tree: what is evicted is always a leaf.
+A pinned block of the tree pins its parent, and sequences release their blocks tail first. So the first of the cached
+blocks never has a child in the tree: eviction always takes a leaf.
 """
 
 from collections import OrderedDict
@@ -24,13 +24,12 @@ Key = tuple[int, tuple[int, ...]]  # (parent block, or -1 - version for a first 
 
 
 def integers(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Lists of token ids as int; raises TypeError or ValueError for one that is none of 0 .. 2^31 - 1."""
-    name, low, high = "an entry of token_ids", 0, 2**31 - 1
-    return [[_check.integer(name, token, low, high) for token in tokens] for tokens in token_ids]
+    """Return lists of token ids as int; raise TypeError or ValueError for one outside 0 .. 2^31 - 1."""
+    return [[_check.integer("an entry of token_ids", token, 0, 2**31 - 1) for token in tokens] for tokens in token_ids]
 
 
 class OutOfBlocks(RuntimeError):
-    """The cache has too few free or evictable blocks for what was asked; nothing has been changed."""
+    """The cache has too few free or evictable blocks for a call, which has changed nothing."""
 
 
 def compiled_pool(num_blocks: int, block_size: int) -> Any:
@@ -45,17 +44,18 @@ def compiled_pool(num_blocks: int, block_size: int) -> Any:
 class _Sequence:
     tokens: list[int]
     table: list[int]
-    num_cached: int  # tokens whose keys and values were there when the sequence was opened or forked
-    computed: int  # tokens whose keys and values are known to be written
+    num_cached: int  # leading tokens whose keys and values existed when the sequence was opened or forked
+    computed: int  # leading tokens whose keys and values are known to be written
     committed: int  # leading blocks that are in the tree
     version: int
 
 
 class BlockPool:
-    """Block tables of sequences, by integer handles. :class:`rlkernels.PagedKVCache` tells what the calls mean."""
+    """Block tables of sequences, by integer handles. :class:`rlkernels.PagedKVCache` documents the calls."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.version = self.hits = self.misses = self.evictions = 0
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
@@ -63,87 +63,93 @@ class BlockPool:
         self._tree: dict[Key, int] = {}
         self._place: dict[int, tuple[Key, int]] = {}  # block in the tree -> its key and version
         self._free = list(reversed(range(num_blocks)))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # first out first
-        # unpinned, from the trees of earlier versions: as good as free, but still taken leaf first, so that no block
-        # becomes somebody else's parent while a child of its old life can be found under it
+        self._cached: OrderedDict[int, None] = OrderedDict()  # in the order of eviction
+        # unpinned blocks of earlier versions' trees: as good as free, but still taken leaf first, so that no block
+        # becomes a parent again while the tree holds a child of its earlier contents
         self._stale: list[OrderedDict[int, None]] = []
 
     def open_many(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Opens all or none. A block that several prompts begin with is taken once, by the first of them."""
+        """Open all or none. A block that several prompts begin with is taken once, by the first of them."""
         prompts = integers(prompts)
-        plans: list[list[int]] = []  # per prompt: block >= 0 found in the tree, or -1 - n for the n-th new block
-        found: set[int] = set()  # unpinned blocks among those found
-        cached = []
+        size = self.block_size
+        plans: list[list[int]] = []  # per prompt: block >= 0 of the tree, or -1 - n for the n-th new block
+        unpinned: set[int] = set()  # planned blocks of the tree that no sequence uses yet
+        nums_cached = []  # per prompt: tokens in planned blocks that exist, or that an earlier prompt computes
         in_batch: dict[Key, int] = {}
-        new = 0
+        num_new = 0
         for tokens in prompts:
-            size, plan, parent, shared = self.block_size, [], -1 - self.version, 0
+            plan = []
+            parent = -1 - self.version
+            num_cached = 0
             for start in range(0, len(tokens), size):
                 key = (parent, tuple(tokens[start : start + size]))
-                # one token is always left to compute, else there would be no logits
-                if shared == start and start + size < len(tokens):
+                block = None
+                # the last token is always computed: it gives the logits
+                if num_cached == start and start + size < len(tokens):
                     block = self._tree.get(key, in_batch.get(key))
-                    shared += size if block is not None else 0
-                else:
-                    block = None
+                if block is not None:
+                    num_cached += size
                 if block is None:
-                    # a new block; as a parent it gets a number that no version has
-                    block, new = -1 - new, new + 1
+                    block = -1 - num_new
+                    num_new += 1
                     in_batch.setdefault(key, block)
                 elif block >= 0 and not self._refs[block]:
-                    found.add(block)
+                    unpinned.add(block)
                 plan.append(block)
-                parent = block if block >= 0 else block - (1 << 60)
+                parent = block if block >= 0 else block - (1 << 60)  # a number that no version has
             plans.append(plan)
-            cached.append(shared)
-        self._require(new, reserved=len(found))
+            nums_cached.append(num_cached)
+        self._require(num_new, reserved=len(unpinned))
         for plan in plans:
             for block in plan:
                 if block >= 0:
                     self._pin(block)
-        fresh = [self._take() for _ in range(new)]
+        new_blocks = [self._take() for _ in range(num_new)]
         handles = []
-        for tokens, plan, shared in zip(prompts, plans, cached):
-            table = [b if b >= 0 else fresh[-1 - b] for b in plan]
+        for tokens, plan, num_cached in zip(prompts, plans, nums_cached):
+            table = [block if block >= 0 else new_blocks[-1 - block] for block in plan]
             for block, planned in zip(table, plan):
                 self._refs[block] += planned < 0
-            committed = sum(1 for b in plan[: shared // self.block_size] if b >= 0)
-            handles.append(self._add(_Sequence(list(tokens), table, shared, shared, committed, self.version)))
-            self.hits += shared
-            self.misses += len(tokens) - shared
+            committed = sum(1 for block in plan[: num_cached // size] if block >= 0)
+            handles.append(self._add(_Sequence(list(tokens), table, num_cached, num_cached, committed, self.version)))
+            self.hits += num_cached
+            self.misses += len(tokens) - num_cached
         return handles
 
     def append(self, handles: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Appends to all of the sequences or none -> blocks (from, to) whose contents must be copied first."""
-        sequences, tokens = [self._sequences[h] for h in handles], integers(tokens)
-        need = 0
-        writers: dict[int, int] = {}  # how many of these sequences write into a block that they share
-        for sequence, more in zip(sequences, tokens):
+        """Append to all of the sequences or none; return blocks (from, to) whose contents must be copied first."""
+        sequences = [self._sequences[handle] for handle in handles]
+        tokens = integers(tokens)
+        num_new = 0
+        writers: dict[int, int] = {}  # partly filled block -> how many of these sequences write into it
+        for sequence, new_tokens in zip(sequences, tokens):
             length = len(sequence.tokens)
-            need += self._blocks(length + len(more)) - len(sequence.table)
-            if more and length % self.block_size:
+            num_new += self._num_blocks(length + len(new_tokens)) - len(sequence.table)
+            if new_tokens and length % self.block_size:
                 last = sequence.table[-1]
                 writers[last] = writers.get(last, 0) + 1
-        for block, count in writers.items():  # the last user of a block that is not in the tree may keep it
-            need += count if block in self._place or count < self._refs[block] else count - 1
-        self._require(need)
+        for block, count in writers.items():
+            # the last user of a block outside of the tree writes into it; all others copy it
+            last_user_writes = block not in self._place and count >= self._refs[block]
+            num_new += count - last_user_writes
+        self._require(num_new)
         copies = []
-        for sequence, more in zip(sequences, tokens):
-            if more and len(sequence.tokens) % self.block_size:
+        for sequence, new_tokens in zip(sequences, tokens):
+            if new_tokens and len(sequence.tokens) % self.block_size:
                 last = sequence.table[-1]
                 if self._refs[last] > 1 or last in self._place:
                     sequence.table[-1] = self._take(pin=True)
                     copies.append((last, sequence.table[-1]))
                     self._release(last)
-            sequence.tokens.extend(more)
-            while len(sequence.table) < self._blocks(len(sequence.tokens)):
+            sequence.tokens.extend(new_tokens)
+            while len(sequence.table) < self._num_blocks(len(sequence.tokens)):
                 sequence.table.append(self._take(pin=True))
         return copies
 
     def truncate(self, handle: int, length: int) -> None:
         sequence = self._sequences[handle]
         del sequence.tokens[length:]
-        while len(sequence.table) > self._blocks(length):
+        while len(sequence.table) > self._num_blocks(length):
             self._release(sequence.table.pop())
         sequence.num_cached = min(sequence.num_cached, length)
         sequence.computed = min(sequence.computed, length)
@@ -158,7 +164,7 @@ class BlockPool:
         return [self._add(replace(child, tokens=[*child.tokens], table=[*child.table])) for _ in range(n)]
 
     def commit(self, handle: int) -> None:
-        """Puts the full blocks into the tree. A block that is there already replaces the sequence's own."""
+        """Put the full blocks into the tree. A block with the same tokens there replaces the sequence's."""
         sequence = self._sequences[handle]
         sequence.computed = len(sequence.tokens)
         if sequence.version != self.version:
@@ -167,15 +173,17 @@ class BlockPool:
         parent = sequence.table[sequence.committed - 1] if sequence.committed else -1 - self.version
         for i in range(sequence.committed, len(sequence.tokens) // size):
             key = (parent, tuple(sequence.tokens[i * size : (i + 1) * size]))
-            own, there = sequence.table[i], self._tree.get(key)
-            if there is None:
-                self._tree[key], self._place[own] = own, (key, self.version)
-                if parent >= 0:  # own is in use
+            block = sequence.table[i]
+            in_tree = self._tree.get(key)
+            if in_tree is None:
+                self._tree[key] = block
+                self._place[block] = key, self.version
+                if parent >= 0:  # the block is in use
                     self._pin(parent)
-            elif there != own:
-                self._pin(there)
-                self._release(own)
-                sequence.table[i] = there
+            elif in_tree != block:
+                self._pin(in_tree)
+                self._release(block)
+                sequence.table[i] = in_tree
             parent = sequence.table[i]
         sequence.committed = len(sequence.tokens) // size
 
@@ -210,19 +218,19 @@ class BlockPool:
 
     def slots(self, handles: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
         """Return the slots of the tokens of each sequence from its start on, one after the other, int64 [T]."""
-        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        slots = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for handle, start in zip(handles, starts):
             position = torch.arange(start, self.length(handle), device="cpu")
             table = torch.tensor(self._sequences[handle].table, dtype=torch.int64, device="cpu")
-            parts.append(table[position // self.block_size] * self.block_size + position % self.block_size)
-        return torch.cat(parts)
+            slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
+        return torch.cat(slots)
 
     def counts(self) -> tuple[int, int, int]:
         """Count the blocks (free, cached, pinned)."""
         free = len(self._free) + sum(map(len, self._stale))
         return free, len(self._cached), self.num_blocks - free - len(self._cached)
 
-    def _blocks(self, length: int) -> int:
+    def _num_blocks(self, length: int) -> int:
         return -(-length // self.block_size)
 
     def _add(self, sequence: _Sequence) -> int:
@@ -230,31 +238,33 @@ class BlockPool:
         self._sequences[self._next_handle] = sequence
         return self._next_handle
 
-    def _require(self, need: int, reserved: int = 0) -> None:
+    def _require(self, num_blocks: int, reserved: int = 0) -> None:
         free, cached, _ = self.counts()
-        if need > free + cached - reserved:
+        available = free + cached - reserved
+        if num_blocks > available:
             raise OutOfBlocks(
-                f"{need} blocks are needed, {free + cached - reserved} of {self.num_blocks} are free or evictable: "
+                f"{num_blocks} blocks are needed, {available} of {self.num_blocks} are free or evictable: "
                 f"close what has ended of the {len(self._sequences)} open sequences, or make a larger cache"
             )
 
     def _take(self, pin: bool = False) -> int:
-        if not self._free:
+        if self._free:
+            block = self._free.pop()
+        else:
             stale = next(filter(None, self._stale), None)
             self.evictions += stale is None
             block, _ = (self._cached if stale is None else stale).popitem(last=False)
-            del self._tree[self._place.pop(block)[0]]
-        else:
-            block = self._free.pop()
+            key, _ = self._place.pop(block)
+            del self._tree[key]
         self._refs[block] += pin
         return block
 
     def _pin(self, block: int) -> None:
-        """Counts one more user of a block that is in the tree."""
+        """Count one more user of a block that is in the tree."""
         self._refs[block] += 1
         if self._refs[block] == 1:
             del self._cached[block]
-            parent = self._place[block][0][0]
+            (parent, _), _ = self._place[block]
             if parent >= 0:
                 self._pin(parent)
 
@@ -266,6 +276,7 @@ class BlockPool:
             self._free.append(block)
             return
         (parent, _), version = self._place[block]
-        (self._cached if version == self.version else self._stale[-1])[block] = None
+        unpinned = self._cached if version == self.version else self._stale[-1]
+        unpinned[block] = None
         if parent >= 0:
             self._release(parent)

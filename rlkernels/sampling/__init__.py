@@ -17,11 +17,11 @@ from rlkernels.sampling import reference
 __all__ = ["keyed_uniform", "sample_tokens", "verify_drafts"]
 
 MAX_VOCABULARY = 2**20
-LARGEST = torch.finfo(torch.float32).max
-NAMES, DTYPES = ("temperature", "top_p", "top_k"), (torch.float32, torch.float32, torch.int64)
+MAX_TEMPERATURE = torch.finfo(torch.float32).max
+SETTINGS = {"temperature": torch.float32, "top_p": torch.float32, "top_k": torch.int64}
 Settings = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-MAX_FILLED = 64
-_filled: dict[tuple[Any, ...], Settings] = {}  # by numbers, rows, device and stream
+MAX_CACHED_SETTINGS = 64
+_cached_settings: dict[tuple[Any, ...], Settings] = {}  # by numbers, rows, device and stream
 
 
 def _check_keys(sample_ids: torch.Tensor, positions: torch.Tensor, **_: object) -> None:
@@ -58,7 +58,7 @@ def keyed_uniform(
 def _check_logits(logits: torch.Tensor, uniforms: torch.Tensor, **settings: Any) -> None:
     _check.tensor("logits", logits, ndim=2, floating=True)
     _check.tensor("uniforms", uniforms, ndim=1, dtype=torch.float32, device=logits.device)
-    for name in NAMES:
+    for name in SETTINGS:
         value = settings.get(name)
         if isinstance(value, torch.Tensor):
             _check.tensor(name, value, ndim=(0, 1), device=logits.device)
@@ -113,8 +113,8 @@ def sample_tokens(
         filtered = _filters(top_p, top_k)
         ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings, filtered)
     else:
-        known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
-        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, **known)
+        filtering: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
+        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, **filtering)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return ids, logprobs
@@ -157,12 +157,12 @@ def verify_drafts(
         ValueError, TypeError: as :func:`sample_tokens`; starts that do not fit the drafts.
     """
     logits, uniforms = _checked_sizes(logits, uniforms)
-    flat, starts = _drafts(drafts, starts, logits)
+    draft_ids, starts = _drafts(drafts, starts, logits)
     settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
     chosen = _backend.choose("verify_drafts", logits.device, backend)
     if chosen == "cpu":
         native = torch.ops.rlkernels.verify_drafts
-        accepted, ids, logprobs = native(_rows(logits), flat, starts, uniforms.contiguous(), *settings)
+        accepted, ids, logprobs = native(_rows(logits), draft_ids, starts, uniforms.contiguous(), *settings)
     elif chosen == "triton":
         from rlkernels.sampling import triton_kernels
 
@@ -170,10 +170,10 @@ def verify_drafts(
         row_settings = (s[owner] for s in settings)
         filtered = _filters(top_p, top_k)
         ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *row_settings, filtered)
-        accepted, ids, logprobs = reference.accept(ids, logprobs, flat, starts, owner)
+        accepted, ids, logprobs = reference.accept(ids, logprobs, draft_ids, starts, owner)
     else:
-        known: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
-        accepted, ids, logprobs = reference.verify_drafts(logits, flat, starts, uniforms, *settings, **known)
+        filtering: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
+        accepted, ids, logprobs = reference.verify_drafts(logits, draft_ids, starts, uniforms, *settings, **filtering)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return accepted, ids, logprobs
@@ -186,7 +186,7 @@ def _checked_sizes(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.
         _check.in_range("the vocabulary, logits.shape[1],", vocab, 1, MAX_VOCABULARY)
     _check.shape("uniforms", uniforms, (rows,))
     if logits.requires_grad or uniforms.requires_grad:
-        logits, uniforms = logits.detach(), uniforms.detach()
+        return logits.detach(), uniforms.detach()
     return logits, uniforms
 
 
@@ -214,27 +214,27 @@ def _settings(
 ) -> Settings:
     """Return the three settings as tensors [rows]: float32, float32, int64. Nothing may write to them.
 
-    Tensors of numbers are cached for later calls: filling them takes three launches.
+    Tensors made of numbers are cached for later calls: filling them takes three launches.
     """
     values: tuple[Any, Any, Any] = temperature, top_p, top_k
-    numbers = type(temperature) is type(top_p) is float and type(top_k) is int
-    if not (numbers and 0 <= temperature <= LARGEST and 0 < top_p <= 1 and top_k >= 0):  # type: ignore[operator]
+    are_numbers = type(temperature) is type(top_p) is float and type(top_k) is int
+    if not (are_numbers and 0 <= temperature <= MAX_TEMPERATURE and 0 < top_p <= 1 and top_k >= 0):  # type: ignore[operator]
         values = _checked(*values)
-        numbers = not any(isinstance(value, torch.Tensor) for value in values)
-    if not numbers or _is_recorded(device):
+        are_numbers = not any(isinstance(value, torch.Tensor) for value in values)
+    if not are_numbers or _is_recorded(device):
         return _expanded(values, rows, device)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     key = values, rows, device, stream
-    settings = _filled.get(key)
+    settings = _cached_settings.get(key)
     if settings is None:
-        if len(_filled) >= MAX_FILLED:
-            _filled.clear()
-        settings = _filled[key] = _expanded(values, rows, device)
+        if len(_cached_settings) >= MAX_CACHED_SETTINGS:
+            _cached_settings.clear()
+        settings = _cached_settings[key] = _expanded(values, rows, device)
     return settings
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Return whether the call is being recorded, so that tensors it makes belong to the recording."""
+    """Return whether the call is being recorded, so that tensors that it makes belong to the recording."""
     if torch.compiler.is_compiling() or not _backend.are_plain(()):
         return True
     if device.type != "cuda":
@@ -243,14 +243,15 @@ def _is_recorded(device: torch.device) -> bool:
 
 
 def _checked(temperature: Any, top_p: Any, top_k: Any) -> tuple[Any, Any, Any]:
-    """Return the settings; raise for one out of range. Tensors on a GPU are not read back: that would wait for it."""
+    """Return the settings; raise for one out of range. Do not read tensors on a GPU: that would wait for it."""
     if not isinstance(top_k, torch.Tensor):
         top_k = _check.integer("top_k", top_k, 0)
-    for name, value in zip(NAMES, (temperature, top_p, top_k)):
+    for name, value in zip(SETTINGS, (temperature, top_p, top_k)):
         if isinstance(value, torch.Tensor):
             if not (_check.on_host(value) and value.numel()):
                 continue
-            low, high = float(value.min()), float(value.max())
+            low = float(value.min())
+            high = float(value.max())
         else:
             _check.number(name, value)
             low = high = value
@@ -259,20 +260,22 @@ def _checked(temperature: Any, top_p: Any, top_k: Any) -> tuple[Any, Any, Any]:
                 raise ValueError(f"top_p must be > 0 and <= 1, got {low if not low > 0 else high!r}")
         else:
             _check.positive(name, low, zero=True)
-            if name == "temperature" and high > LARGEST:
+            if name == "temperature" and high > MAX_TEMPERATURE:
                 raise ValueError(f"{name} must be finite in float32, got {high}")
-    temperature, top_p = (v if isinstance(v, torch.Tensor) else float(v) for v in (temperature, top_p))
+    temperature, top_p = (value if isinstance(value, torch.Tensor) else float(value) for value in (temperature, top_p))
     return temperature, top_p, top_k
 
 
 def _expanded(values: tuple[Any, Any, Any], rows: int, device: torch.device) -> Settings:
-    a, b, c = (_expand(name, value, dtype, rows, device) for name, value, dtype in zip(NAMES, values, DTYPES))
-    return a, b, c
+    temperature, top_p, top_k = (_expand(name, value, rows, device) for name, value in zip(SETTINGS, values))
+    return temperature, top_p, top_k
 
 
-def _expand(name: str, value: Any, dtype: torch.dtype, rows: int, device: torch.device) -> torch.Tensor:
+def _expand(name: str, value: Any, rows: int, device: torch.device) -> torch.Tensor:
+    dtype = SETTINGS[name]
     if not isinstance(value, torch.Tensor):
-        return torch.full((rows,), min(value, MAX_VOCABULARY) if name == "top_k" else value, dtype=dtype, device=device)
+        number = min(value, MAX_VOCABULARY) if name == "top_k" else value
+        return torch.full((rows,), number, dtype=dtype, device=device)
     if value.ndim:
         _check.shape(name, value, (rows,))
     return value.detach().to(dtype).expand(rows).contiguous()
@@ -290,13 +293,13 @@ def _drafts(
         bounds = [_check.integer("an entry of starts", start) for start in starts]
     if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != logits.shape[0]:
         raise ValueError(f"starts must run from 0 to the number of rows, {logits.shape[0]}, got {bounds}")
-    lengths = [after - before - 1 for before, after in pairwise(bounds)]
+    lengths = [end - start - 1 for start, end in pairwise(bounds)]
     if min(lengths, default=0) < 0:
         raise ValueError(f"starts must ascend: each sequence has at least one row, got {bounds}")
     if isinstance(drafts, torch.Tensor):
         _check.tensor("drafts", drafts, ndim=1, dtype=torch.int64, device=logits.device)
         _check.shape("drafts", drafts, [sum(lengths)])
-        flat = drafts
+        draft_ids = drafts
     else:
         try:
             draft_lengths = [len(draft) for draft in drafts]
@@ -307,26 +310,27 @@ def _drafts(
             raise ValueError(f"drafts must have the lengths {lengths} that starts leaves room for, got {draft_lengths}")
         try:
             ids = [operator.index(token) for draft in drafts for token in draft]
-            flat = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+            draft_ids = torch.tensor(ids, dtype=torch.int64, device=logits.device)
         except (TypeError, ValueError):
             for token in chain.from_iterable(drafts):
                 _check.integer("an entry of drafts", token, -(2**63), 2**63 - 1)
             raise
-    return flat.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
+    return draft_ids.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
 
 
 def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
-    # log-probabilities are at most 0, so a sum is NaN only if one of them is
+    """Raise ValueError if a log-probability is NaN, and name the fault of its row."""
+    # log-probabilities are at most 0, so their sum is NaN only if one of them is
     if logits.is_meta or not math.isnan(logprobs.sum().item()):
         return
-    bad = logprobs.isnan()
-    row = int(bad.nonzero()[0, 0])
-    where = f"in row {row} ({int(bad.sum())} bad rows)"
+    bad_rows = logprobs.isnan()
+    row = int(bad_rows.nonzero()[0, 0])
+    location = f"in row {row} ({int(bad_rows.sum())} bad rows)"
     uniform = float(uniforms[row])
     largest = float(logits[row].float().max())
     if not 0 <= uniform < 1:
-        raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {where}")
+        raise ValueError(f"uniforms must lie in [0, 1), got {uniform} {location}")
     if not math.isfinite(largest):
         fault = "nothing but -inf" if largest == -math.inf else largest
-        raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {fault} {where}")
-    raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {where}")
+        raise ValueError(f"logits must be finite or -inf, one of a row finite at least, got {fault} {location}")
+    raise ValueError(f"temperature must be >= 0, top_p > 0 and <= 1, top_k >= 0, got others {location}")

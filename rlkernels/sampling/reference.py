@@ -6,15 +6,22 @@ import torch
 def philox_word(key: int, counter_low: torch.Tensor, counter_high: torch.Tensor) -> torch.Tensor:
     """Return the first word of Philox4x32-10 (Salmon et al., SC'11) for int64 counters of any shape, as int64."""
     mask = 0xFFFFFFFF
-    c0, c1 = counter_low & mask, (counter_low >> 32) & mask
-    c2, c3 = counter_high & mask, (counter_high >> 32) & mask
-    k0, k1 = key & mask, (key >> 32) & mask
+    c0 = counter_low & mask
+    c1 = (counter_low >> 32) & mask
+    c2 = counter_high & mask
+    c3 = (counter_high >> 32) & mask
+    k0 = key & mask
+    k1 = (key >> 32) & mask
     for _ in range(10):
         # int64 products wrap modulo 2**64, which leaves the bits of the unsigned product
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((p1 >> 32) & mask) ^ c1 ^ k0, p1 & mask
-        c2, c3 = ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+        p0 = c0 * 0xD2511F53
+        p1 = c2 * 0xCD9E8D57
+        c0 = ((p1 >> 32) & mask) ^ c1 ^ k0
+        c1 = p1 & mask
+        c2 = ((p0 >> 32) & mask) ^ c3 ^ k1
+        c3 = p0 & mask
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
     return c0
 
 
@@ -74,9 +81,9 @@ def _cut(
     ranked = weights.gather(1, order)
     ranked[torch.arange(order.shape[1], device=order.device) >= limit[:, None]] = 0
     total = torch.where(limit >= weights.shape[1], total, ranked.sum(1))
-    before = ranked.cumsum(1) - ranked
-    needed = scaled_share(top_p, total).clamp(min=1)  # the nucleus: tokens before which less than this lies
-    ranked[(before >= needed[:, None]) & (top_p < 1)[:, None]] = 0
+    larger = ranked.cumsum(1) - ranked  # weight of all larger tokens
+    nucleus = scaled_share(top_p, total).clamp(min=1)  # a token belongs to it if the larger ones weigh less
+    ranked[(larger >= nucleus[:, None]) & (top_p < 1)[:, None]] = 0
     return torch.zeros_like(weights).scatter_(1, order, ranked)
 
 
@@ -86,7 +93,7 @@ def _filtered_weights(
     """Return the weights [T, V] after top-k, then top-p; 0 for tokens that they remove.
 
     More than ``CANDIDATES`` tokens rarely remain, so whole rows are rarely sorted. Unless ``few`` (see
-    :func:`sample_tokens`) the host waits to learn which rows need more candidates.
+    :func:`sample_tokens`) is True, the host waits to learn which rows need more candidates.
     """
     vocab = logits.shape[1]
     total = weights.sum(1)
@@ -124,12 +131,12 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     if rows == 0:
         return uniforms.new_empty(0, dtype=torch.int64), uniforms.new_empty(0)
     logits = logits.float()
-    largest, greedy = logits.max(dim=1)
+    largest = logits.amax(dim=1)
     invalid = ~largest.isfinite() | logits.isnan().any(1) | ~((uniforms >= 0) & (uniforms < 1))
-    # The first of equal maxima; torch.max does not say which one it returns
+    # the first of equal maxima; torch.max may return another
     greedy = torch.where(logits == largest[:, None], torch.arange(vocab, device=logits.device), vocab).min(1).values
-    cold = temperature == 0
-    inverse = torch.where(cold, 1.0, 1.0 / temperature).clamp(max=torch.finfo(torch.float32).max)  # [T]
+    is_greedy = temperature == 0
+    inverse = torch.where(is_greedy, 1.0, 1.0 / temperature).clamp(max=torch.finfo(torch.float32).max)  # [T]
     z = (logits - largest[:, None]) * inverse[:, None]
     weights = token_weights(z.nan_to_num(0.0, 0.0, -float("inf")))  # [T, V] int64
 
@@ -140,8 +147,8 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     target = scaled_share(uniforms.clamp(0, 1 - 2.0**-24), total)
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocab - 1)
     logprobs = z.gather(1, ids[:, None])[:, 0].double() - (total.double() * 2.0**-WEIGHT_BITS).log()
-    ids = torch.where(cold, greedy, ids)
-    logprobs = torch.where(cold, 0.0, logprobs)
+    ids = torch.where(is_greedy, greedy, ids)
+    logprobs = torch.where(is_greedy, 0.0, logprobs)
     return torch.where(invalid, -1, ids), torch.where(invalid, torch.nan, logprobs).float()
 
 
@@ -166,5 +173,5 @@ def accept(
     expected = torch.nn.functional.pad(drafts, (0, 1))[row - owner]
     first_miss = torch.where((row < last[owner]) & (ids == expected), last[owner], row)
     first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
-    used = row <= first_miss[owner]
-    return first_miss - starts[:-1], torch.where(used, ids, -1), torch.where(used, logprobs, 0.0)
+    is_new = row <= first_miss[owner]
+    return first_miss - starts[:-1], torch.where(is_new, ids, -1), torch.where(is_new, logprobs, 0.0)
