@@ -1,15 +1,10 @@
-"""Random numbers that depend on their key alone, never on earlier calls: there is no state to save."""
-
-import hashlib
-from collections.abc import Sequence
+"""Random numbers that depend on their key alone, and the order of the prompts, which does too."""
 
 import torch
 
+from rlkernels.sampling.keys import keyed_choice, keyed_seed, keyed_unit
 
-def keyed_seed(*key: int | str) -> int:
-    """Return a 63-bit seed from a key such as (run seed, step)."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+__all__ = ["keyed_choice", "keyed_seed", "keyed_unit", "prompt_order"]
 
 
 def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
@@ -23,13 +18,3 @@ def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
         order += torch.randperm(size, generator=generator).tolist()
     start = first % size
     return order[start : start + count]
-
-
-def keyed_choice(options: Sequence, *key: int | str):
-    """Return one of the options, uniformly."""
-    return options[keyed_seed(*key) % len(options)]
-
-
-def keyed_unit(*key: int | str) -> float:
-    """Return a number in [0, 1)."""
-    return keyed_seed(*key) / 2.0**63

@@ -12,10 +12,9 @@ from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Group, Rollout
 from python_trainer.rollout.drafting import Drafter, pass_overhead
 from python_trainer.rollout.engine import Engine
-from rlkernels import RolloutHistory
+from rlkernels.history import HISTORY_TOKENS, RolloutHistory
 
 MEASURED_PASSES = ((32, 8), (8, 8), (8, 1))  # sequences, tokens of each; the largest first
-HISTORY_TOKENS = 10_000_000  # most tokens in the history; the oldest and least rewarded answers go first
 
 
 class Drafts(Accelerator):

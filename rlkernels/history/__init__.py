@@ -15,6 +15,7 @@ from rlkernels.history import reference
 
 __all__ = ["RolloutHistory"]
 
+HISTORY_TOKENS = 10_000_000  # most tokens of answers in the history that a run or an engine fills
 Ids = Sequence[int] | np.ndarray | torch.Tensor
 INT64 = -(2**63), 2**63 - 1
 

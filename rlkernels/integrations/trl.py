@@ -18,8 +18,8 @@ import json
 import logging
 import math
 import os
-import random
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ from trl.models import unwrap_model_for_generation
 
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
-from rlkernels.history import RolloutHistory
+from rlkernels.history import HISTORY_TOKENS, RolloutHistory
+from rlkernels.history.suffixes import SuffixMemory
 from rlkernels.integrations.trl_dpo import SharedPrefixDPOTrainer
 from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixRLOOTrainer
 from rlkernels.rank1.projections import Projections, view_of
+from rlkernels.sampling.keys import keyed_seed
 
 __all__ = [
     "GatedExtrapolation",
@@ -95,36 +97,42 @@ class SuffixRollouts:
     """TRL's ``rollout_func`` that generates only the last part of an answer (RPO, arXiv 2601.19404).
 
     If an earlier answer to a prompt was right, new ones begin with a prefix of it, cut at a random place that the group
-    shares. Reward functions see the prefix as the completion's beginning; the loss leaves it out (TRL's ``env_mask``).
-    Evaluation answers from the start. Changes the objective: the policy learns to finish answers.
+    shares (see :mod:`rlkernels.history.suffixes`). Reward functions see the prefix as the completion's beginning; the
+    loss leaves it out (TRL's ``env_mask``). Evaluation answers from the start. Changes the objective: the policy learns
+    to finish answers.
 
     Each process remembers the prompts that it has seen. Checkpoints of TRL do not hold ``answers``: save them yourself.
 
     Args:
         right: a finished answer is remembered if its watched reward exceeds this.
         seed: of the cuts, and of the choice among a group's right answers.
+        whole_share: share of the groups that answer from the start. If their watched rewards become clearly worse,
+            all groups do. 0: none, and no such check.
 
     Attributes:
         answers: prompt (messages as JSON) -> token ids of a whole answer.
         continued: rows of the last call that began with a prefix.
     """
 
-    def __init__(self, *, right: float = 0.5, seed: int = 0):
+    def __init__(self, *, right: float = 0.5, seed: int = 0, whole_share: float = 0.25):
         self.right, self.seed = right, seed
-        self.answers: dict[str, list[int]] = {}
+        self._memory = SuffixMemory(whole_share=whole_share)
         self.continued = 0
         self._watching = False
         self._step: int | None = None  # of the last training rollouts; None: the last ones were for evaluation
         self._ends: frozenset[int] = frozenset()  # end-of-sequence tokens
 
+    @property
+    def answers(self) -> dict[Any, list[int]]:
+        return self._memory.answers
+
+    @answers.setter
+    def answers(self, answers: dict[Any, list[int]]) -> None:
+        self._memory.answers = answers
+
     def beginning(self, prompt: Any, step: int, longest: int) -> list[int]:
         """Return the prefix of answers to the prompt at a step: below ``longest`` tokens, none for a new prompt."""
-        answer = self.answers.get(_key(prompt), [])
-        if not 0 < len(answer) <= longest:
-            return []
-        generator = random.Random(f"{self.seed}/{step}/{_key(prompt)}")
-        suffix_len = generator.randint(1, len(answer))
-        return answer[:-suffix_len]
+        return self._memory.draw_prefix(_key(prompt), keyed_seed(self.seed, step), longest)
 
     def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """Generate an answer to each prompt and its prefix, by vLLM if TRL uses it, else by ``generate``.
@@ -149,6 +157,8 @@ class SuffixRollouts:
         step = trainer.state.global_step
         longest = trainer.max_completion_length
         self._step = step if training else None
+        if training and (fall := self._memory.end_if_worse()) is not None:
+            logger.warning("SuffixRollouts: %s", fall)
         self._ends = frozenset(trainer.eos_token_ids)
         prefixes = [self.beginning(prompt, step, longest) if training else [] for prompt in prompts]
         self.continued = sum(map(bool, prefixes))
@@ -200,13 +210,16 @@ class SuffixRollouts:
     def _remember(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, **_: Any) -> None:
         if self._step is None:
             return
-        right_answers: dict[str, list[list[int]]] = {}
+        seed = keyed_seed(self.seed, self._step)
+        groups: dict[str, list[tuple[list[int], float]]] = {}
         for prompt, ids, value in zip(prompts, completion_ids, values, strict=True):
-            if value is not None and value > self.right and ids and ids[-1] in self._ends:
-                right_answers.setdefault(_key(prompt), []).append(list(ids))
-        for key, answers in right_answers.items():
-            generator = random.Random(f"{self.seed}/{self._step}/kept/{key}")
-            self.answers[key] = generator.choice(answers)
+            if value is not None and math.isfinite(value):  # TRL leaves None and NaN out, too
+                groups.setdefault(_key(prompt), []).append((ids, float(value)))
+        whole = [group for key, group in groups.items() if self._memory.is_whole(key, seed)]
+        self._memory.watch(self._step, [fmean(value for _, value in group) for group in whole])
+        for key, group in groups.items():
+            right = [(ids, value) for ids, value in group if value > self.right and ids and ids[-1] in self._ends]
+            self._memory.remember(key, seed, [ids for ids, _ in right], [value for _, value in right])
 
 
 class HistoryRecorder(TrainerCallback):
@@ -222,7 +235,7 @@ class HistoryRecorder(TrainerCallback):
         max_tokens: most tokens of answers in the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, every: int = 10, max_tokens: int = 10_000_000):
+    def __init__(self, path: str | os.PathLike[str], *, every: int = 10, max_tokens: int = HISTORY_TOKENS):
         self.path, self.every = path, _check.integer("every", every, 1)
         self.history = RolloutHistory.load(path) if os.path.exists(path) else RolloutHistory()
         self.history.resize(max_tokens)

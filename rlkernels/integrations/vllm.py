@@ -26,12 +26,11 @@ import numpy as np
 import torch
 import vllm
 
-from rlkernels.history import RolloutHistory
+from rlkernels.history import HISTORY_TOKENS, RolloutHistory
 
 __all__ = ["HistoryProposer", "share_history"]
 
 HISTORY, RECORD = "rlkernels_history", "rlkernels_record"  # keys of vLLM's additional_config
-MOST_TOKENS = 10_000_000  # of answers in a history that this engine fills
 NEW_SHARE = 0.1  # of a recorded history's tokens: more new tokens than this are written at once
 
 if tuple(vllm.__version_tuple__[:2]) < (0, 32):
@@ -155,9 +154,9 @@ class HistoryProposer:
         self._sequences: list[_Tracked] = []
         self._stamp = self._file_stamp()
         if self._path is None:
-            history = _shared or RolloutHistory(max_tokens=MOST_TOKENS)
+            history = _shared or RolloutHistory(max_tokens=HISTORY_TOKENS)
         elif record and self._stamp is None:
-            history = RolloutHistory(max_tokens=MOST_TOKENS)
+            history = RolloutHistory(max_tokens=HISTORY_TOKENS)
         else:
             history = RolloutHistory.load(self._path)
         self._history = history

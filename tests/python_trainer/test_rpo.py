@@ -8,15 +8,16 @@ import pytest
 import torch
 from conftest import QUIET, record_updates, train
 
-import python_trainer.accelerators.rpo
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
-from python_trainer.accelerators.rpo import RPO, length_factors
+from python_trainer.accelerators.rpo import RPO
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Group, Rollout, filter_scores
 from python_trainer.loop.batch import Batch
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
+from rlkernels.history import suffixes
+from rlkernels.history.suffixes import length_factors
 
 
 def context(seed=0, step=1):
@@ -37,7 +38,7 @@ def answered(rewards, key=4, ids=None):
 
 def remembering(answers, **settings):
     rpo = RPO(RPOSettings(**settings))
-    rpo.answers = dict(answers)
+    rpo.memory.answers = dict(answers)
     return rpo
 
 
@@ -83,7 +84,7 @@ def step_with(rpo, step, share, notes, prompts=16):
     rpo.collect(step_context, groups)
     rpo.after_update(step_context)
     group = planned(key=99)
-    rpo.answers[99] = [1] * 10
+    rpo.memory.answers[99] = [1] * 10
     return any(rpo.plan(context(seed), [group])[0].prefix_ids for seed in range(20))
 
 
@@ -128,21 +129,21 @@ def test_only_answers_worth_keeping_are_remembered():
     rpo = RPO(RPOSettings())
     group = answered([0.0, 0.0])
     rpo.collect(context(), group)
-    assert rpo.answers == {}  # none was right
+    assert rpo.memory.answers == {}  # none was right
     group = answered([1.0, 0.0, 1.0])
     group[0].finish_reason = "length"
     rpo.collect(context(), group)
-    assert rpo.answers == {4: group[2].response_ids}
+    assert rpo.memory.answers == {4: group[2].response_ids}
     rpo.collect(context(), answered([0.0, 0.0]))
-    assert rpo.answers == {4: group[2].response_ids}  # what was there stays
+    assert rpo.memory.answers == {4: group[2].response_ids}  # what was there stays
     paper = RPO(RPOSettings(preset="paper"))
     paper.collect(context(), answered([0.0, 0.0]))
-    assert paper.answers
+    assert paper.memory.answers
     cut_off = answered([1.0])
     cut_off[0].finish_reason = "length"
     paper_with_truncated = RPO(RPOSettings(preset="paper"))
     paper_with_truncated.collect(context(), cut_off)
-    assert paper_with_truncated.answers == {}
+    assert paper_with_truncated.memory.answers == {}
 
 
 def test_answers_longer_than_allowed_are_not_continued():
@@ -153,21 +154,21 @@ def test_answers_longer_than_allowed_are_not_continued():
 
 
 def test_cache_takes_the_best_answer_with_probability_epsilon(monkeypatch):
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 0.7)
+    monkeypatch.setattr(suffixes, "BEST_ANSWER_PROBABILITY", 0.7)
     counts = Counter()
     for seed in range(2000):
         rpo = RPO(RPOSettings(preset="paper"))
         rpo.collect(context(seed), answered([0.0, 1.0, 0.5, 0.0]))
-        counts[rpo.answers[4][0]] += 1
+        counts[rpo.memory.answers[4][0]] += 1
     assert 0.66 < counts[11] / 2000 < 0.74  # the best
     for index in (10, 12, 13):
         assert 0.07 < counts[index] / 2000 < 0.13  # 0.3 / 3 each
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
+    monkeypatch.setattr(suffixes, "BEST_ANSWER_PROBABILITY", 1.0)
     ties = Counter()
     for seed in range(600):
         rpo = RPO(RPOSettings())
         rpo.collect(context(seed), answered([1.0, 1.0, 0.0]))
-        ties[rpo.answers[4][0]] += 1
+        ties[rpo.memory.answers[4][0]] += 1
     assert set(ties) == {10, 11} and min(ties.values()) > 200
 
 
@@ -178,11 +179,11 @@ def test_length_factors_known_values():
 
 
 def test_length_reward_leaves_raw_accuracy_alone(monkeypatch):
-    monkeypatch.setattr(python_trainer.accelerators.rpo, "BEST_ANSWER_PROBABILITY", 1.0)
+    monkeypatch.setattr(suffixes, "BEST_ANSWER_PROBABILITY", 1.0)
     rpo = RPO(RPOSettings(preset="paper"))
     rollouts = answered([1.0, 1.0, 0.0])
     assert rpo.collect(context(), rollouts) == rollouts
-    assert rpo.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
+    assert rpo.memory.answers[4] == rollouts[0].response_ids  # the best by the shaped reward
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0]
     assert rollouts[0].reward > rollouts[1].reward == 0.5 > rollouts[2].reward == 0  # wrong answers get nothing
 
@@ -211,14 +212,14 @@ def test_stored_answers_that_no_group_judges_are_left_alone():
     stored[0].success_rate = 0.1
     group = answered([1.0, 0.0], key=5)
     assert rpo.collect(context(), [*group, *stored]) == [*group, *stored]
-    assert set(rpo.answers) == {5} and stored[0].reward == 1.0
+    assert set(rpo.memory.answers) == {5} and stored[0].reward == 1.0
 
 
 @pytest.mark.parametrize("answers", [{}, {3: [1, 2, 3], 0: [7], 9: list(range(50))}])
 def test_state_round_trip(answers):
     restored = RPO(RPOSettings())
     restored.load_state_dict(remembering(answers).state_dict())
-    assert restored.answers == answers
+    assert restored.memory.answers == answers
 
 
 def test_filling_tries_again_what_found_no_answer():
@@ -231,7 +232,7 @@ def test_filling_tries_again_what_found_no_answer():
     notes = []
     rpo = RPO(RPOSettings(fill=2))
     rpo.begin(SimpleNamespace(prompts=[[1]] * 7, answer=answer, note=notes.append))
-    assert requests == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.answers) == [0, 1, 3, 4, 6]
+    assert requests == [(list(range(7)), 0), ([1, 2, 4, 5], 1)] and sorted(rpo.memory.answers) == [0, 1, 3, 4, 6]
     assert notes[0].startswith("rpo: first answers to 5 of 7 prompts remembered")
 
 

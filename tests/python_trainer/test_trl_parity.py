@@ -5,6 +5,7 @@ behind one copy of their prompt. Some answers end with EOS, which is the padding
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from support import ROOT
 from tiny import copy_weights, grpo_trainer
 from torch.nn.utils.rnn import pad_sequence
 
+from python_trainer.accelerators.rpo import RPO
+from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import LOSS_TYPES
-from python_trainer.data import Rollout
+from python_trainer.data import Group, Rollout
+from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.loop.batch import Batch, Minibatch
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
@@ -184,3 +188,29 @@ def test_weights_after_training_equal(make_trl, make_config, tmp_path, loss_type
     trained_weights = copy_weights(trainer.policy)
     assert all((weight - start_weights[name]).abs().max() > 5e-5 for name, weight in trained_weights.items())
     torch.testing.assert_close(trained_weights, copy_weights(peer), rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_begin_as_with_trls_suffix_rollouts(trl_integration):
+    """One method, two adapters: the same draws for the same seed of the step, and the same memory."""
+    suffixes = trl_integration.SuffixRollouts(seed=5)
+    suffixes._ends = frozenset({EOS})
+    rpo = RPO(RPOSettings())
+    prompts = ["3"] * SIZE + ["8"] * SIZE
+    ids = [[10 + i, 20, EOS] for i in range(2 * SIZE)]
+    for step in range(1, 30):
+        context = SimpleNamespace(step=step, seed=keyed_seed(5, step), telemetry={})
+        groups = [Group([1], max_new_tokens=3, example=None, prompt_index=index) for index in (3, 8)]
+        prefixes = [group.prefix_ids for group in rpo.plan(context, groups)]
+        assert prefixes == [suffixes.beginning(prompt, step, 3) for prompt in ("3", "8")]
+        rewards = [float(keyed_unit(step, i) < 0.4) for i in range(2 * SIZE)]
+        suffixes._step = step
+        suffixes.watch(lambda rewards=rewards, **columns: rewards)(prompts=prompts, completion_ids=ids)
+        scored = zip(prompts, ids, rewards)
+        rpo.collect(context, [
+            Rollout([1], row, finish_reason="stop", prompt_index=int(key), group=int(key), reward=reward,
+                    accuracy=reward)
+            for key, row, reward in scored
+        ])  # fmt: skip
+        assert {str(prompt): answer for prompt, answer in rpo.memory.answers.items()} == suffixes.answers
+    assert len(suffixes.answers) == 2 and any(rpo.memory.whole_scores)
+    assert rpo.memory.whole_scores == suffixes._memory.whole_scores

@@ -89,6 +89,50 @@ def test_only_right_whole_answers_are_remembered(trl_integration):
     assert "c" not in suffixes.answers
 
 
+def scored(suffixes, step, prompts, rewards, size=SIZE):
+    """Let suffix rollouts see a step of finished answers with these rewards, ``size`` for each prompt."""
+    suffixes._step, suffixes._ends = step, frozenset({EOS})
+    ids = [[10 + i, 20, EOS] for i in range(len(rewards))]
+    rows = [prompt for prompt in prompts for _ in range(size)]
+    suffixes.watch(lambda prompts, completion_ids: rewards)(prompts=rows, completion_ids=ids)
+
+
+def test_a_quarter_of_the_groups_is_whole(trl_integration):
+    suffixes = trl_integration.SuffixRollouts()
+    suffixes.answers = {str(i): [1] * 10 for i in range(2000)}
+    whole = sum(not suffixes.beginning(str(i), 3, LONGEST + 2) for i in range(2000)) / 2000
+    assert whole == pytest.approx(0.25 + 0.75 / 9, abs=0.04)  # the whole answer is one of the 9 cuts (2 to 10 tokens)
+    shortest = {len(suffixes.beginning(str(i), 3, LONGEST + 2)) for i in range(2000)}
+    assert shortest == set(range(9)), "at least a fifth of an answer is generated anew"
+
+
+def test_the_best_answer_is_remembered_half_of_the_time(trl_integration):
+    chosen = []
+    for seed in range(400):
+        suffixes = trl_integration.SuffixRollouts(right=0.1, seed=seed)
+        scored(suffixes, 1, ["a"], [0.2, 0.9, 0.0, float("nan")])
+        chosen.append(suffixes.answers["a"][0])
+    assert set(chosen) == {10, 11} and 0.4 < chosen.count(11) / 400 < 0.6  # four deviations
+
+
+def test_cuts_end_where_whole_answers_fall(make_trainer, trl_integration, caplog):
+    suffixes = trl_integration.SuffixRollouts()
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes, steps=1)
+    suffixes.answers = {"ABC": [1, 2, 3, 4, 5, EOS]}
+    trainer.model.train()
+    for step in range(33):
+        trainer.state.global_step = step
+        suffixes(["ABC"] * SIZE, trainer)
+        good = 0.8 if step < 16 else 0.2
+        generator = torch.Generator().manual_seed(step)
+        scored(suffixes, step, list(map(str, range(16))), (torch.rand(64, generator=generator) < good).tolist())
+        if step == 16:
+            assert not caplog.records and any(suffixes.beginning("ABC", i, LONGEST) for i in range(9))
+    assert not any(suffixes.beginning("ABC", i, LONGEST) for i in range(99))
+    (message,) = [record.getMessage() for record in caplog.records if "whole answers" in record.getMessage()]
+    assert message.startswith("SuffixRollouts: whole answers fell from 0.") and "whole from now on" in message
+
+
 @pytest.mark.parametrize("messages", [False, True])
 def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer, messages):
     suffixes = trl_integration.SuffixRollouts()
@@ -109,7 +153,7 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
 
 def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
     """A stand-in replaces ``vllm_generation``, with TRL's arguments and results."""
-    suffixes = trl_integration.SuffixRollouts(seed=1)
+    suffixes = trl_integration.SuffixRollouts(seed=1, whole_share=0)
     suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
     trainer.use_vllm = True
