@@ -10,6 +10,7 @@ import torch
 from python_trainer.errors import NotFinite
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.model.weights import full, like
+from rlkernels.extrapolation import forget_momentum
 from rlkernels.rank1.projections import tensor_name, view_of
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
@@ -114,10 +115,7 @@ class PolicyOptimizer:
         Args:
             matrices: names as in :class:`rlkernels.rank1.projections.Projections`.
         """
-        for matrix in matrices:
-            state = self.adamw.state.get(self.masters[tensor_name(matrix)], {})
-            if "exp_avg" in state:
-                view_of(matrix, state["exp_avg"]).zero_()
+        forget_momentum(self.adamw, self.masters, matrices)
 
     def places(self, matrix: str) -> list[torch.Tensor]:
         """Return views of the tensors that hold a matrix: the master, then the parameter if it is rounded from that."""

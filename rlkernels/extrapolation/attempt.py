@@ -12,6 +12,14 @@ from rlkernels.extrapolation.predictors import Limits, Refusal, Target, extrapol
 from rlkernels.extrapolation.trajectory import Points, RankOneTrajectory
 
 
+@torch.no_grad()
+def write_weights(places: Mapping[str, Sequence[torch.Tensor]], weights: Mapping[str, torch.Tensor]) -> None:
+    """Write weights by name into all tensors that hold them."""
+    for name, weight in weights.items():
+        for tensor in places[name]:
+            tensor.copy_(weight)
+
+
 @dataclass(frozen=True)
 class Attempt:
     """Settings of an extrapolation: its limits, its distance, and the test of its candidates.
@@ -24,7 +32,7 @@ class Attempt:
     horizon: float = 2.0  # the target is this many times the tracked steps; above 1
     keep_rest: bool = True  # as for ``extrapolate``
     limits: Limits = field(default_factory=Limits)
-    prompts: int = 512  # most gate prompts for one candidate
+    prompts: int | None = 512  # most gate prompts for one candidate; None: all that are available
     max_tries: int = 3  # candidates
     shrink: float = 0.5  # candidate k goes shrink^k of the way
 
@@ -33,7 +41,8 @@ class Attempt:
         _check.number("horizon", self.horizon)
         if not self.horizon > 1:
             raise ValueError(f"horizon must be above 1, got {self.horizon!r}")
-        _check.integer("prompts", self.prompts, 1)
+        if self.prompts is not None:
+            _check.integer("prompts", self.prompts, 1)
         _check.integer("max_tries", self.max_tries, 1)
         _check.share("shrink", self.shrink)
 
@@ -78,9 +87,7 @@ class Attempt:
             def answer(rows: range) -> Sequence[float]:
                 nonlocal loaded
                 if loaded is not weights:
-                    for name, weight in weights.items():
-                        for tensor in places[name]:
-                            tensor.copy_(weight)
+                    write_weights(places, weights)
                     changed()
                     loaded = weights
                 return evaluate(rows)
@@ -88,6 +95,7 @@ class Attempt:
             return Answers(answer, available, gate.position)
 
         present_answers = answers_with(present)
+        prompts = min(self.prompts or available, available)
         tries: list[dict[str, Any]] = []
         accepted = False
         try:
@@ -95,9 +103,7 @@ class Attempt:
                 factor = self.shrink ** len(tries)
                 candidate = {n: torch.lerp(present[n].float(), weight, factor) for n, weight in predicted.items()}
                 # evaluates the present weights first, while the model has them
-                comparison = gate.compare_in_parts(
-                    answers_with(candidate), present_answers, min(self.prompts, available)
-                )
+                comparison = gate.compare_in_parts(answers_with(candidate), present_answers, prompts)
                 tries.append({"factor": factor, **asdict(comparison)})
                 accepted = comparison.accepted
             gate.position = (gate.position + len(present_answers.scores)) % available

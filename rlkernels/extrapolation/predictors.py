@@ -142,7 +142,7 @@ class Limits:
     min_cosine: float = 0.7  # between the directions at half the latest step and at the latest
     min_skill: float = 0.0  # the back-test must exceed it
     min_share: float = 0.5  # of the squared norm of all updates that must lie in modules without objection
-    holdout: int = 1  # points left out in the back-test
+    holdout: int | None = None  # points left out in the back-test; None: a third of them
 
 
 def module_refusal(trajectory: RankOneTrajectory, name: str, limits: Limits) -> str | None:
@@ -188,10 +188,11 @@ def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None
         ValueError: an unknown predictor.
     """
     limits = limits or Limits()
-    needed = max(find_predictor(predictor).min_points + limits.holdout, 3)
+    third = len(trajectory) // 3
+    holdout = max(third, 1) if limits.holdout is None else limits.holdout
+    needed = max(find_predictor(predictor).min_points + holdout, 3)
     if len(trajectory) < needed:
         return Refusal("few points", f"{predictor} needs {needed} tracked steps, there are {len(trajectory)}")
-    third = len(trajectory) // 3
     rise = sum(trajectory.accuracy[-third:]) / third - sum(trajectory.accuracy[:third]) / third
     if not rise >= limits.min_rise:
         return Refusal("flat accuracy", f"rose by {rise:.3f}, less than {limits.min_rise:g}")
@@ -205,7 +206,7 @@ def refusal(trajectory: RankOneTrajectory, predictor: str, limits: Limits | None
         commonest = max(squares, key=lambda reason: squares[reason]) or "no update"
         refused_share = 1 - accepted / total if total else 1
         return Refusal(commonest, f"modules with {refused_share:.0%} of the squared update are refused")
-    tested = skill(trajectory, predictor, holdout=limits.holdout)
+    tested = skill(trajectory, predictor, holdout=holdout)
     if not tested > limits.min_skill:
         return Refusal("no skill", f"back-test {tested:.2f}, needs more than {limits.min_skill:g}")
     return None

@@ -30,12 +30,12 @@ from transformers.trainer_utils import IntervalStrategy
 from trl.models import unwrap_model_for_generation
 
 from rlkernels import _check
-from rlkernels.extrapolation import Attempt, Gate, RankOneTrajectory
+from rlkernels.extrapolation import Attempt, Extrapolator, Gate, forget_momentum
 from rlkernels.history import HISTORY_TOKENS, RolloutHistory
 from rlkernels.history.suffixes import SuffixMemory
 from rlkernels.integrations.trl_dpo import SharedPrefixDPOTrainer
 from rlkernels.integrations.trl_shared import SharedPrefixGRPOTrainer, SharedPrefixRLOOTrainer
-from rlkernels.rank1.projections import Projections, view_of
+from rlkernels.rank1.projections import Projections
 from rlkernels.sampling.keys import keyed_seed
 
 __all__ = [
@@ -91,6 +91,15 @@ def _gather(values: list) -> list:
     lists: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lists, values)
     return list(itertools.chain.from_iterable(lists))
+
+
+def _call_on_rank0(function: Callable[[], Any]) -> Any:
+    """Call a function in the first process, and return its result in all of them."""
+    if not dist.is_initialized():
+        return function()
+    result = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
 
 
 class SuffixRollouts:
@@ -314,28 +323,23 @@ class GatedExtrapolation(TrainerCallback):
     def __init__(self, evaluate: Callable[[Any, range], Sequence[float]], prompts: int, *, track_steps: int = 2,
                  first_step: int = 20, every: int = 20, level: float = 0.05, metric: str = "reward", smoothing: int = 5,
                  **rules: Any):  # fmt: skip
-        for name, value in (("track_steps", track_steps), ("first_step", first_step), ("every", every),
-                            ("smoothing", smoothing)):  # fmt: skip
-            _check.integer(name, value, 1)
-        self.rules = Attempt(prompts=prompts, **rules)
+        _check.integer("every", every, 1)
+        self.prompts = _check.integer("prompts", prompts, 1)
+        self.extrapolator = Extrapolator(
+            Attempt(prompts=None, **rules), Gate(level), track_steps=track_steps, first_step=first_step,
+            every=every, smoothing=smoothing,
+        )  # fmt: skip
+        self.events = self.extrapolator.events
         self.evaluate = evaluate
-        self.gate = Gate(level)
-        self.track_steps = track_steps
-        self.next_attempt = first_step
-        self.every = every
         self.metric = metric
-        self.smoothing = smoothing
-        self.events: list[dict[str, Any]] = []
-        self.trajectory: RankOneTrajectory | None = None
         self._weights = Projections.of({})
-        self._anchor = 0  # step at which the trajectory begins
-        self._rewards: list[float] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         strategy = IntervalStrategy(args.logging_strategy).value
-        if strategy != "steps" or self.track_steps % state.logging_steps:
+        track_steps = self.extrapolator.track_steps
+        if strategy != "steps" or track_steps % state.logging_steps:
             raise ValueError(
-                f"logging_steps must divide track_steps {self.track_steps} of GatedExtrapolation, which reads "
+                f"logging_steps must divide track_steps {track_steps} of GatedExtrapolation, which reads "
                 f"rewards from the logs, got {state.logging_steps} with logging_strategy {strategy!r}"
             )
         trained = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
@@ -348,57 +352,34 @@ class GatedExtrapolation(TrainerCallback):
                 f"and whole in each process; got {type(kwargs['model']).__name__} with "
                 f"{unusable[0] if unusable else 'none that is trained'}"
             )
-        self._restart(state.global_step)
+        self.extrapolator.restart(self._places(), state.global_step)
+
+    def _places(self) -> dict[str, list[torch.Tensor]]:
+        """Return for each projection the tensors that hold it: the parameter."""
+        return {name: [weight] for name, weight in self._weights.items()}
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
                logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # fmt: skip
         """Track a training step, and attempt an extrapolation when one is due."""
-        if logs is None or self.trajectory is None:
+        if logs is None or not self._weights:  # before training
             return
         if self.metric not in logs:
             if "loss" in logs:  # logs of a step, not of an evaluation or the whole run
                 raise ValueError(f"metric must be one of {sorted(logs)}, which TRL logs, got {self.metric!r}")
             return
-        self._rewards.append(float(logs[self.metric]))
         step = state.global_step
-        if step % self.track_steps or step == self._anchor:
-            return
-        window = self._rewards[-self.smoothing :]
-        self.trajectory.track(self._weights, step=step - self._anchor, accuracy=sum(window) / len(window))
-        if step >= self.next_attempt:
-            self._attempt(step, kwargs["model"], kwargs["optimizer"])
-
-    def _restart(self, step: int) -> None:
-        """Start a new trajectory at the present weights."""
-        base = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self.trajectory = RankOneTrajectory(base)
-        self._anchor = step
-        self._rewards = []
-
-    def _attempt(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Predict weights and keep them if held-out prompts accept them; record the event."""
-        assert self.trajectory is not None
-        objection = self.rules.refusal(self.trajectory)
-        if objection is not None:
-            self.events.append({"step": step, "accepted": False, "refused": str(objection)})
-            return
-        predicted = self.rules.predict(self.trajectory, self._weights)
-        if dist.is_initialized():
-            for weight in predicted.values():
-                dist.broadcast(weight, 0)
-        weights = {name: [self._weights[name]] for name in predicted}
-        evaluate = functools.partial(self._evaluate, model)
-        tries = self.rules.judge(self.gate, predicted, weights, evaluate, available=self.rules.prompts)
-        accepted = tries[-1]["accepted"]
-        self.events.append({"step": step, "accepted": accepted, "tries": tries})
-        self.next_attempt = step + self.every
-        if accepted:
-            for name in predicted:  # Adam's mean gradient belongs to the old weights
-                parameter = self._weights.weights[self._weights.names[name]]
-                mean = optimizer.state.get(parameter, {}).get("exp_avg")
-                if mean is not None:
-                    view_of(name, mean).zero_()
-            self._restart(step)
+        self.extrapolator.add_scores(step, [float(logs[self.metric])])
+        if self.extrapolator.tracks(step):
+            self.extrapolator.track(self._places(), step)
+            if self.extrapolator.is_due(step):
+                self.extrapolator.attempt(
+                    self._places(),
+                    step,
+                    functools.partial(self._evaluate, kwargs["model"]),
+                    available=self.prompts,
+                    forget=functools.partial(forget_momentum, kwargs["optimizer"], self._weights.weights),
+                    on_rank0=_call_on_rank0,
+                )
 
     def _evaluate(self, model: torch.nn.Module, prompts: range) -> Sequence[float]:
         """Evaluate held-out prompts, divided among the processes; return 0 or 1 for each of them."""

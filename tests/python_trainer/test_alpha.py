@@ -59,7 +59,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     for step in range(1, 13):
         context.step = step
         context.telemetry = {}
-        alpha.answered = [[step, 0.28 + rise * step, 1.0]]  # of one step alone: nothing is smoothed
+        alpha.extrapolator.answered = [[step, 0.28 + rise * step, 1.0]]  # of one step alone: nothing is smoothed
         noise = 0.02 * torch.randn(16, 24, generator=torch.Generator().manual_seed(step))
         model.proj.weight.grad = (-DIRECTION + noise).to(dtype)
         model.proj.bias.grad = torch.ones(16, dtype=dtype)
@@ -97,7 +97,7 @@ def test_a_better_edit_is_accepted(predictor, dtype):
         assert torch.equal(state_after[name][key], state_before[name][key])
     for name in ("embed.weight", "proj.bias"):
         assert torch.equal(state_after["weights"][name], state_before["weights"][name]), "not a projection: as trained"
-    assert alpha.anchor == 12 and len(alpha.trajectory) == 0, "tracking starts again from there"
+    assert alpha.extrapolator.anchor == 12 and len(alpha.extrapolator.trajectory) == 0, "tracking starts again from there"
     param = context.policy.proj.weight
     master = context.optimizer.masters["proj.weight"]
     edited = master.detach().clone()
@@ -117,9 +117,9 @@ def test_experts_in_one_parameter_are_tracked_and_changed_each_by_itself(dtype):
     alpha.begin(run)
     model["experts"].grad = torch.ones_like(model["experts"])
     optimizer.step(1e-3)
-    alpha.answered = [[1, 0.5, 1.0]]
+    alpha.extrapolator.answered = [[1, 0.5, 1.0]]
     alpha.after_update(SimpleNamespace(run=run, step=1, telemetry={}))
-    assert [*alpha.trajectory.base] == ["experts[0]", "experts[1]", "experts[2]"]
+    assert [*alpha.extrapolator.trajectory.base] == ["experts[0]", "experts[1]", "experts[2]"]
     for place in optimizer.places("experts[1]"):
         with torch.no_grad():
             place.fill_(7)
@@ -140,33 +140,33 @@ def test_too_far_is_shrunk_until_it_helps():
 
 def test_refusals_cost_no_evaluation_and_are_tried_again():
     alpha, context, _ = trained(lambda p: 0.5, rise=0.0027, first_step=9, every=50)  # 0.02 within eight steps
-    assert [e.get("refused") for e in alpha.events] == ["flat accuracy"] * 2 + [None]
-    assert alpha.events[0]["detail"].startswith("rose by") and context.evaluate_each.call_count == 4
-    assert [e["step"] for e in alpha.events] == [9, 10, 11] and alpha.next_attempt == 61
+    assert [e.get("refused") for e in alpha.extrapolator.events] == ["flat accuracy"] * 2 + [None]
+    assert alpha.extrapolator.events[0]["detail"].startswith("rose by") and context.evaluate_each.call_count == 4
+    assert [e["step"] for e in alpha.extrapolator.events] == [9, 10, 11] and alpha.extrapolator.next_attempt == 61
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_papers_preset_goes_once_and_keeps_rank_1_alone(dtype):
     """It extrapolates without a gate to accuracy 1, at twice the steps; the scale is that of the whole update."""
     alpha, context, start = trained(lambda p: 1 / 0, dtype=dtype, preset="paper", first_step=12)
-    (event,) = alpha.events
+    (event,) = alpha.extrapolator.events
     assert event["accepted"] and event["tries"] == [] and context.telemetry["alpha/accepted"] == 1
     context.evaluate_each.assert_not_called()
-    assert context.engine.policy_updated.call_count == 1 and alpha.next_attempt > 1000
+    assert context.engine.policy_updated.call_count == 1 and alpha.extrapolator.next_attempt > 1000
     u, s, vh = torch.linalg.svd(context.optimizer.masters["proj.weight"].detach() - start)
     noise = torch.stack([torch.randn(16, 24, generator=torch.Generator().manual_seed(i)) for i in range(1, 13)])
     moved = 1e-3 * (12 * DIRECTION - 0.02 * noise.sum(0))
     assert s[1] < 1e-5 * s[0] and float(s[0]) == pytest.approx(2 * float(moved.norm()), rel=0.02)
     leading = torch.linalg.svd(moved)
     assert abs(float(u[:, 0] @ leading.U[:, 0])) > 0.999 and abs(float(vh[0] @ leading.Vh[0])) > 0.999
-    assert not everything(context)["proj.weight"]["exp_avg"].any() and alpha.anchor == 12
+    assert not everything(context)["proj.weight"]["exp_avg"].any() and alpha.extrapolator.anchor == 12
     AlphaSettings(preset="paper").check_task(SimpleNamespace(gate=()))
 
 
 def test_the_papers_preset_goes_nowhere_where_the_accuracy_is_flat():
     """It would divide by the slope of the accuracy, which is 0."""
     alpha, context, start = trained(lambda p: 1 / 0, rise=0.0, preset="paper", first_step=11)
-    assert [(e["step"], e["refused"]) for e in alpha.events] == [(11, "no skill"), (12, "no skill")]
+    assert [(e["step"], e["refused"]) for e in alpha.extrapolator.events] == [(11, "no skill"), (12, "no skill")]
     assert context.telemetry["alpha/refused"] == 1 and not context.engine.policy_updated.called
     assert progress(context.policy, start) == pytest.approx(0.012, rel=0.1)
 
@@ -174,10 +174,10 @@ def test_the_papers_preset_goes_nowhere_where_the_accuracy_is_flat():
 def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
     """Stored answers are right ones only: they would pass for a rise of the accuracy."""
     alpha, context, _ = trained(lambda p: 0.5)
-    right = alpha.answered[-1][1]
+    right = alpha.extrapolator.answered[-1][1]
     for accuracies, cap in (([1.0, 0.0], None), ([1.0, 1.0], None), ([1.0] * 9, 2.0)):
         alpha.collect(context, [Rollout([], [], accuracy=a, importance_cap=cap) for a in accuracies])
-    assert alpha.answered == [[12, right + 3, 1 + 4]]
+    assert alpha.extrapolator.answered == [[12, right + 3, 1 + 4]]
 
 
 def test_the_level_adds_up_over_all_comparisons():
@@ -273,8 +273,8 @@ def test_tracking_and_rejected_attempts_change_nothing(alpha_config, make_config
     trainer.run()
     assert same(plain, trainer)
     alpha = trainer.accelerators[0]
-    assert [len(e["tries"]) for e in alpha.events] == [3] and alpha.events[0]["step"] == 4
-    assert alpha.anchor == 0 and len(alpha.trajectory) == 5, "it goes on where it was"
+    assert [len(e["tries"]) for e in alpha.extrapolator.events] == [3] and alpha.extrapolator.events[0]["step"] == 4
+    assert alpha.extrapolator.anchor == 0 and len(alpha.extrapolator.trajectory) == 5, "it goes on where it was"
     rows = read_metrics(tmp_path / "alpha")
     assert rows[4]["alpha/accepted"] == 0 and rows[4]["alpha/gate_s"] > 0 and rows[1]["alpha/track_s"] > 0
 
@@ -291,9 +291,9 @@ def test_an_interrupted_run_resumes_to_the_same_state(
     monkeypatch.setattr(Gate, "compare_in_parts", accept)
     config = alpha_config(max_steps=steps, alpha=changes)
     uninterrupted = train(config, tmp_path / "whole").accelerators[0]
-    assert [e["step"] for e in uninterrupted.events if e["accepted"]] == jumps
-    assert uninterrupted.anchor == max([0, *jumps])
-    assert uninterrupted.trajectory.state_dict()["steps"].tolist() == tracked
+    assert [e["step"] for e in uninterrupted.extrapolator.events if e["accepted"]] == jumps
+    assert uninterrupted.extrapolator.anchor == max([0, *jumps])
+    assert uninterrupted.extrapolator.trajectory.state_dict()["steps"].tolist() == tracked
     train(config.model_copy(update={"max_steps": interrupted_at}), tmp_path / "parts")
     train(config, tmp_path / "parts", resume=True)
     sections = [text.split()[0] for text in differences(tmp_path / "whole", tmp_path / "parts")]

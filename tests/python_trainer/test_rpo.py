@@ -333,4 +333,4 @@ def test_continued_answers_are_not_taken_for_the_policys_own(make_config, gate_t
     trajectory = RetrospectiveDatabase(str(tmp_path / "history.db")).trajectory(1)
     assert [step.reward for step in trajectory] == pytest.approx(recorded)
     alpha = next(a for a in trainer.accelerators if a.name == "alpha")
-    assert alpha.answered == answered and len(answered) < 20
+    assert alpha.extrapolator.answered == answered and len(answered) < 20

@@ -100,9 +100,9 @@ def scored(suffixes, step, prompts, rewards, size=SIZE):
 def test_a_quarter_of_the_groups_is_whole(trl_integration):
     suffixes = trl_integration.SuffixRollouts()
     suffixes.answers = {str(i): [1] * 10 for i in range(2000)}
-    whole = sum(not suffixes.beginning(str(i), 3, LONGEST + 2) for i in range(2000)) / 2000
+    whole = sum(not suffixes.beginning(str(i), 3, MAX_TOKENS + 2) for i in range(2000)) / 2000
     assert whole == pytest.approx(0.25 + 0.75 / 9, abs=0.04)  # the whole answer is one of the 9 cuts (2 to 10 tokens)
-    shortest = {len(suffixes.beginning(str(i), 3, LONGEST + 2)) for i in range(2000)}
+    shortest = {len(suffixes.beginning(str(i), 3, MAX_TOKENS + 2)) for i in range(2000)}
     assert shortest == set(range(9)), "at least a fifth of an answer is generated anew"
 
 
@@ -127,8 +127,8 @@ def test_cuts_end_where_whole_answers_fall(make_trainer, trl_integration, caplog
         generator = torch.Generator().manual_seed(step)
         scored(suffixes, step, list(map(str, range(16))), (torch.rand(64, generator=generator) < good).tolist())
         if step == 16:
-            assert not caplog.records and any(suffixes.beginning("ABC", i, LONGEST) for i in range(9))
-    assert not any(suffixes.beginning("ABC", i, LONGEST) for i in range(99))
+            assert not caplog.records and any(suffixes.beginning("ABC", i, MAX_TOKENS) for i in range(9))
+    assert not any(suffixes.beginning("ABC", i, MAX_TOKENS) for i in range(99))
     (message,) = [record.getMessage() for record in caplog.records if "whole answers" in record.getMessage()]
     assert message.startswith("SuffixRollouts: whole answers fell from 0.") and "whole from now on" in message
 
@@ -254,7 +254,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     assert torch.equal(present["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
     optimizer_state = trainer.optimizer.state[trainer.model.get_parameter(name)]
     assert optimizer_state["exp_avg"].abs().sum() == 0 and optimizer_state["exp_avg_sq"].sum() > 0
-    assert len(callback.trajectory) == 0
+    assert len(callback.extrapolator.trajectory) == 0
 
 
 def test_experts_of_a_mixture_are_followed(trl_integration):
@@ -270,7 +270,7 @@ def test_experts_of_a_mixture_are_followed(trl_integration):
     callback = trl_integration.GatedExtrapolation(print, 80)
     arguments = SimpleNamespace(logging_strategy="steps")
     callback.on_train_begin(arguments, SimpleNamespace(logging_steps=1, global_step=0), None, model=model)
-    shapes = {name: weight.shape for name, weight in callback.trajectory.base.items()}
+    shapes = {name: weight.shape for name, weight in callback.extrapolator.trajectory.base.items()}
     assert shapes["model.layers.0.mlp.experts.gate_up_proj[3]"] == (12, 8)
     assert len(shapes) == 4 + 1 + 2 * 4, "attention, router, two projections of each expert"
 
