@@ -97,7 +97,8 @@ def test_a_better_edit_is_accepted(predictor, dtype):
         assert torch.equal(state_after[name][key], state_before[name][key])
     for name in ("embed.weight", "proj.bias"):
         assert torch.equal(state_after["weights"][name], state_before["weights"][name]), "not a projection: as trained"
-    assert alpha.extrapolator.anchor == 12 and len(alpha.extrapolator.trajectory) == 0, "tracking starts again from there"
+    assert alpha.extrapolator.anchor == 12
+    assert len(alpha.extrapolator.trajectory) == 0, "tracking starts again from there"
     param = context.policy.proj.weight
     master = context.optimizer.masters["proj.weight"]
     edited = master.detach().clone()

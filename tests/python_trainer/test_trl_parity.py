@@ -195,14 +195,14 @@ def test_prompts_begin_as_with_trls_suffix_rollouts(trl_integration):
     suffixes = trl_integration.SuffixRollouts(seed=5)
     suffixes._ends = frozenset({EOS})
     rpo = RPO(RPOSettings())
-    prompts = ["3"] * SIZE + ["8"] * SIZE
-    ids = [[10 + i, 20, EOS] for i in range(2 * SIZE)]
+    prompts = ["3"] * NUM_GENERATIONS + ["8"] * NUM_GENERATIONS
+    ids = [[10 + i, 20, EOS] for i in range(2 * NUM_GENERATIONS)]
     for step in range(1, 30):
         context = SimpleNamespace(step=step, seed=keyed_seed(5, step), telemetry={})
         groups = [Group([1], max_new_tokens=3, example=None, prompt_index=index) for index in (3, 8)]
         prefixes = [group.prefix_ids for group in rpo.plan(context, groups)]
         assert prefixes == [suffixes.beginning(prompt, step, 3) for prompt in ("3", "8")]
-        rewards = [float(keyed_unit(step, i) < 0.4) for i in range(2 * SIZE)]
+        rewards = [float(keyed_unit(step, i) < 0.4) for i in range(2 * NUM_GENERATIONS)]
         suffixes._step = step
         suffixes.watch(lambda rewards=rewards, **columns: rewards)(prompts=prompts, completion_ids=ids)
         scored = zip(prompts, ids, rewards)

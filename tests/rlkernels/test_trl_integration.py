@@ -89,7 +89,7 @@ def test_only_right_whole_answers_are_remembered(trl_integration):
     assert "c" not in suffixes.answers
 
 
-def scored(suffixes, step, prompts, rewards, size=SIZE):
+def scored(suffixes, step, prompts, rewards, size=NUM_GENERATIONS):
     """Let suffix rollouts see a step of finished answers with these rewards, ``size`` for each prompt."""
     suffixes._step, suffixes._ends = step, frozenset({EOS})
     ids = [[10 + i, 20, EOS] for i in range(len(rewards))]
@@ -122,7 +122,7 @@ def test_cuts_end_where_whole_answers_fall(make_trainer, trl_integration, caplog
     trainer.model.train()
     for step in range(33):
         trainer.state.global_step = step
-        suffixes(["ABC"] * SIZE, trainer)
+        suffixes(["ABC"] * NUM_GENERATIONS, trainer)
         good = 0.8 if step < 16 else 0.2
         generator = torch.Generator().manual_seed(step)
         scored(suffixes, step, list(map(str, range(16))), (torch.rand(64, generator=generator) < good).tolist())
