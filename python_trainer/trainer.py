@@ -300,8 +300,9 @@ class Trainer:
             with self.state.measure("rollout"):
                 self.engine.sleep()
             for number, batch in enumerate(batches, 1):
+                lr_scale = min(number / REHEARSAL_WARMUP_UPDATES, 1.0)
                 with self.state.measure("train"):
-                    metrics = self.learner.update(batch, context.step, lr_scale=number / REHEARSAL_WARMUP_UPDATES)
+                    metrics = self.learner.update(batch, context.step, lr_scale=lr_scale)
                 self.state.count("trained_tokens", metrics["tokens/trained"])
                 self.logger.log_work(number, len(batches), "stored answers in batches")
             self.engine.policy_updated()

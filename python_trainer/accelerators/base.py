@@ -10,7 +10,7 @@ from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores
 
 if TYPE_CHECKING:
-    from python_trainer.model.optimizer import PolicyOptimizer
+    from python_trainer.model.optimizer import MasterWeightAdamW
     from python_trainer.model.policy import Policy
     from python_trainer.rollout.engine import Engine
 
@@ -35,7 +35,7 @@ class RunContext:
     task: Task
     prompts: list[list[int]]
     policy: "Policy"
-    optimizer: "PolicyOptimizer"
+    optimizer: "MasterWeightAdamW"
     engine: "Engine"
     answer: Callable[[Sequence[int], int], list[Rollout]]
     score_stored: Callable[[Sequence[Example], Sequence[str], Sequence[Sequence[int]]], Scores]

@@ -83,8 +83,19 @@ class PolicyLoss:
 
     loss: torch.Tensor
     ratio: torch.Tensor  # pi / pi_old before any clipping, differentiable
-    clipped_low: torch.Tensor  # bool: ratio below 1 - epsilon with a negative advantage
-    clipped_high: torch.Tensor  # bool: ratio above 1 + epsilon_high with a positive advantage
+    clipped: dict[str, torch.Tensor]  # bool, for each of AlgorithmConfig.clip_bounds: tokens whose ratio it replaces
+
+
+def clipped_tokens(ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """Return for each of ``settings.clip_bounds`` the tokens whose ratio it replaces, bool [B, T].
+
+    In ``clip`` a bound counts where the clipped term is the smaller one. ``cispo`` bounds every token from above.
+    """
+    low, high = settings.clip_range
+    clipped = {"low": (ratio < low) & (advantages < 0), "high": (ratio > high) & (advantages > 0)}
+    if settings.policy_loss == "cispo":
+        clipped["high"] = (ratio > high) & (advantages != 0)  # a token without an advantage has no loss to clip
+    return {bound: clipped[bound] for bound in settings.clip_bounds}
 
 
 def policy_loss(
@@ -121,13 +132,8 @@ def policy_loss(
         raise UserError(f"policy_loss must return a loss per token, {list(mask.shape)}, got {list(loss.shape)}")
     if weights is not None:
         loss = loss * torch.where(mask, weights, 0.0)
-    low, high = settings.clip_range
-    return PolicyLoss(
-        loss=torch.where(mask, loss, 0.0),
-        ratio=torch.where(mask, ratio, 0.0),
-        clipped_low=mask & (ratio.detach() < low) & (advantages < 0),
-        clipped_high=mask & (ratio.detach() > high) & (advantages > 0),
-    )
+    clipped = clipped_tokens(ratio.detach(), advantages, settings)  # advantages are 0 where masked: none there
+    return PolicyLoss(torch.where(mask, loss, 0.0), torch.where(mask, ratio, 0.0), clipped)
 
 
 def importance_weights(
@@ -145,10 +151,11 @@ def importance_weights(
     and farther from 1 the longer the answer (Liu et al. 2025, "When Speed Kills Stability").
 
     Args:
-        mask: bool [B, T], True for tokens that the sampler drew. Other tokens (a given prefix) weigh 1.
+        mask: bool [B, T], True for tokens that the sampler drew, False for a given prefix.
         mode: ``"truncate"``: min(ratio, cap). ``"mask"``: 0 where the ratio is above ``cap``.
         cap: > 1; or > 0, [B, 1], for ``"truncate"``.
-        level: ``"token"``, or ``"sequence"``: the product over the drawn tokens of a row.
+        level: ``"token"``: tokens that were not drawn weigh 1. ``"sequence"``: the product over the drawn tokens of a
+            row weighs all of its tokens, since the advantage of a given prefix depends on what was drawn after it.
     """
     mask = mask.bool()
     difference = torch.where(mask, old_logprobs.detach() - sampler_logprobs, 0.0)

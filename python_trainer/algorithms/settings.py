@@ -139,6 +139,11 @@ class AlgorithmConfig(Section):
         return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
 
     @property
+    def clip_bounds(self) -> tuple[str, ...]:
+        """Return the bounds that ``policy_loss`` puts on the ratio, low or high; none are known of a user's loss."""
+        return {"clip": ("low", "high"), "cispo": ("high",)}.get(self.policy_loss, ())
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """Return the lowest and highest probability ratio that is not clipped."""
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)

@@ -20,7 +20,7 @@ from python_trainer.model.packing import Packed, pack, scored_tokens
 
 # metric -> the tokens that it is a mean, or the maximum, over
 MEANS = {
-    "clip_ratio/low_mean": "all", "clip_ratio/high_mean": "all",  # tokens without a gradient are never clipped
+    "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
     "importance_ratio/mean": "passed", "kl": "compared", "value_loss": "valued", "clip_ratio/value": "valued",
     "sampling/logp_difference/mean": "sampled", "sampling/importance_sampling_ratio/mean": "corrected",
 }  # fmt: skip
@@ -55,6 +55,7 @@ class Batch:
         rewards: float32 [B].
         groups: int64 [B].
         success_rates: float32 [B], baselines of stored answers; NaN: the group is the baseline.
+        only_stored: every answer has a success rate.
         importance_caps: float32 [B], limits of the importance weights of stored answers; NaN: a fresh answer.
         in_loss: bool [B].
         loss_tokens: int64 [B] on the CPU, response tokens in the loss.
@@ -97,6 +98,8 @@ class Batch:
         self.prefix_in_loss = prefix_in_loss
         self.aggregate: Aggregation = LOSS_TYPES.resolve(config.loss_type)
 
+        # nothing compares answers then; in an empty batch there is nothing stored either
+        self.only_stored = bool(rollouts) and all(r.success_rate is not None for r in rollouts)
         self.rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
         self.groups = torch.tensor([r.group for r in rollouts], device=device)
         self.success_rates = torch.tensor([_or_nan(r.success_rate) for r in rollouts], device=device)
@@ -137,11 +140,13 @@ class Batch:
         are right, and would teach it that every answer is.
         """
         config, mask = self.config, self.scored
+        grouped = self.success_rates.isnan()
+        success_rates = self.success_rates[~grouped]
+        stored_advantages = compare_with_success_rate(success_rates, deviations=config.in_deviations)
         advantages = torch.zeros(mask.shape, device=mask.device)
-        advantages += compare_with_success_rate(self.success_rates, deviations=config.in_deviations)[:, None]
+        advantages[~grouped] = stored_advantages[:, None].expand(-1, mask.shape[1])
         penalty, metrics = self._kl_penalty()
-        grouped = torch.arange(len(self.rewards), device=mask.device)[self.success_rates.isnan()]
-        if len(grouped) or not self.rollouts:
+        if not self.only_stored:
             step = StepRewards(
                 self.rewards[grouped],
                 self.groups[grouped],
@@ -168,11 +173,12 @@ class Batch:
         return config.beta * kl, {"kl": float(kl.sum() / mask.sum().clamp(min=1))}
 
     def _set_returns(self, step: StepRewards, returns: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
-        """Set the targets of the critic from the returns of these samples; return metrics of the critic."""
+        """Set the targets of the critic from the returns of the samples, a mask [B]; return metrics of the critic."""
         if step.values is None:
             return {}
         fresh = self.importance_caps[samples].isnan()[:, None]
-        self.returns = self.empty_table().index_copy(0, samples, torch.where(fresh, returns, torch.nan))
+        self.returns = self.empty_table()
+        self.returns[samples] = torch.where(fresh, returns, torch.nan)
         learned = step.in_loss & fresh
         if not learned.any():
             return {}
@@ -318,12 +324,8 @@ class Minibatch:
         assert self.batch.advantages is not None, "set_advantages comes first"
         advantages = gather_rows(self.batch.advantages, packed)
         policy = policy_loss(logprobs, old_logprobs, advantages, mask, self.config, weights=weights)
-        return policy, {
-            "clip_ratio/low_mean": policy.clipped_low,
-            "clip_ratio/high_mean": policy.clipped_high,
-            "importance_ratio/mean": policy.ratio,
-            "importance_ratio/max": policy.ratio,
-        }
+        metrics = {"importance_ratio/mean": policy.ratio, "importance_ratio/max": policy.ratio}
+        return policy, metrics | {f"clip_ratio/{bound}_mean": tokens for bound, tokens in policy.clipped.items()}
 
     def kl_term(
         self,
@@ -402,7 +404,9 @@ def mean_metrics(
     table = torch.stack(rows) if rows else torch.zeros(1, len(names), device=device)
     sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
     maxima = [max(values) for values in zip(*ranks.gather(table[:, len(SUMS) :].amax(0).tolist()))]
-    tokens = sums | {"all": sum(minibatch.num_tokens for minibatch in optimizer_steps)}
+    # tokens without a gradient are never clipped, and count all the same
+    num_tokens = sum(minibatch.num_tokens for minibatch in optimizer_steps)
+    tokens = sums | dict.fromkeys(optimizer_steps[0].config.clip_bounds, num_tokens)
     row = {"loss": sums["loss"] / len(optimizer_steps)}
-    row |= {name: sums[name] / tokens[kind] for name, kind in MEANS.items() if tokens[kind]}
+    row |= {name: sums[name] / tokens[kind] for name, kind in MEANS.items() if tokens.get(kind)}
     return row | {name: value for (name, kind), value in zip(MAXIMA.items(), maxima) if tokens[kind]}

@@ -15,7 +15,7 @@ from python_trainer.errors import NotFinite
 from python_trainer.loop.batch import Batch, Minibatch, ReferenceAnswers, mean_metrics, scatter_rows
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
-from python_trainer.model.optimizer import PolicyOptimizer, learning_rate
+from python_trainer.model.optimizer import MasterWeightAdamW, learning_rate
 from python_trainer.model.packing import Packed, micro_batches, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import load_weights
@@ -50,25 +50,22 @@ class Learner:
         self.critic = None
         if self.algorithm.advantage_fn.critic:
             self.critic = Critic(policy, config.critic, self.settings, self.ranks)
-        self.optimizer = PolicyOptimizer(policy.model, self.settings)
+        self.optimizer = MasterWeightAdamW(policy.model, self.settings)
         self.changed = False
 
     def update(self, rollouts: Sequence[Rollout], number: int, *, lr_scale: float | None = None) -> dict[str, float]:
         """Take all optimizer steps on the rollouts of step ``number``; return metrics.
 
         Args:
-            lr_scale: multiplier, at most 1, of the full learning rate in an update on stored answers only; None: the
-                schedule decides. The critic does not learn from stored answers: all of them are right, and it would
-                learn that all answers are.
+            lr_scale: factor of the full learning rate, in place of the schedule's; None: the schedule decides.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
-        only_stored = lr_scale is not None
         if lr_scale is None:
             lr = learning_rate(self.settings, number, self.max_steps)
         else:
-            lr = self.settings.learning_rate * min(lr_scale, 1.0)
+            lr = self.settings.learning_rate * lr_scale
         device = self.policy.device
         limit = self.max_completion_length
         batch = Batch(rollouts, self.algorithm, limit, device, prefix_in_loss=self.prefix_in_loss)
@@ -78,8 +75,6 @@ class Learner:
         with self.policy.packed_attention():
             self._record_before(batch)
             row = batch.set_advantages()
-            if only_stored:
-                batch.returns = None
             # rank 0 decides: sums on a GPU have no fixed order, and all ranks must cut the same micro-batches
             has_gradient = self.ranks.broadcast(self._have_gradient(batch))
             minibatches = list(batch.minibatches(has_gradient))
@@ -129,11 +124,14 @@ class Learner:
 
         It appends the metrics of each micro-batch to ``micro_batch_metrics``.
         """
+        critic = self.critic
+        if isinstance(minibatch, ReferenceAnswers) or minibatch.batch.returns is None:
+            critic = None  # these answers do not train it
         loss_share = torch.zeros((), device=self.policy.device)  # of this rank
         num_tokens = 0
         for packed in self._packs(minibatch, minibatch.samples):
             logprobs, entropy, states = self.policy.score(packed, self.temperature)
-            values = self.critic(packed, states) if self.critic else None
+            values = critic(packed, states) if critic else None
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
             loss_share += loss.detach()
@@ -143,11 +141,14 @@ class Learner:
         if not math.isfinite(total := float(self.ranks.sum(loss_share))):
             raise NotFinite(f"the loss is {total}")
         self.ranks.sum_gradients(self.policy.model, list(self.optimizer.masters.values()))
-        norm = self.optimizer.step(lr)
+        norm = self.optimizer.clip_gradients()
+        if critic is not None:  # its gradients too are checked before any weight changes
+            self.ranks.sum_gradients(critic, list(critic.optimizer.masters.values()))
+            critic.optimizer.clip_gradients()
+        self.optimizer.step(lr)
         self.changed = True
-        if self.critic is not None and isinstance(minibatch, Minibatch) and minibatch.batch.returns is not None:
-            self.ranks.sum_gradients(self.critic, list(self.critic.optimizer.masters.values()))
-            self.critic.optimizer.step(lr * self.critic.rate)
+        if critic is not None:
+            critic.optimizer.step(lr * critic.lr_ratio)
         return norm, num_tokens
 
     def _packs(self, batch: Batch | Minibatch | ReferenceAnswers, samples: Sequence[int]) -> Iterator[Packed]:
@@ -166,11 +167,15 @@ class Learner:
 
     @torch.no_grad()
     def _record_before(self, batch: Batch) -> None:
-        """Record what advantages and loss need before the update: log-probabilities of both models, values."""
+        """Record what advantages and loss need before the update: log-probabilities of both models, values.
+
+        Advantages of stored answers, which have a success rate, need neither values nor a penalty.
+        """
         samples = range(len(batch.rollouts))
-        if self.critic is not None or self.algorithm.use_kl_in_reward:
+        kl_in_reward = self.algorithm.use_kl_in_reward
+        if (self.critic is not None or kl_in_reward) and not batch.only_stored:
             self._record_logprobs(batch, samples)
-        if self.reference is not None:
+        if self.reference is not None and not (kl_in_reward and batch.only_stored):
             reference_logprobs = batch.empty_table()
             with self.reference.packed_attention(), without_adapters(self.reference.model):
                 for packed in self._packs(batch, samples):

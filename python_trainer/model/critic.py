@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from python_trainer.model.forward import flat_inputs
-from python_trainer.model.optimizer import PolicyOptimizer
+from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.packing import Packed
 from python_trainer.model.policy import Policy, recompute_activations, recomputes
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
@@ -35,8 +35,8 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         ranks.shard(self)
-        self.optimizer = PolicyOptimizer(self, optimizer)
-        self.rate = config.learning_rate / optimizer.learning_rate  # its learning rate, as a multiple of the policy's
+        self.optimizer = MasterWeightAdamW(self, optimizer)
+        self.lr_ratio = config.learning_rate / optimizer.learning_rate  # of the critic to that of the policy
 
     def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
         """Predict values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""

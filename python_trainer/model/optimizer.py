@@ -52,13 +52,12 @@ def add_gradient(master: torch.Tensor, param: torch.Tensor) -> None:
         param.grad = None
 
 
-class PolicyOptimizer:
-    """Updates the trainable parameters of a model.
+class MasterWeightAdamW:
+    """AdamW for the trainable parameters of a policy or a critic, with float32 master weights.
 
     Parameters that are not float32 get a float32 master copy, which AdamW updates and which is rounded back after
-    each step. If something changes a weight in between, so that it is not the rounded master any more, the master
-    follows. A backward pass leaves its gradient with the master, where the passes of a step add up in
-    float32, parameter by parameter: the gradient of the parameter itself is gone at once.
+    each step. If other code edits a weight, it is copied into its master. Gradients accumulate in float32 on the
+    master; a backward pass frees ``param.grad`` at once.
 
     Attributes:
         masters: what AdamW updates and whose ``grad`` counts, by parameter name: the parameter itself if it is float32.
@@ -87,27 +86,31 @@ class PolicyOptimizer:
         )
 
     @torch.no_grad()
-    def step(self, lr: float) -> float:
-        """Update with the gradients and clear them; return their norm before clipping.
+    def clip_gradients(self) -> float:
+        """Scale the gradients down to ``max_grad_norm``; return their norm before.
 
         Raises:
-            NotFinite: the norm is NaN or infinite; no weight has changed then.
+            NotFinite: the norm is NaN or infinite; the gradients are cleared.
         """
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
         for param, master in self.low_precision:
-            add_gradient(master, param)  # of gradients that no backward pass made
+            add_gradient(master, param)  # gradients set by hand bypass the hook
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)))
         if not math.isfinite(norm):
             self.adamw.zero_grad()
             raise NotFinite(f"the norm of the gradient is {norm}")
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update with the gradients, which :meth:`clip_gradients` has clipped, and clear them."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
         for param, master in self.low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         self.adamw.step()  # skips parameters without gradients
         self.adamw.zero_grad()
         for param, master in self.low_precision:
             param.copy_(master)
-        return norm
 
     def forget_momentum(self, matrices: Iterable[str]) -> None:
         """Set the gradient's mean of these matrices to 0; the mean of its square and the step count stay.

@@ -126,8 +126,8 @@ def test_policy_loss_known_values(ratio, advantage, options, expected):
     assert out.loss.item() == pytest.approx(expected, rel=1e-6)
     assert out.ratio.item() == pytest.approx(ratio, rel=1e-6)
     high = options.get("epsilon_high", 0.2)
-    assert out.clipped_low.item() == (ratio < 0.8 and advantage < 0)
-    assert out.clipped_high.item() == (ratio > 1 + high and advantage > 0)
+    assert out.clipped["low"].item() == (ratio < 0.8 and advantage < 0)
+    assert out.clipped["high"].item() == (ratio > 1 + high and advantage > 0)
 
 
 def test_sequence_ratio_known_values():
@@ -140,7 +140,7 @@ def test_sequence_ratio_known_values():
     out = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, gspo)
     torch.testing.assert_close(out.ratio.detach(), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
     torch.testing.assert_close(out.loss.detach(), torch.tensor([[-1.2, -1.2, -1.2, 0.0]]))
-    assert out.clipped_high.tolist() == [[True, True, True, False]]
+    assert out.clipped["high"].tolist() == [[True, True, True, False]]
     assert not torch.autograd.grad(out.loss.sum(), logprobs)[0].any()
     # at 0.5 x advantage -1 with epsilon 0.6 nothing is clipped: d(ratio) / d(logprob) = ratio / 3 for each of 3 tokens
     halved = torch.full((1, 4), math.log(0.5), requires_grad=True)
@@ -151,8 +151,8 @@ def test_sequence_ratio_known_values():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "weight"),
-    [(1.1, 1.0, 1.1), (1.5, 1.0, 1.28), (5.0, -2.0, 1.28), (0.01, -2.0, 0.01)],  # min(ratio, 1.28), no lower bound
+    ("ratio", "advantage", "weight"),  # min(ratio, 1.28), no lower bound
+    [(1.1, 1.0, 1.1), (1.5, 1.0, 1.28), (5.0, -2.0, 1.28), (0.01, -2.0, 0.01), (5.0, 0.0, 1.28)],
 )
 def test_cispo_known_values(ratio, advantage, weight):
     """-weight x A x log pi, and the gradient -weight x A: no token is without one."""
@@ -164,6 +164,9 @@ def test_cispo_known_values(ratio, advantage, weight):
     torch.testing.assert_close(out.loss, torch.tensor([[0.75 * weight * advantage, 0.0]]))
     (gradient,) = torch.autograd.grad(out.loss.sum(), logprobs)
     torch.testing.assert_close(gradient, torch.tensor([[-weight * advantage, 0.0]]))
+    # eq. 4 clips from above alone, whatever the sign of the advantage
+    assert out.clipped.keys() == {"high"}
+    assert out.clipped["high"].tolist() == [[weight < ratio and advantage != 0, False]]
 
 
 def test_aggregations_known_values():
@@ -262,7 +265,7 @@ def test_masked_entries_may_hold_anything(kind):
     value = value_loss(logprobs, bad, bad.flip(1), torch.zeros(1, 4))
     (gradient,) = torch.autograd.grad((out.loss + kl + value).sum(), logprobs)
     assert torch.equal(out.loss + kl + value, torch.zeros(1, 4)) and torch.equal(gradient, torch.zeros(1, 4))
-    assert torch.equal(out.ratio, torch.zeros(1, 4)) and not (out.clipped_low | out.clipped_high).any()
+    assert torch.equal(out.ratio, torch.zeros(1, 4)) and not any(tokens.any() for tokens in out.clipped.values())
     settings = AlgorithmConfig(policy_loss=kind, importance_sampling_level="sequence")  # one ratio for all tokens
     loss = policy_loss(logprobs, bad.requires_grad_(), -2 * bad.detach(), mask, settings, weights=-bad.detach()).loss
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)  # 1 x -0.5 x 1: old log-probabilities get no gradient
@@ -290,6 +293,17 @@ def test_importance_weights_known_values(level, mode, cap, expected):
     weights = importance_weights(old.requires_grad_(), sampler, mask, mode=mode, cap=cap, level=level)
     torch.testing.assert_close(weights, torch.tensor(expected))
     assert not weights.requires_grad
+
+
+def test_a_weight_per_sequence_keeps_the_expectation_of_the_gradient_at_a_given_prefix():
+    """The advantage of the prefix depends on the token drawn after it: sum of mu w A over tokens = sum of pi A."""
+    policy, sampler = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.25, 0.25])
+    advantages = torch.tensor([1.0, -3.0, 0.5])
+    old = torch.stack([torch.zeros(3), policy.log()], 1)  # a row for each token that may be drawn after the prefix
+    drawn = torch.stack([torch.full((3,), math.nan), sampler.log()], 1)
+    weights = importance_weights(old, drawn, ~drawn.isnan(), mode="truncate", cap=99.0, level="sequence")
+    expectation = (sampler[:, None] * weights * advantages[:, None]).sum(0)
+    torch.testing.assert_close(expectation, (policy * advantages).sum().expand(2))
 
 
 def test_samplers_that_differ_are_corrected_unless_told_otherwise():

@@ -15,7 +15,7 @@ from python_trainer.accelerators.alpha import Alpha
 from python_trainer.accelerators.settings import AlphaSettings
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.model.optimizer import PolicyOptimizer
+from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
@@ -40,7 +40,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     torch.manual_seed(0)  # a projection is tracked, an embedding and a vector are not
     layers = {"proj": torch.nn.Linear(24, 16, dtype=dtype), "embed": torch.nn.Embedding(5, 24, dtype=dtype)}
     model = torch.nn.ModuleDict(layers)
-    optimizer = PolicyOptimizer(model, OptimizerConfig())
+    optimizer = MasterWeightAdamW(model, OptimizerConfig())
     start = model.proj.weight.detach().float().clone()
 
     def evaluate_each(split, rows):
@@ -66,6 +66,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
         model.embed.weight.grad = torch.ones(5, 24, dtype=dtype)
         # the update itself, without Adam's signs: the moments still are real
         update = optimizer.masters["proj.weight"].detach() + 1e-3 * (DIRECTION - noise)
+        optimizer.clip_gradients()
         optimizer.step(1e-3)
         with torch.no_grad():
             for parameter in optimizer.places("proj.weight"):
@@ -105,6 +106,7 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     assert torch.equal(master.to(dtype), param)
     assert dtype == torch.float32 or not torch.equal(master, param.float()), "far below the spacing of bfloat16"
     param.grad = torch.zeros_like(param)
+    context.optimizer.clip_gradients()
     context.optimizer.step(1e-3)
     assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
 
@@ -112,11 +114,12 @@ def test_a_better_edit_is_accepted(predictor, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_one_parameter_are_tracked_and_changed_each_by_itself(dtype):
     model = torch.nn.ParameterDict({"experts": torch.zeros(3, 16, 24, dtype=dtype)})
-    optimizer = PolicyOptimizer(model, OptimizerConfig())
+    optimizer = MasterWeightAdamW(model, OptimizerConfig())
     run = SimpleNamespace(optimizer=optimizer, note=Mock())
     alpha = Alpha(AlphaSettings(track_steps=1, first_step=1000))
     alpha.begin(run)
     model["experts"].grad = torch.ones_like(model["experts"])
+    optimizer.clip_gradients()
     optimizer.step(1e-3)
     alpha.extrapolator.answered = [[1, 0.5, 1.0]]
     alpha.after_update(SimpleNamespace(run=run, step=1, telemetry={}))

@@ -120,6 +120,26 @@ def test_ends_inside_a_draft():
     assert engine.stats["generated_tokens"] == sum(len(c.ids) for c in expected)
 
 
+def test_draft_tokens_behind_the_end_of_an_answer_are_not_accepted(monkeypatch):
+    """A draft of the second to the seventh token, of which the fourth ends the answer: three are used."""
+    model, requests = make(), [Request(prompts([7])[0], max_new_tokens=20)]
+    (free,) = engine_for(model).generate(requests, GREEDY)
+    eos = free.ids[3]
+    assert free.ids.index(eos) == 3
+
+    def draft(self, samples, budget):
+        for sample in samples:  # none before the prompt is computed
+            sample.draft = free.ids[1:7]
+
+    monkeypatch.setattr(Drafter, "draft", draft)
+    engine = engine_for(model, eos=eos)
+    engine.drafter = drafter()
+    (answer,) = engine.generate(requests, GREEDY)
+    assert answer.ids == free.ids[:4]
+    stats = engine.stats
+    assert (stats["draft_tokens"], stats["accepted_tokens"], stats["generated_tokens"]) == (6, 3, 4)
+
+
 @pytest.mark.parametrize("seed", [2, 3], ids=["without drafts", "with drafts"])
 def test_tokens_come_as_often_as_their_probabilities(seed):
     """First and second tokens in two settings, of which the test of the frequencies has more."""

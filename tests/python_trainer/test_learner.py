@@ -10,10 +10,11 @@ from paged import make_policy
 
 import python_trainer.model.policy
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import NotFinite, UserError
 from python_trainer.loop.batch import Minibatch
 from python_trainer.loop.memory import Device, plan_memory
 from python_trainer.model.packing import pack
+from python_trainer.model.policy import Policy
 from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.trainer import Trainer
 
@@ -120,6 +121,40 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     trainer.learner.ranks.broadcast = Mock(return_value=[True] * 8 + [False] * 8)
     steps = graded(MIXED)
     assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).ids.numel()
+
+
+@pytest.mark.parametrize("algorithm", [{"advantage": "gae"}, {"beta": 0.1, "use_kl_in_reward": True}])
+def test_stored_answers_alone_need_nothing_before_the_update(make_config, tmp_path, monkeypatch, algorithm):
+    """Their advantages need neither values nor a KL, and no critic learns from them."""
+    config = make_config(algorithm=algorithm)
+    learner = Trainer(config, tmp_path, console=QUIET).learner
+    score, passes = Policy.score, []
+
+    def counted(policy, packed, temperature):
+        passes.append((policy is learner.policy, torch.is_grad_enabled()))
+        return score(policy, packed, temperature)
+
+    monkeypatch.setattr(Policy, "score", counted)
+    stored = graded([1] * 16)
+    for rollout in stored:
+        rollout.success_rate = 0.5
+        rollout.importance_cap = 1.0
+    critic = learner.critic and copy.deepcopy(learner.critic.state_dict())
+    row = learner.update(stored, 1, lr_scale=0.25)
+    assert row["learning_rate"] == 0.25 * config.optimizer.learning_rate and row["grad_norm"] > 0
+    assert set(passes) == {(True, True)}
+    assert critic is None or all(torch.equal(critic[name], w) for name, w in learner.critic.state_dict().items())
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_critic_whose_gradient_is_not_finite_leaves_the_policy_as_it_was(make_config, tmp_path, separate):
+    config = make_config(algorithm={"advantage": "gae"}, critic={"separate": separate})
+    learner = Trainer(config, tmp_path, console=QUIET).learner
+    before = copy.deepcopy(learner.policy.model.state_dict())
+    learner.critic.head.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+    with pytest.raises(NotFinite, match="the norm of the gradient is nan"):
+        learner.update(graded(MIXED), 1)
+    assert all(torch.equal(before[name], weight) for name, weight in learner.policy.model.state_dict().items())
 
 
 def less_sure(logprobs, ratio, advantages, settings):

@@ -124,6 +124,24 @@ def test_clipped_tokens_are_a_share_of_all(make_config, tmp_path):
         assert 0 < row[name] < 0.2 and row[name] == pytest.approx(expected[name], rel=1e-3)
 
 
+def half(logprobs, ratio, advantages, settings):
+    """A policy loss of a user, which clips nothing."""
+    return -0.5 * ratio * advantages
+
+
+@pytest.mark.parametrize(("policy_loss", "bounds"), [
+    ("clip", {"low", "high"}), ("cispo", {"high"}), ("test_metric_coverage:half", set()),
+])  # fmt: skip
+@pytest.mark.parametrize("rewards", [[1, 0, 0, 1] + [1] * 12, [1] * 16])
+def test_a_loss_reports_the_bounds_that_it_has(make_config, tmp_path, policy_loss, bounds, rewards):
+    """Also in a step that teaches nothing."""
+    algorithm = {"policy_loss": policy_loss, "num_iterations": 2, "epsilon": 1e-4}
+    row = Trainer(make_config(algorithm=algorithm), tmp_path, console=QUIET).learner.update(graded(rewards), 1)
+    reported = {name for name in row if name.startswith("clip_ratio/")}
+    assert reported == {f"clip_ratio/{bound}_mean" for bound in bounds}
+    assert all((row[name] > 0) == (0 in rewards) for name in reported)
+
+
 @pytest.mark.parametrize("stored", [[], [0.5, 0.5]])
 def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     """Half of the squared errors 1 and 0.5, returns less values, of two fresh answers; stored ones add nothing."""

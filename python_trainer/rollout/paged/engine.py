@@ -243,6 +243,8 @@ class PagedEngine(Engine):
                     done.append(sample)
                     break
             new_ids.append(sample.rollout.response_ids[length_before:])
+        # the draft tokens behind the end of an answer are not part of it
+        accepted = [min(count, len(ids)) for count, ids in zip(accepted, new_ids)]
         if self.drafter:
             self.drafter.learn(samples, accepted, new_ids)
         self._stats["generated_tokens"] += sum(map(len, new_ids))
@@ -304,10 +306,10 @@ def memory_limit(device: torch.device, reserved: int = 0) -> int:
 def draw_tokens(
     samples: Sequence[Decoding], logits: torch.Tensor, sampling: SamplingParams
 ) -> tuple[list[int], list[float], list[int], list[int]]:
-    """Draw the token before a sample's draft and after each token of the draft, with logits [R, V].
+    """Sample R tokens from logits [R, V]: one at each position of a sample's draft, and one after the draft.
 
     Returns R tokens, R log-probabilities before top-k and top-p; the first row of each sample, and how many tokens of
-    its draft were accepted.
+    its draft were accepted: those before its first difference from the sampled tokens.
     """
     lengths = [1 + len(sample.draft) for sample in samples]
     starts = [0, *itertools.accumulate(lengths)]
