@@ -25,17 +25,17 @@ class Product:
     """Linear layers of the same input as one.
 
     Args:
-        pack: join the weights once, not at every call, and lay those in bfloat16 out for the processor's products.
-            It takes a copy of the weights, gives the same numbers, and has no gradient.
+        join_weights: once, not at every call, and reorder those in bfloat16 for the processor's products. It takes a
+            copy of the weights, gives the same numbers, and has no gradient.
     """
 
-    def __init__(self, *layers: nn.Linear, pack: bool):
+    def __init__(self, *layers: nn.Linear, join_weights: bool):
         self.layers = layers
-        self.packed = pack and layers[0].weight.dtype == torch.bfloat16 and packs_bfloat16()
+        self.reordered = join_weights and layers[0].weight.dtype == torch.bfloat16 and reorders_bfloat16()
         self.joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        if pack:
+        if join_weights:
             weight, bias = self._join()
-            self.joined = (torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight, bias)
+            self.joined = (torch.ops.mkldnn._reorder_linear_weight(weight) if self.reordered else weight, bias)
 
     def _join(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Join weights and biases as they are now; without gradients the copy lasts for one product."""
@@ -44,7 +44,7 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.joined or self._join()
-        if self.packed:
+        if self.reordered:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
             return out
         return linear(x, weight, bias)
@@ -55,7 +55,7 @@ def _concatenate(tensors: list[Any]) -> torch.Tensor:
 
 
 @functools.cache
-def packs_bfloat16() -> bool:
+def reorders_bfloat16() -> bool:
     """Return whether torch has the ops that its own compiler uses for constant weights."""
     ops = torch.ops.mkldnn
     needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
@@ -67,18 +67,18 @@ def packs_bfloat16() -> bool:
 class FusedLayer:
     """The weights of a layer."""
 
-    def __init__(self, layer: Any, pack: bool):
+    def __init__(self, layer: Any, join_weights: bool):
         attention = layer.self_attn
         mlp = layer.mlp
         self.norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight  # before attention, MLP
         self.q_heads: int = attention.o_proj.in_features // attention.head_dim
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, pack=pack)
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, join_weights=join_weights)
         self.head_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if hasattr(attention, "q_norm"):
             self.head_norms = attention.q_norm.weight, attention.k_norm.weight
-        self.out = Product(attention.o_proj, pack=pack)
-        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, pack=pack)
-        self.down = Product(mlp.down_proj, pack=pack)
+        self.out = Product(attention.o_proj, join_weights=join_weights)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, join_weights=join_weights)
+        self.down = Product(mlp.down_proj, join_weights=join_weights)
         self.scale: float = attention.scaling
         self.window = sliding_window(attention.config, attention.layer_idx)
 
@@ -116,17 +116,17 @@ class FusedDecoder:
 
     Args:
         longest: positions 0 .. longest - 1 may be asked for.
-        pack: for many passes without gradients; see :class:`Product`.
+        join_weights: for many passes without gradients; see :class:`Product`.
     """
 
-    def __init__(self, model: Any, longest: int, *, pack: bool = False):
+    def __init__(self, model: Any, longest: int, *, join_weights: bool = False):
         base = model.model
         self.embed = base.embed_tokens
         self.norm = base.norm.weight
         self.rotary = base.rotary_emb
         self.eps = base.norm.variance_epsilon
-        self.head = Product(model.lm_head, pack=pack)
-        self.layers = [FusedLayer(layer, pack) for layer in base.layers]
+        self.head = Product(model.lm_head, join_weights=join_weights)
+        self.layers = [FusedLayer(layer, join_weights) for layer in base.layers]
         self.longest = 0
         self.reach(longest)
 
@@ -145,7 +145,7 @@ class FusedDecoder:
         positions: torch.Tensor,
         rows: torch.Tensor,
         attention: Attention,
-        predict: int | None = None,
+        max_logit_rows: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what :func:`python_trainer.model.forward.forward` does."""
         dim = self.cos.shape[1]
@@ -167,4 +167,4 @@ class FusedDecoder:
         hidden = embedding(rows, hidden)
         update = embedding(rows, update)
         states = add_rms_norm(hidden, update, self.norm, self.eps)[1]
-        return self.head(states[:predict]), states
+        return self.head(states[:max_logit_rows]), states

@@ -31,7 +31,7 @@ class Decoding:
     @property
     def length(self) -> int:
         """Count prompt, prefix and all drawn tokens."""
-        return len(self.rollout.prompt_ids) + len(self.rollout.response_ids)
+        return self.rollout.num_tokens
 
     def tokens(self) -> list[int]:
         return [*self.rollout.prompt_ids, *self.rollout.response_ids]

@@ -20,7 +20,7 @@ from python_trainer.data import Request
 from python_trainer.errors import UserError
 from python_trainer.model import forward as forward_module
 from python_trainer.model.forward import attend_by
-from python_trainer.model.fused import FusedDecoder, Product, packs_bfloat16
+from python_trainer.model.fused import FusedDecoder, Product, reorders_bfloat16
 from python_trainer.model.traits import longest_sequence
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.ordering import LengthHistory
@@ -410,9 +410,9 @@ def test_too_little_memory():
 @torch.no_grad()
 def test_packed_products_are_as_exact_as_linear(bias, width, outputs, rows):
     layers = [torch.nn.Linear(width, n, bias=bias).bfloat16() for n in outputs]
-    product = Product(*layers, pack=True)
+    product = Product(*layers, join_weights=True)
     x = torch.randn(rows, width).bfloat16()
-    assert product.packed == packs_bfloat16()
+    assert product.reordered == reorders_bfloat16()
     result = product(x)
     plain = torch.cat([layer(x) for layer in layers], 1)
     exact = torch.cat([layer.double()(x.double()) for layer in layers], 1)

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.settings import truncates
 from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, token_logprobs, verify_drafts
 
+T = TypeVar("T")
 CPU_MEMORY_BYTES = 1 << 30
 CUDA_MEMORY_SHARE = 0.4
 # Shorter prefixes are read by every sample. Measured on a CPU, groups of 8: attention alone gains 1.3 to 1.6 times at
@@ -114,7 +115,9 @@ class PagedEngine(Engine):
                 f"rollout.memory_bytes must be at least {block_size * token_bytes} (one block), got {memory_bytes}"
             )
         self.cache = PagedKVCache(
-            *(traits.layers, traits.kv_heads, traits.head_dim),
+            traits.layers,
+            traits.kv_heads,
+            traits.head_dim,
             memory_bytes=memory_bytes,
             block_size=block_size,
             dtype=model.dtype,
@@ -183,10 +186,10 @@ class PagedEngine(Engine):
 
     def _step(self, run: Forward) -> list[Rollout]:
         """Run one forward pass; return the finished answers."""
-        step = self._scheduler.next_pass()
-        logits = self._forward(run, step, self._share)
-        self._scheduler.start_drawing(step)
-        done = self._draw(step, logits)
+        forward_pass = self._scheduler.next_pass()
+        logits = self._forward(run, forward_pass, self._share)
+        self._scheduler.fork_prefilled(forward_pass)
+        done = self._draw(forward_pass, logits)
         self._scheduler.finish(done)
         return [sample.rollout for sample in done]
 
@@ -194,28 +197,32 @@ class PagedEngine(Engine):
         if self.graphs is not None:
             self.graphs.look_at_weights()
         if self.fused and supports(self.model):  # a hook may have come since
-            self._decoder = self._decoder or FusedDecoder(self.model, longest, pack=True)
+            self._decoder = self._decoder or FusedDecoder(self.model, longest, join_weights=True)
             self._decoder.reach(longest)
             return self._decoder
         return partial(forward, self.model)
 
-    def _forward(self, run: Forward, step: Pass, share: bool) -> torch.Tensor:
-        """Compute logits [R, V], one row per entry of ``step.rows``."""
+    def _forward(self, run: Forward, forward_pass: Pass, share: bool) -> torch.Tensor:
+        """Compute logits [R, V], one row per entry of ``forward_pass.rows``."""
         self._stats["forward_passes"] += 1
-        count = len(step.ids)
-        decoding = count == len(step.sequences) == len(step.rows)
+        count = len(forward_pass.ids)
+        decoding = count == len(forward_pass.sequences) == len(forward_pass.rows)
         graphs = self.graphs if decoding and not share else None
-        padding = padded_size(count) - count if graphs else 0  # copies of the first sequence
-        slots = torch.cat([step.slots, step.slots[:1].expand(padding)]) if padding else step.slots
+        padding = padded_size(count) - count if graphs else 0
+        slots = forward_pass.slots
+        if padding:
+            slots = torch.cat([slots, slots[:1].expand(padding)])
         paged = page(
-            *(self.cache, step.sequences + step.sequences[:1] * padding, slots),
-            *(step.query_lens + step.query_lens[:1] * padding, step.seq_lens + step.seq_lens[:1] * padding),
+            self.cache,
+            pad(forward_pass.sequences, padding),
+            slots,
+            query_lens=pad(forward_pass.query_lens, padding),
+            seq_lens=pad(forward_pass.seq_lens, padding),
             share_from=self.share_from if share else None,
         )
-        ids, positions, rows = (
-            torch.tensor(values, dtype=torch.int64, device=self.device)
-            for values in (step.ids + step.ids[:1] * padding, step.positions + step.positions[:1] * padding, step.rows)
-        )
+        ids = self._on_device(pad(forward_pass.ids, padding))
+        positions = self._on_device(pad(forward_pass.positions, padding))
+        rows = self._on_device(forward_pass.rows)
         if graphs:
             blocks = max(paged.block_tables.shape[1], -(-self._longest // self.cache.block_size))
             logits = graphs.logits((ids, positions, slots, paged.block_tables, paged.seq_lens), blocks)
@@ -224,26 +231,29 @@ class PagedEngine(Engine):
             self.graphs = None
         return run(ids, positions, rows, paged)[0]
 
-    def _draw(self, step: Pass, logits: torch.Tensor) -> list[Decoding]:
-        """Draw the next tokens of every sample of the step; return the finished samples."""
-        rows = [sample for group in step.samples for sample in group]  # a sample with a draft has several rows
-        if not rows:
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    def _draw(self, forward_pass: Pass, logits: torch.Tensor) -> list[Decoding]:
+        """Draw the next tokens of every sample of the pass; return the finished samples."""
+        draws = [sample for samples in forward_pass.row_samples for sample in samples]  # several of one with a draft
+        if not draws:
             return []
-        if len(rows) > len(step.rows):
-            counts = torch.tensor([len(group) for group in step.samples], device=self.device)
-            logits = logits.repeat_interleave(counts, 0, output_size=len(rows))
-        samples = list(dict.fromkeys(rows))
+        if len(draws) > len(forward_pass.rows):  # prefilled prompts with several samples
+            counts = torch.tensor([len(samples) for samples in forward_pass.row_samples], device=self.device)
+            logits = logits.repeat_interleave(counts, 0, output_size=len(draws))
+        samples = list(dict.fromkeys(draws))
         drawn, logprobs, starts, accepted = draw_tokens(samples, logits, self._sampling)
         done: list[Decoding] = []
         new_ids: list[list[int]] = []  # of each sample
         for sample, start, num_accepted in zip(samples, starts, accepted):
             length_before = len(sample.rollout.response_ids)
-            for row in range(start, start + num_accepted + 1):
-                if self._extend(sample, drawn[row], logprobs[row]):
+            for draw in range(start, start + num_accepted + 1):
+                if self._extend(sample, drawn[draw], logprobs[draw]):
                     done.append(sample)
                     break
             new_ids.append(sample.rollout.response_ids[length_before:])
-        # the draft tokens behind the end of an answer are not part of it
+        # draft tokens behind the end of an answer are not used
         accepted = [min(count, len(ids)) for count, ids in zip(accepted, new_ids)]
         if self.drafter:
             self.drafter.learn(samples, accepted, new_ids)
@@ -273,21 +283,32 @@ class PagedEngine(Engine):
             return None
         first = self.cache.open([0] * TIMED_CONTEXT)
         opened = [first, *self.cache.fork(first, sequences - 1)]
-        slots = self.cache.append_many(opened, [[0] * tokens] * sequences)
-        positions = [*range(TIMED_CONTEXT, length)] * sequences
         rows = list(range(sequences * tokens))
-        step = Pass([0] * len(rows), positions, slots, opened, [length] * sequences, [tokens] * sequences, rows)
+        forward_pass = Pass(
+            ids=[0] * len(rows),
+            positions=[*range(TIMED_CONTEXT, length)] * sequences,
+            slots=self.cache.append_many(opened, [[0] * tokens] * sequences),
+            sequences=opened,
+            seq_lens=[length] * sequences,
+            query_lens=[tokens] * sequences,
+            rows=rows,
+        )
         with torch.no_grad(), attend_by(self.model):
             run = self._runner(length)
             for _ in range(TIMED_REPEATS):
                 start = time.perf_counter()
-                logits = self._forward(run, step, share=False)
+                logits = self._forward(run, forward_pass, share=False)
                 sample_tokens(logits.nan_to_num(), torch.full((len(logits),), 0.5, device=self.device))
                 seconds.append(time.perf_counter() - start)
         self._decoder = None
         for sequence in opened:
             self.cache.close(sequence)
         return min(seconds)
+
+
+def pad(values: list[T], padding: int) -> list[T]:
+    """Return the values with so many more copies of the first."""
+    return values + values[:1] * padding
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
@@ -320,10 +341,10 @@ def draw_tokens(
         torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
     ).to(logits.device)
     settings: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    rows = starts[-1]
-    if len(samples) == rows:
+    num_draws = starts[-1]
+    if len(samples) == num_draws:
         ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
-        counts = ids.new_zeros(rows)
+        counts = ids.new_zeros(num_draws)
     else:
         drafts = [sample.draft for sample in samples]
         counts, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
@@ -332,9 +353,9 @@ def draw_tokens(
         logprobs = torch.where(ids < 0, logprobs, untruncated.float())
     # one wait for the device; float64 holds all three exactly
     numbers = torch.cat([ids.double(), counts.double(), logprobs.double()]).tolist()
-    drawn = [int(number) for number in numbers[:rows]]
-    accepted = [int(number) for number in numbers[rows:-rows]]
-    drawn_logprobs = numbers[-rows:]
+    drawn = [int(number) for number in numbers[:num_draws]]
+    accepted = [int(number) for number in numbers[num_draws:-num_draws]]
+    drawn_logprobs = numbers[-num_draws:]
     if any(map(math.isnan, drawn_logprobs)):
         raise NotFinite("the policy cannot be sampled from: its logits are NaN or infinite")
     return drawn, drawn_logprobs, starts[:-1], accepted

@@ -29,16 +29,16 @@ class Prefill:
 
 @dataclass
 class Pass:
-    """One forward pass: T tokens of B sequences, flattened."""
+    """One forward pass: T tokens of B sequences, flattened, of which R get logits."""
 
-    ids: list[int]
-    positions: list[int]
+    ids: list[int]  # [T]
+    positions: list[int]  # [T]
     slots: torch.Tensor  # int64 [T]
-    sequences: list[Sequence]
-    seq_lens: list[int]
-    query_lens: list[int]
-    rows: list[int] = field(default_factory=list)  # of the logits to draw from
-    samples: list[list[Decoding]] = field(default_factory=list)  # per row: who draws from it
+    sequences: list[Sequence]  # [B]
+    seq_lens: list[int]  # [B]
+    query_lens: list[int]  # [B]
+    rows: list[int] = field(default_factory=list)  # [R] the tokens that get logits
+    row_samples: list[list[Decoding]] = field(default_factory=list)  # [R] the samples that draw from these logits
     prefilled: list[Prefill] = field(default_factory=list)  # jobs whose last token is in this pass
 
 
@@ -69,15 +69,16 @@ class Scheduler:
         if self.drafter:
             # one token a sample is computed anyway, and a prefill needs room for one
             self.drafter.draft(self.running, self.max_batch_tokens - len(self.running) - 1)
-        if not self._append_drawn():
+        slots, preempted = self._append_drawn()
+        if not preempted:
             self._admit()
-        batch = self._decode()
-        self._add_prefill(batch)
-        return batch
+        forward_pass = self._decode(slots)
+        self._add_prefill(forward_pass)
+        return forward_pass
 
-    def start_drawing(self, batch: Pass) -> None:
+    def fork_prefilled(self, forward_pass: Pass) -> None:
         """Fork the jobs that the pass has prefilled into their samples."""
-        for job in batch.prefilled:
+        for job in forward_pass.prefilled:
             self.cache.commit(job.sequence)
             self.filling.remove(job)
             # the job's own sequence serves its first sample
@@ -105,19 +106,20 @@ class Scheduler:
         if self.drafter:
             self.drafter.stop(done)
 
-    def _append_drawn(self) -> bool:
-        """Make room for the drawn token and the draft of every running sample; return whether samples were preempted.
+    def _append_drawn(self) -> tuple[torch.Tensor, bool]:
+        """Append the drawn token and the draft of every running sample to the cache; drafts give way first.
 
-        Drafts give way first.
+        Returns:
+            The slots of these tokens, int64, and whether samples were preempted.
         """
         preempted = False
         while True:
             try:
-                self.slots = self.cache.append_many(
+                slots = self.cache.append_many(
                     [sample.sequence for sample in self.running],
                     [[sample.rollout.response_ids[-1], *sample.draft] for sample in self.running],
                 )
-                return preempted
+                return slots, preempted
             except OutOfBlocks:
                 if any(sample.draft for sample in self.running):
                     for sample in self.running:
@@ -141,15 +143,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open as many waiting jobs as there is room for, with one spare block for every sample."""
-        places = self.max_sequences - len(self.running) - sum(len(job.samples) for job in self.filling)
-        blocks = self.cache.stats
-        room = blocks["blocks_free"] + blocks["blocks_cached"] - (self.max_sequences - places)
+        active = len(self.running) + sum(len(job.samples) for job in self.filling)
+        stats = self.cache.stats
+        blocks = stats["blocks_free"] + stats["blocks_cached"] - active
         jobs: list[Prefill] = []
         for job in self.waiting:
-            need = -(-len(job.tokens) // self.cache.block_size) + len(job.samples)
-            places -= len(job.samples)
-            room -= need
-            if places < 0 or (room < 0 and (jobs or self.filling or self.running)):
+            active += len(job.samples)
+            blocks -= -(-len(job.tokens) // self.cache.block_size) + len(job.samples)
+            if active > self.max_sequences or (blocks < 0 and (jobs or self.filling or self.running)):
                 break
             jobs.append(job)
         # the estimate counts too much rather than too little, and one sequence alone always fits
@@ -160,40 +161,40 @@ class Scheduler:
             self.stats["cached_tokens"] += sequence.num_cached
             self.filling.append(job)
 
-    def _decode(self) -> Pass:
-        """Make a pass of the drawn tokens of all running samples, and their drafts."""
-        batch = Pass([], [], self.slots, [sample.sequence for sample in self.running], [], [])
+    def _decode(self, slots: torch.Tensor) -> Pass:
+        """Make a pass of the drawn tokens of all running samples and their drafts, which go to these slots."""
+        forward_pass = Pass([], [], slots, [sample.sequence for sample in self.running], [], [])
         for sample in self.running:
             count = 1 + len(sample.draft)
             end = sample.length + len(sample.draft)
-            batch.ids += [sample.rollout.response_ids[-1], *sample.draft]
-            batch.positions += range(end - count, end)
-            batch.seq_lens.append(end)
-            batch.query_lens.append(count)
-            batch.samples += [[sample]] * count
-        batch.rows += range(len(batch.ids))
-        return batch
+            forward_pass.ids += [sample.rollout.response_ids[-1], *sample.draft]
+            forward_pass.positions += range(end - count, end)
+            forward_pass.seq_lens.append(end)
+            forward_pass.query_lens.append(count)
+            forward_pass.row_samples += [[sample]] * count
+        forward_pass.rows += range(len(forward_pass.ids))
+        return forward_pass
 
-    def _add_prefill(self, batch: Pass) -> None:
+    def _add_prefill(self, forward_pass: Pass) -> None:
         """Add the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""
-        slots = [batch.slots]
+        slots = [forward_pass.slots]
         for job in self.filling:
-            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(batch.ids))
+            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(forward_pass.ids))
             if count <= 0:
                 break
             start = job.computed
             end = start + count
             first = job.sequence.num_cached
             slots.append(job.sequence.slots[start - first : end - first])
-            batch.ids += job.tokens[start:end]
-            batch.positions += range(start, end)
-            batch.sequences.append(job.sequence)
-            batch.seq_lens.append(end)
-            batch.query_lens.append(count)
+            forward_pass.ids += job.tokens[start:end]
+            forward_pass.positions += range(start, end)
+            forward_pass.sequences.append(job.sequence)
+            forward_pass.seq_lens.append(end)
+            forward_pass.query_lens.append(count)
             job.computed = end
             if end == len(job.tokens):
-                batch.rows.append(len(batch.ids) - 1)
-                batch.samples.append(job.samples)
-                batch.prefilled.append(job)
+                forward_pass.rows.append(len(forward_pass.ids) - 1)
+                forward_pass.row_samples.append(job.samples)
+                forward_pass.prefilled.append(job)
             self.stats["prefill_tokens"] += count
-        batch.slots = torch.cat(slots) if len(slots) > 1 else batch.slots
+        forward_pass.slots = torch.cat(slots) if len(slots) > 1 else forward_pass.slots
