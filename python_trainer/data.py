@@ -74,7 +74,7 @@ class Rollout:
     episode: Episode | None = None  # None: no environment
 
     prompt_index: int = -1  # as of its Group
-    group: int = 0  # index of its group in the step
+    group: int = 0  # index of its group in the round, from StepSampler.rollouts on in the step
     text: str = ""  # the decoded response
     reward: float = 0.0  # shaped reward, which the advantages use
     rewards: dict[str, float | None] = field(default_factory=dict)  # raw value of each reward function
@@ -82,6 +82,11 @@ class Rollout:
     filter_score: float | None = None  # raw reward, for filters, if the task has no right and wrong; else None
     importance_cap: float | None = None  # truncates the importance weights of a stored answer; None: a fresh answer
     success_rate: float | None = None  # baseline of a stored answer, in (0, 1); None: its group is the baseline
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens prompt and response have."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def ids(self) -> list[int]:

@@ -7,7 +7,7 @@ list. Everything else is a part of the trainer, with a file of its own.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,10 +32,27 @@ from python_trainer.run.logger import Logger, choose_samples, group_spread, roll
 from python_trainer.run.run_state import RunState, summarise
 from python_trainer.tasks.base import Task
 
-REHEARSAL_WARMUP_UPDATES = 5  # updates on stored answers only, until they have the full learning rate
+STORED_WARMUP_UPDATES = 5  # updates on stored answers alone, over which their learning rate rises to the full one
 MAX_LOGPROB_GAP = 0.5  # largest gap between sampler and trainer that rounding to 4 or 8 bits explains
 CUT_OFF_SHARE = 0.5  # of the answers, from which on they may lack a stop token
 ENGINE_COUNTERS = ("generated_tokens", "prefill_tokens", "cached_tokens")  # that a run adds up
+
+
+@dataclass
+class UnloggedStep:
+    """A step whose update is over and whose row is not written yet, because an evaluation may follow.
+
+    Attributes:
+        row: its metrics so far.
+        samples: prompts and answers for the log.
+        since: the state at the row before, from which this row counts seconds and tokens.
+        trained_on_stored: whether the step began with updates on stored answers.
+    """
+
+    row: dict[str, float]
+    samples: list[dict[str, Any]]
+    since: dict[str, Any]
+    trained_on_stored: bool
 
 
 class Trainer:
@@ -89,8 +106,7 @@ class Trainer:
         self.logger = Logger(self.folder, config.max_steps, label=label, console=console)
         self.state = RunState(timer=timer)
         self.done = False
-        self.rehearsed = False
-        self.unlogged: dict[str, Any] | None = None  # the last step, until its row is written
+        self.unlogged: UnloggedStep | None = None  # the last step, until its row is written
         self.noted: set[str] = set()  # kinds of warnings that were printed
         self.checkpointer = Checkpointer(
             config, output_dir, resume=resume, ranks=ranks, state=self.state, logger=self.logger, notify=self.notify
@@ -118,7 +134,7 @@ class Trainer:
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()
-        self.logged = asdict(self.state)  # at the newest row of metrics
+        self.state_at_last_row = asdict(self.state)
 
     def make_run_context(self) -> RunContext:
         """Return the parts of the run that accelerators may use."""
@@ -199,10 +215,11 @@ class Trainer:
         """
         with self.checkpointer.keeping_last_step():
             context = self.context(number)
-            self.train_on_stored(context)
+            trained_on_stored = self.train_on_stored(context)
             sampler = StepSampler(self.config.rollout)
+            prompts_before = self.state.prompts
             while sampler.missing:
-                drawn = self.state.prompts - self.logged["prompts"]  # in earlier rounds of this step
+                drawn = self.state.prompts - prompts_before  # in earlier rounds of this step
                 prompt_indices = self.prompts.draw(sampler.missing)
                 groups = self.plan(context, self.prompts.groups(prompt_indices, drawn))
                 with self.state.measure("rollout"):
@@ -212,27 +229,27 @@ class Trainer:
                 sampler.add(self.collect(context, rollouts))
             rollouts = sampler.rollouts()
             self.notify("on_rollouts", number, rollouts)
-            context.telemetry |= sampler.metrics() | group_spread(rollouts) | rollout_statistics(sampler.generated())
+            context.telemetry |= sampler.metrics() | group_spread(rollouts) | rollout_statistics(sampler.all_rollouts())
             samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
             with self.checkpointer.updating():
                 self.update(context, rollouts)
                 self.state.step = number
                 row = {name: float(value) for name, value in context.telemetry.items()}
-                self.unlogged = {"row": row, "samples": samples, "since": self.logged, "rehearsed": self.rehearsed}
+                self.unlogged = UnloggedStep(row, samples, self.state_at_last_row, trained_on_stored)
             row = self.close_step(self.unlogged)
         self.warn(number, row, rollouts)
         self.checkpointer.after_step(done=self.done)
         return row
 
-    def close_step(self, unlogged: dict[str, Any]) -> dict[str, float]:
+    def close_step(self, step: UnloggedStep) -> dict[str, float]:
         """Evaluate if that is due, and write the row of the step whose update is over; return it."""
-        row, self.logged, self.rehearsed = dict(unlogged["row"]), unlogged["since"], unlogged["rehearsed"]
+        row = dict(step.row)
         try:
-            row |= self.evaluate_if_due()
-        finally:
-            row |= self.state.metrics_since(self.logged)
+            row |= self.evaluate_if_due(trained_on_stored=step.trained_on_stored)
+        finally:  # the update has happened, so its row is written even if the evaluation fails
+            row |= self.state.metrics_since(step.since)
             self.log(row)
-            self.logger.log_samples(self.state.step, unlogged["samples"])
+            self.logger.log_samples(self.state.step, step.samples)
         self.unlogged = None
         self.checkpointer.renew_last_step()
         self.notify("on_step", self.state.step, row)
@@ -288,24 +305,27 @@ class Trainer:
             rollouts = accelerator.collect(context, rollouts)
         return rollouts
 
-    def train_on_stored(self, context: StepContext) -> None:
-        """Update on stored answers only, before the step generates; the learning rate rises with each update."""
+    def train_on_stored(self, context: StepContext) -> bool:
+        """Update on stored answers alone, before the step generates; return whether there were any.
+
+        The learning rate rises with each update.
+        """
         batches: list[list[Rollout]] = []
         for accelerator in self.timed(self.accelerators):
             batches += accelerator.before_step(context)
-        self.rehearsed = bool(batches)
         if not batches:
-            return
+            return False
         with self.checkpointer.updating(keeps_copy=True):
             with self.state.measure("rollout"):
                 self.engine.sleep()
             for number, batch in enumerate(batches, 1):
-                lr_scale = min(number / REHEARSAL_WARMUP_UPDATES, 1.0)
+                lr_scale = min(number / STORED_WARMUP_UPDATES, 1.0)
                 with self.state.measure("train"):
                     metrics = self.learner.update(batch, context.step, lr_scale=lr_scale)
                 self.state.count("trained_tokens", metrics["tokens/trained"])
                 self.logger.log_work(number, len(batches), "stored answers in batches")
             self.engine.policy_updated()
+        return True
 
     def update(self, context: StepContext, rollouts: list[Rollout]) -> None:
         """Train the policy, then call engine and accelerators."""
@@ -319,13 +339,16 @@ class Trainer:
         for accelerator in self.timed(self.accelerators):
             accelerator.after_update(context)
 
-    def evaluate_if_due(self) -> dict[str, float]:
-        """Evaluate after a step if that is due, and note whether the run is over; return metrics."""
+    def evaluate_if_due(self, *, trained_on_stored: bool) -> dict[str, float]:
+        """Evaluate after a step if that is due, and note whether the run is over; return metrics.
+
+        After updates on stored answers an evaluation is due whatever the step.
+        """
         self.done = self.finished()
         if self.done:
             return self.evaluator.evaluate("final")
         every = self.config.evaluation.eval_steps
-        due = every and (self.state.step % every == 0 or self.rehearsed)
+        due = every and (self.state.step % every == 0 or trained_on_stored)
         return self.evaluator.evaluate() if due else {}
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
@@ -334,10 +357,8 @@ class Trainer:
 
     def answer_once(self, prompt_indices: Sequence[int], attempt: int) -> list[Rollout]:
         """Return one whole answer to each of these training prompts, scored; another attempt has other noise."""
-        groups = self.prompts.groups(prompt_indices)
-        for group in groups:
-            group.num_generations = 1
-            group.sample_id = group.prompt_index
+        train = self.prompts.split("train")
+        groups = self.prompts.groups_of(train, prompt_indices, 1, noise_ids=prompt_indices)
         rollouts = self.generate(groups, keyed_seed(self.config.seed, "answer once", attempt))
         self.scorer.score(groups, rollouts)
         return rollouts
@@ -356,7 +377,7 @@ class Trainer:
         """Add totals to a row of metrics and write it; the next row counts from here."""
         row |= self.totals()
         self.logger.log(self.state.step, row)
-        self.logged = asdict(self.state)
+        self.state_at_last_row = asdict(self.state)
 
     def totals(self) -> dict[str, float]:
         """Return seconds, tokens and bytes since the run began, as metrics."""
@@ -380,7 +401,7 @@ class Trainer:
     def late_progress(self) -> dict[str, Any]:
         """Return the part of the progress that evaluations and rows of metrics change."""
         lengths = self.engine.lengths.state_dict() if self.engine.lengths else None
-        return {"lengths": lengths, "unlogged": self.unlogged}
+        return {"lengths": lengths, "unlogged": None if self.unlogged is None else asdict(self.unlogged)}
 
     def load_progress(self, saved: dict[str, Any]) -> None:
         """Undo :meth:`progress` and :meth:`late_progress`.
@@ -403,7 +424,8 @@ class Trainer:
         for accelerator in self.accelerators:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
-        self.unlogged = saved.get("unlogged")
+        if saved.get("unlogged"):
+            self.unlogged = UnloggedStep(**saved["unlogged"])
         if self.engine.lengths and saved["lengths"]:
             self.engine.lengths.load_state_dict(saved["lengths"])
 

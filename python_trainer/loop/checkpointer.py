@@ -51,7 +51,7 @@ class Unlogged(BaseModel):
     row: dict[str, float]
     samples: list[dict[str, Any]]
     since: RunState
-    rehearsed: bool
+    trained_on_stored: bool
 
 
 class SavedRun(BaseModel):

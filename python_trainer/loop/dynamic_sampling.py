@@ -41,8 +41,8 @@ class StepSampler:
             else:
                 self.dropped.append(members)
 
-    def generated(self) -> list[Rollout]:
-        """Return all rollouts of all rounds."""
+    def all_rollouts(self) -> list[Rollout]:
+        """Return all rollouts of all rounds, stored answers among them."""
         return [rollout for members in (*self.accepted, *self.dropped, *self.ungrouped) for rollout in members]
 
     def rollouts(self) -> list[Rollout]:

@@ -1,126 +1,20 @@
-"""Score the rollouts of a step by the task's rewards, and a policy by its answers to the test sets."""
+"""Evaluate a policy by its answers to the test sets."""
 
 import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import chain
 from statistics import fmean
 
-import torch
-
-from python_trainer.algorithms.advantages import overlong_penalties
-from python_trainer.config import Config, EvaluationConfig
-from python_trainer.data import Example, Group, Messages, Rollout
-from python_trainer.distributed import RankGroup
+from python_trainer.config import EvaluationConfig
+from python_trainer.data import Rollout
 from python_trainer.keyed import keyed_seed
-from python_trainer.loop.prompts import Prompts, PromptSet
+from python_trainer.loop.prompts import PromptSet
+from python_trainer.loop.scoring import Scorer
 from python_trainer.rollout.engine import Engine, SamplingParams
 from python_trainer.run.logger import SAMPLES, Logger, clip
 from python_trainer.run_directory import EVALUATIONS, append_row
-from python_trainer.tasks.base import Task
-from python_trainer.tasks.rewards import Scores, score
-
-
-class Scorer:
-    """Scores the answers of a run.
-
-    Args:
-        prompts: of the task that is trained on. ``judged`` of their run state turns False once the rewards show that
-            the task has no right and wrong.
-    """
-
-    def __init__(self, config: Config, prompts: Prompts, ranks: RankGroup):
-        self.config = config
-        self.prompts = prompts
-        self.ranks = ranks
-        self._failure_noted = False
-
-    def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
-        """Fill in text, rewards and accuracy of every rollout; rollouts come in the order of their groups."""
-        scores = self.score_raw(self.prompts.task, groups, rollouts)
-        rewards = self.shape(scores.total, [rollout.response_ids for rollout in rollouts])
-        for i, rollout in enumerate(rollouts):
-            rollout.reward = rewards[i]
-            rollout.accuracy = scores.accuracy[i]
-            rollout.filter_score = None if scores.filter_scores is None else scores.filter_scores[i]
-            rollout.rewards = {name: values[i] for name, values in scores.rewards.items()}
-
-    def score_stored(self, examples: Sequence[Example], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
-        """Return the scores of stored answers to training prompts, with ``total`` as the advantages see it."""
-        scores = self._score_on_ranks(self.prompts.task, examples, texts, ids)
-        return replace(scores, total=self.shape(scores.total, ids))
-
-    def shape(self, rewards: Sequence[float], responses: Sequence[Sequence[int]]) -> list[float]:
-        """Subtract from each reward the penalty of its answer's length (``algorithm.overlong_cache``)."""
-        cache = self.config.algorithm.overlong_cache
-        if cache is None:
-            return list(rewards)
-        lengths = torch.tensor([len(ids) for ids in responses])
-        limit = self.config.rollout.max_completion_length
-        penalties = overlong_penalties(lengths, max_length=limit, cache=cache)
-        return [r + p for r, p in zip(rewards, penalties.tolist(), strict=True)]
-
-    def score_raw(self, task: Task, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
-        """Return the scores of rollouts by the task alone, and fill in their texts, groups and prompts."""
-        numbered = [(number, group) for number, group in enumerate(groups) for _ in range(group.num_generations)]
-        for rollout, (number, group) in zip(rollouts, numbered, strict=True):
-            rollout.text = self.prompts.policy.decode(rollout.response_ids)
-            rollout.group = number
-            rollout.prompt_index = group.prompt_index
-        failed = next((r.episode for r in rollouts if r.episode and r.episode.failure), None)
-        if failed and not self._failure_noted:
-            self._failure_noted = True
-            self.prompts.note(
-                f"the environment {self.config.task.environment} failed in turn {failed.turns} of an answer, which "
-                f"ends there: {failed.failure}; environment/failures counts such answers"
-            )
-        examples = [rollout.with_environment_reward(group.example) for rollout, (_, group) in zip(rollouts, numbered)]
-        completions = [rollout.completion for rollout in rollouts]
-        return self._score_on_ranks(task, examples, completions, [rollout.response_ids for rollout in rollouts])
-
-    def _score_on_ranks(
-        self,
-        task: Task,
-        examples: Sequence[Example],
-        completions: Sequence[str | Messages],
-        ids: Sequence[Sequence[int]],
-    ) -> Scores:
-        """Return scores; each rank scores a part of the answers.
-
-        Once a batch shows that the task has no right and wrong, print a note and set ``filter_scores``.
-        """
-        ranks, state = self.ranks, self.prompts.state
-        bounds = [_group_start(examples, rank * len(examples) // ranks.size) for rank in range(ranks.size + 1)]
-        part = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
-        rank_scores: list[Scores] = []  # one, or none of no answers
-        with ranks.fail_together():
-            if examples[part]:
-                timeout = self.config.task.reward_seconds
-                rank_scores.append(score(task, examples[part], completions[part], ids[part], timeout=timeout))
-        parts = list(chain.from_iterable(ranks.gather(rank_scores)))
-        binary = all(scores.filter_scores is None for scores in parts)
-        if task is self.prompts.task:
-            if state.judged and not binary:
-                state.judged = False
-                self.prompts.note(
-                    "an answer got a reward that is neither 0 nor 1: no answer is right or wrong, dynamic sampling and "
-                    "accelerators compare rewards, and eval/accuracy is the share above 0.5; a reward function that "
-                    "gives 0 or 1 may come first in task.reward (weight 0 leaves the reward as it is)"
-                )
-            binary = state.judged
-        rewards = {name: [x for scores in parts for x in scores.rewards[name]] for name in task.reward_functions}
-        total = [x for scores in parts for x in scores.total]
-        accuracy = [x for scores in parts for x in scores.accuracy]
-        return Scores(rewards, total, accuracy, None if binary else total)
-
-
-def _group_start(examples: Sequence[Example], index: int) -> int:
-    """Return the first answer from ``index`` on to another example: one rank judges all answers to an example."""
-    while 0 < index < len(examples) and examples[index].prompt is examples[index - 1].prompt:
-        index += 1
-    return index
+from python_trainer.tasks.rewards import Scores
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -262,17 +156,8 @@ class Evaluator:
     def _answer(self, prompt_set: PromptSet, rows: slice) -> tuple[Scores, list[Rollout]]:
         """Return the scores, as of :meth:`answer`, with the answers."""
         settings, rollout = prompt_set.sampling, self.config.rollout
-        groups = [
-            Group(
-                prompt_set.ids[i],
-                num_generations=settings.samples,
-                max_new_tokens=rollout.max_completion_length,
-                sample_id=i * settings.samples,
-                example=prompt_set.examples[i],
-                prompt_index=i,
-            )
-            for i in range(len(prompt_set.ids))[rows]
-        ]
+        indices = range(len(prompt_set.ids))[rows]
+        groups = self.prompts.groups_of(prompt_set, indices, settings.samples, noise_ids=indices)
         seed = keyed_seed(self.config.seed, "evaluate", prompt_set.name)
         sampling = SamplingParams(settings.temperature, seed=seed, stop=tuple(rollout.stop))
         rollouts = self.engine.generate(groups, sampling)

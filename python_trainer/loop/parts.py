@@ -14,12 +14,13 @@ from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
 from python_trainer.loop.checkpointer import Checkpointer
-from python_trainer.loop.evaluation import Evaluator, Scorer
+from python_trainer.loop.evaluation import Evaluator
 from python_trainer.loop.kernels import settle_kernels
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
 from python_trainer.loop.origin import Origin, compare_inputs, find_origin
 from python_trainer.loop.prompts import Prompts, load_tasks
+from python_trainer.loop.scoring import Scorer
 from python_trainer.model.loading import base_folder, choose_device, ignored_settings, recurrent_layers, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy

@@ -96,17 +96,28 @@ class Prompts:
         Args:
             first: how many prompts had the same seed before, so that every answer has noise of its own.
         """
-        rollout = self.config.rollout
+        noise_ids = range(first, first + len(prompt_indices))
+        num_generations = self.config.rollout.num_generations
+        return self.groups_of(self.split("train"), prompt_indices, num_generations, noise_ids=noise_ids)
+
+    def groups_of(
+        self, prompt_set: "PromptSet", prompt_indices: Sequence[int], num_generations: int, *, noise_ids: Sequence[int]
+    ) -> list[Group]:
+        """Return requests for whole answers to these prompts of a set.
+
+        Args:
+            noise_ids: one per prompt; with one seed, answers under different ids draw different noise.
+        """
         return [
             Group(
-                self.ids["train"][index],
-                num_generations=rollout.num_generations,
-                max_new_tokens=rollout.max_completion_length,
-                sample_id=number * rollout.num_generations,
-                example=self.task.train[index],
+                prompt_set.ids[index],
+                num_generations=num_generations,
+                max_new_tokens=self.config.rollout.max_completion_length,
+                sample_id=noise_id * num_generations,
+                example=prompt_set.examples[index],
                 prompt_index=index,
             )
-            for number, index in enumerate(prompt_indices, first)
+            for index, noise_id in zip(prompt_indices, noise_ids, strict=True)
         ]
 
     def split(self, name: str) -> PromptSet:

@@ -65,10 +65,10 @@ class Interrupt:
             self.send()
         return self.update(learner, rollouts, number)
 
-    def during_evaluation(self, trainer):
+    def during_evaluation(self, trainer, **options):
         if trainer.state.step == 3 and self.place == "update":
             wait_for("step-000003", self.folder)
-        return self.evaluate(trainer)
+        return self.evaluate(trainer, **options)
 
 
 def interrupted(settings, folder, parallel, place):
@@ -76,7 +76,11 @@ def interrupted(settings, folder, parallel, place):
     config = load_config(settings | {"parallel": parallel})
     with (
         patch.object(Trainer, "step", lambda *arguments: interrupt.note_step(*arguments)),
-        patch.object(Trainer, "evaluate_if_due", lambda *arguments: interrupt.during_evaluation(*arguments)),
+        patch.object(
+            Trainer,
+            "evaluate_if_due",
+            lambda *arguments, **options: interrupt.during_evaluation(*arguments, **options),
+        ),
         patch.object(Learner, "update", lambda *arguments: interrupt.during_update(*arguments)),
         patch("tiny.digits", interrupt.reward),
         pytest.raises(Interrupted, match="SIGTERM: stopped after step 3, which is saved"),

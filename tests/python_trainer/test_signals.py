@@ -159,10 +159,10 @@ def long_rollout(monkeypatch, act):
 def long_evaluation(monkeypatch, act):
     original = Trainer.evaluate_if_due
 
-    def evaluate(self):
+    def evaluate(self, **options):
         if self.state.step == 3:
             act()
-        return original(self)
+        return original(self, **options)
 
     monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
     return "step-000003"
@@ -171,10 +171,10 @@ def long_evaluation(monkeypatch, act):
 def long_last_evaluation(monkeypatch, act):
     original = Trainer.evaluate_if_due
 
-    def evaluate(self):
+    def evaluate(self, **options):
         if self.state.step == 4:
             act()
-        return original(self)
+        return original(self, **options)
 
     monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
     return "step-000004"
@@ -249,7 +249,7 @@ def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch, interrupt
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Learner, "update", update)
-    monkeypatch.setattr(Trainer, "evaluate_if_due", lambda self: evaluate(self) if self.state.step == 3 else {})
+    monkeypatch.setattr(Trainer, "evaluate_if_due", lambda self, **_: evaluate(self) if self.state.step == 3 else {})
     assert run({"save": {"save_steps": 0}})[0] == 130
     assert saved(tmp_path / "run") == ["step-000003"]
 

@@ -23,7 +23,7 @@ from python_trainer.accelerators.rhyme.sampling import AnswerBank, Candidate, en
 from python_trainer.data import Example, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.loop.evaluation import Scorer
+from python_trainer.loop.scoring import Scorer
 from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
