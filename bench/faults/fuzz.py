@@ -38,7 +38,7 @@ from python_trainer.config import describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
 from python_trainer.run_directory import read_evaluations, read_metrics, read_samples
-from python_trainer.tasks.files import JSONLSettings
+from python_trainer.tasks.files import FileTaskSettings
 
 CASE_TIMEOUT = 20  # seconds
 
@@ -194,7 +194,7 @@ def prompt_files(draw: Any) -> bytes:
 def prompts(data: Any, folder: Path) -> str:
     path = folder / "prompts.jsonl"
     path.write_bytes(data.draw(prompt_files()))
-    settings = JSONLSettings(train_path=str(path), test_path=str(path), reward="environment")
+    settings = FileTaskSettings(train_path=str(path), test_path=str(path), reward="environment")
     return attempt(settings.load, folder)
 
 

@@ -25,7 +25,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tu
         return rows, 0
     front = wrapped[: starts[0]]
     if set(front) <= set(tokenizer.all_special_ids):  # the text may have begun with them
-        rows = [row[len(front) :] if row[len(front) :][: len(front)] == front else row for row in rows]
+        length = len(front)
+        rows = [row[length:] if row[length : 2 * length] == front else row for row in rows]
     return rows, len(wrapped) - len(front) - len(bare)
 
 

@@ -23,7 +23,7 @@ class Task:
     """Prompts to train on, prompts to test on, and how answers are judged.
 
     Raises:
-        UserError: names what of it could not be trained on, its value and what is allowed.
+        UserError: the task has a field that cannot be trained on; the message gives field, value and allowed values.
     """
 
     name: str

@@ -25,7 +25,7 @@ PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an o
 HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
 
 
-class JSONLSettings(TaskSettings):
+class FileTaskSettings(TaskSettings):
     """Settings of the task. A prompt is a string or a list of chat messages, in the column "prompt" or "messages"."""
 
     name: str = "jsonl"
@@ -49,7 +49,7 @@ class JSONLSettings(TaskSettings):
     """Turn each string prompt into one user message of the tokenizer's chat template."""
 
     @model_validator(mode="after")
-    def _is_complete(self) -> "JSONLSettings":
+    def _is_complete(self) -> "FileTaskSettings":
         missing = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
         if missing:
             raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {PLACES}")
@@ -66,9 +66,9 @@ class JSONLSettings(TaskSettings):
     def check_files(self) -> None:
         """Raise UserError where a file does not exist; import nothing heavy."""
         for field in ("train_path", "test_path"):
-            place, _ = split_of(getattr(self, field), "")
-            if not Path(place).exists() and not is_hub(place):
-                raise UserError(f"task.{field}: there is no file {place}; allowed: {PLACES}")
+            path, _ = split_of(getattr(self, field), "")
+            if not Path(path).exists() and not is_hub(path):
+                raise UserError(f"task.{field}: there is no file {path}; allowed: {PLACES}")
 
     def load(self) -> Task:
         train = self._read("train")
@@ -93,18 +93,18 @@ class JSONLSettings(TaskSettings):
         """Return as many examples as ``train_size`` or ``test_size`` says."""
         size = getattr(self, f"{split}_size")
         if size is not None and size > len(examples):
-            place = getattr(self, f"{split}_path")
-            raise UserError(f"{split}_size is {size}, but {place} has {len(examples)} examples")
+            path = getattr(self, f"{split}_path")
+            raise UserError(f"{split}_size is {size}, but {path} has {len(examples)} examples")
         return examples[:size]
 
     def _read(self, kind: str) -> list[Example]:
         """Read ``train_path`` or ``test_path``."""
         source = getattr(self, f"{kind}_path")
-        place, split = split_of(source, kind)
-        lines = not is_hub(place) and not Path(place).is_dir() and Path(place).suffix not in TABLES
-        source = source if lines else f"{place}:{split}"
+        path, split = split_of(source, kind)
+        lines = not is_hub(path) and not Path(path).is_dir() and Path(path).suffix not in TABLES
+        source = source if lines else f"{path}:{split}"
         text_columns = [self.columns.get(column, column) for column in PROMPT_COLUMNS]
-        rows = cut(source, read_lines(Path(place)), split) if lines else read_split(kind, place, split, text_columns)
+        rows = cut(source, read_lines(Path(path)), split) if lines else read_split(kind, path, split, text_columns)
         if not rows:
             raise UserError(f"{source}: no examples; at least one is needed")
         return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in rows]
@@ -143,13 +143,13 @@ def split_of(source: str, default: str) -> tuple[str, str]:
     return source, default if Path(source).is_dir() or is_hub(source) else "train"
 
 
-def is_hub(place: str) -> bool:
-    """Return whether a place names a data set of the Hub, and no file or folder."""
-    file = Path(place).exists() or Path(place).suffix in {*TABLES, ".jsonl"}
-    return not file and HUB.fullmatch(place) is not None
+def is_hub(path: str) -> bool:
+    """Return whether a path names a data set of the Hub, and no file or folder."""
+    file = Path(path).exists() or Path(path).suffix in {*TABLES, ".jsonl"}
+    return not file and HUB.fullmatch(path) is not None
 
 
-def read_split(kind: str, place: str, split: str, text_columns: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
+def read_split(kind: str, path: str, split: str, text_columns: Sequence[str]) -> list[tuple[int, dict[str, Any]]]:
     """Read a split that the library datasets finds; return (number, row) of every row, from 1 on.
 
     Args:
@@ -158,12 +158,12 @@ def read_split(kind: str, place: str, split: str, text_columns: Sequence[str]) -
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{place}:{split} needs the package datasets: pip install datasets") from error
+        raise UserError(f"{path}:{split} needs the package datasets: pip install datasets") from error
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"path": place}
-    if Path(place).suffix in TABLES:
-        options = {"path": TABLES[Path(place).suffix], "data_files": glob.escape(place)}
-    elif is_hub(place) and (hub := HUB.fullmatch(place)):
+    options: dict[str, Any] = {"path": path}
+    if Path(path).suffix in TABLES:
+        options = {"path": TABLES[Path(path).suffix], "data_files": glob.escape(path)}
+    elif is_hub(path) and (hub := HUB.fullmatch(path)):
         setting = {"train": "task.train_path", "test": "task.test_path or evaluation.sets"}[kind]
         folder = snapshot(hub["name"], hub["revision"], kind="dataset", setting=setting, files=None)
         options = {"path": str(folder), "name": hub["config"]}
@@ -178,7 +178,7 @@ def read_split(kind: str, place: str, split: str, text_columns: Sequence[str]) -
     except Exception as error:  # of readers of many formats
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         reason = " ".join(str(cause or error).split()) or type(error).__name__
-        raise UserError(f"{place}, split {split}, cannot be read: {reason:.300}") from error
+        raise UserError(f"{path}, split {split}, cannot be read: {reason:.300}") from error
 
 
 def _read_as_written(builder: Any, split: str, text_columns: Sequence[str]) -> list[dict[str, Any]] | None:
@@ -200,7 +200,7 @@ def _read_as_written(builder: Any, split: str, text_columns: Sequence[str]) -> l
         return None
 
     def read(name: str) -> list[dict[str, Any]]:
-        if name not in split:
+        if name not in split:  # a substring, such as train in train[:90%]: skip files of other splits
             return []
         if kind == "json":
             return [row for path in files[name] for row in read_json(path)]

@@ -1,7 +1,7 @@
 """Settings that all tasks share, and the tasks by name.
 
-To add one: a file with a subclass of ``TaskSettings``, and a line in ``TASKS``. One of somebody else's is such a class
-in a module of theirs, and ``task.name: module:Class`` names it.
+To add one: a file with a subclass of ``TaskSettings``, and a line in ``TASKS``. Third-party tasks: name the class as
+``module:Class``.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ DEFAULT = "sums"
 TASKS: Registry[type["TaskSettings"]] = Registry(
     "task",
     {
-        "dataset": f"{HOME}.files:JSONLSettings",
-        "jsonl": f"{HOME}.files:JSONLSettings",
+        "dataset": f"{HOME}.files:FileTaskSettings",
+        "jsonl": f"{HOME}.files:FileTaskSettings",
         "lattice_paths": f"{HOME}.lattice_paths:LatticePathsSettings",
         "sums": f"{HOME}.sums:SumsSettings",
     },

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow  # two processes set up many times
 
 # what of a set-up fails in the second process, by what it is called there
 PLACES = {
-    "task": "python_trainer.tasks.files.JSONLSettings.load",
+    "task": "python_trainer.tasks.files.FileTaskSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
     "learner": "python_trainer.loop.parts.Learner",

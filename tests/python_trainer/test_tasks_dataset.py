@@ -22,7 +22,7 @@ from python_trainer.loop.memory import read_shape
 from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.tasks.files import JSONLSettings, split_of
+from python_trainer.tasks.files import FileTaskSettings, split_of
 from python_trainer.trainer import Trainer
 
 datasets = pytest.importorskip("datasets")
@@ -38,7 +38,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def settings_of(train, test=None, **changes):
     paths = {"train_path": str(train), "test_path": str(test or train)}
-    return JSONLSettings(**paths | {"reward": "tiny:digits", "columns": COLUMNS} | changes)
+    return FileTaskSettings(**paths | {"reward": "tiny:digits", "columns": COLUMNS} | changes)
 
 
 def write(rows, path):

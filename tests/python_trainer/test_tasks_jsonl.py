@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.tasks.files import JSONLSettings
+from python_trainer.tasks.files import FileTaskSettings
 from python_trainer.tasks.rewards import score
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 def task_of(lines, folder, **settings):
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     settings = {"reward": CONTAINS, "train_path": "data.jsonl", "test_path": "data.jsonl"} | settings
-    return JSONLSettings(**settings).load()
+    return FileTaskSettings(**settings).load()
 
 
 def test_strings_and_chat_messages(folder):

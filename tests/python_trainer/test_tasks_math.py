@@ -9,7 +9,7 @@ from support import lacks
 
 from python_trainer.errors import UserError
 from python_trainer.tasks import mathematics
-from python_trainer.tasks.files import JSONLSettings
+from python_trainer.tasks.files import FileTaskSettings
 from python_trainer.tasks.rewards import score
 
 
@@ -76,7 +76,7 @@ def task(tmp_path):
         path = tmp_path / "data.jsonl"
         path.write_text(json.dumps({"question": "how much?", "answer": gold}))
         files = {"train_path": str(path), "test_path": str(path), "columns": {"prompt": "question"}}
-        return JSONLSettings(**files, reward="math", **settings).load()
+        return FileTaskSettings(**files, reward="math", **settings).load()
 
     return make
 
