@@ -144,7 +144,7 @@ class Config(Section):
     def conflicts(self) -> Iterator[str]:
         """Yield a sentence for each pair of settings that exclude each other."""
         rollout, algorithm = self.rollout, self.algorithm
-        if algorithm.advantage_fn.compares and rollout.num_generations < 2:
+        if algorithm.advantage_fn.needs_group and rollout.num_generations < 2:
             yield (
                 f"rollout.num_generations must be >= 2 with algorithm.advantage {algorithm.advantage}: it compares the "
                 f"answers of a group, got {rollout.num_generations}"

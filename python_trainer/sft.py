@@ -20,7 +20,7 @@ from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import digest_value
 from python_trainer.loop.parts import load_run_policy, resolve_settings
-from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.packing import micro_batches, pack_rollouts
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, summarise
@@ -172,7 +172,7 @@ class Sft:
         with self.state.measure("eval"), policy.packed_attention():
             limit = self.config.optimizer.micro_batch_tokens
             for part in micro_batches(rows, range(len(rows)), limit, policy.device):
-                logprobs, _, _ = policy.score(pack(rows, part, device=policy.device), 1.0)
+                logprobs, _, _ = policy.token_logprobs(pack_rollouts(rows, part, device=policy.device), 1.0)
                 surprisal -= float(logprobs.sum())
         return {"held_out_loss": surprisal / num_tokens} if num_tokens else {}
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from python_trainer.data import Request, Rollout
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
@@ -224,9 +224,9 @@ def train(size: Size, device: torch.device) -> Message:
 
     def learn(rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Return log-probabilities [B, L]; leave the gradients of their mean in the model."""
-        packed = pack(rollouts, range(len(rollouts)), device=device)
+        packed = pack_rollouts(rollouts, range(len(rollouts)), device=device)
         with policy.packed_attention():
-            logprobs, *_ = policy.score(packed, 1.0)
+            logprobs, *_ = policy.token_logprobs(packed, 1.0)
             logprobs.sum().div(packed.mask.sum()).backward()
         return logprobs.detach()[torch.tensor(packed.samples, device=device).argsort()]
 

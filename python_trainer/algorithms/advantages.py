@@ -33,7 +33,7 @@ class StepRewards:
 Advantages = tuple[torch.Tensor, torch.Tensor | None]  # advantages [B] or [B, T], returns [B, T] or None
 
 
-def compare_with_group(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
+def group_advantages(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
     """Compare answers with the mean of their group, and divide by a standard deviation.
 
     ``scale_rewards`` chooses that of the ``"group"`` (GRPO, arXiv 2402.03300) or of the ``"batch"``; ``"none"``
@@ -49,28 +49,28 @@ def compare_with_group(step: StepRewards, settings: AlgorithmConfig) -> Advantag
     return (rewards - mean) / (std + STD_EPSILON), None
 
 
-def compare_with_others(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
+def rloo_advantages(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
     """Compare answers with the mean of the *others* of their group (RLOO, arXiv 2402.14740); 0 without others."""
     rewards = step.answer_rewards()
     size, mean, _ = group_statistics(rewards, step.groups)
     return torch.where(size > 1, (rewards - mean) * size / (size - 1).clamp(min=1), 0.0), None
 
 
-def compare_with_critic(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
+def gae_advantages(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
     """Compare tokens with the predictions of a critic: PPO."""
     assert step.values is not None
     advantages, returns = gae(step.token_rewards(), step.values, step.mask, gamma=settings.gamma, lam=settings.lam)
     return whiten(advantages, step, settings), returns
 
 
-def compare_with_batch(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
+def reinforce_pp_advantages(step: StepRewards, settings: AlgorithmConfig) -> Advantages:
     """Compare the rewards after a token with the mean of the batch: REINFORCE++ (arXiv 2501.03262)."""
     rewards = step.token_rewards()
     advantages, _ = gae(rewards, torch.zeros_like(rewards), step.mask, gamma=settings.gamma, lam=1.0)
     return whiten(advantages, step, settings), None
 
 
-def compare_with_success_rate(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
+def success_rate_advantages(p: torch.Tensor, *, deviations: bool) -> torch.Tensor:
     """Return advantages [B] of right answers to prompts whose success rate is ``p`` [B], 0 < p < 1.
 
     With ``deviations`` they are divided by the standard deviation of the reward, sqrt(p (1 - p)).
@@ -119,9 +119,10 @@ def gae(
 
 
 def whiten(advantages: torch.Tensor, step: StepRewards, settings: AlgorithmConfig) -> torch.Tensor:
-    """Scale the advantages [B, T] in the loss to mean 0 and variance 1, unless ``scale_rewards`` is none.
+    """Scale the advantages [B, T] in the loss to mean 0 and variance 1.
 
-    The others are 0. Fewer than two in the loss have no variance: they are only shifted.
+    Entries that are not in the loss become 0. With one entry, subtract the mean only. With ``scale_rewards: none``
+    return the advantages unchanged.
     """
     if settings.scale_rewards == "none":
         return advantages

@@ -1,8 +1,8 @@
 """Policy and value losses on [batch, time], and estimates of the KL to a reference.
 
-A loss is a sum of per-token losses times weights, which are computed from the *whole* batch
-(:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the losses of the parts add up to
-the loss of the whole.
+A loss is a sum of per-token losses times weights, which are computed from the minibatch, the answers of one optimizer
+step (:class:`Aggregation`). So micro-batches, ranks, padding and order cannot change it: the losses of the parts add up
+to the loss of the minibatch.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from python_trainer.errors import UserError
 
 
 class Aggregation(Protocol):
-    """Compute the weight of every token's loss in the loss of the whole batch.
+    """Compute the weight of every token's loss in the loss of the minibatch (one optimizer step).
 
     Args:
-        mask: bool [B, T] of this part of the batch.
-        num_tokens: unmasked tokens of the whole batch, over all micro-batches and ranks.
-        num_sequences: sequences of the whole batch.
+        mask: bool [B, T] of this part of the minibatch.
+        num_tokens: unmasked tokens of the minibatch, over all micro-batches and ranks.
+        num_sequences: sequences of the minibatch.
         max_length: most tokens that an answer may have.
         lengths: [B] tokens of each sequence. It includes a masked prefix: without it, the tokens of a short suffix
             would outweigh all others.
@@ -205,7 +205,8 @@ def value_loss(
 ) -> torch.Tensor:
     """Compute half the squared error [B, T] of the critic, 0 where masked.
 
-    With ``clip``, how far a value may move from its old one, it is the larger of that and the clipped one (PPO).
+    With ``clip``, the most that a value may move from its old one, return the larger of the clipped and unclipped error
+    (PPO).
     """
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns))

@@ -22,7 +22,8 @@ class Advantage:
     """
 
     function: str | Callable[[Any, "AlgorithmConfig"], tuple[Any, Any]]  # the function, or its module:function
-    compares: bool = False  # compares the answers of a group: there must be at least two
+    needs_group: bool = False  # compares the answers of a group: there must be at least two
+    scales: bool = False  # divides by a standard deviation, unless scale_rewards is none
     critic: bool = False  # needs the values of a critic
 
     def __call__(self, step: Any, settings: "AlgorithmConfig") -> tuple[Any, Any]:
@@ -33,10 +34,10 @@ class Advantage:
 ADVANTAGES: Registry[Advantage] = Registry(
     "advantage",
     {
-        "group": Advantage(f"{HOME}.advantages:compare_with_group", compares=True),
-        "rloo": Advantage(f"{HOME}.advantages:compare_with_others", compares=True),
-        "gae": Advantage(f"{HOME}.advantages:compare_with_critic", critic=True),
-        "reinforce++": Advantage(f"{HOME}.advantages:compare_with_batch"),
+        "group": Advantage(f"{HOME}.advantages:group_advantages", needs_group=True, scales=True),
+        "rloo": Advantage(f"{HOME}.advantages:rloo_advantages", needs_group=True),
+        "gae": Advantage(f"{HOME}.advantages:gae_advantages", critic=True, scales=True),
+        "reinforce++": Advantage(f"{HOME}.advantages:reinforce_pp_advantages", scales=True),
     },
     of=Advantage,
 )
@@ -75,7 +76,7 @@ class AlgorithmConfig(Section):
     """Loss of a token from its probability ratio and advantage: `clip` (PPO and GRPO; dual clip with delta, GSPO with
     importance_sampling_level) or `cispo`."""
     loss_type: Annotated[str, LOSS_TYPES] = "dapo"
-    """Average of token losses: grpo is seq-mean-token-mean, dapo is token-mean, dr_grpo is sum / (B x max length)."""
+    """Average of token losses: grpo is seq-mean-token-mean, dapo token-mean, dr_grpo sum / (answers x length limit)."""
     epsilon: float = Field(0.2, gt=0, lt=1)
     """The probability ratio is clipped below 1 - epsilon, and above 1 + epsilon unless epsilon_high is set."""
     epsilon_high: float | None = Field(None, gt=0)
@@ -136,7 +137,7 @@ class AlgorithmConfig(Section):
     @property
     def in_deviations(self) -> bool:
         """Return whether advantages are in standard deviations of the rewards."""
-        return self.advantage in ("group", "gae", "reinforce++") and self.scale_rewards != "none"
+        return self.advantage_fn.scales and self.scale_rewards != "none"
 
     @property
     def clip_bounds(self) -> tuple[str, ...]:

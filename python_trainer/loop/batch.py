@@ -1,10 +1,11 @@
 """The batch of one step: rewards, masks and advantages of its rollouts, and the loss of each minibatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 
-from python_trainer.algorithms.advantages import StepRewards, compare_with_success_rate, explained_variance
+from python_trainer.algorithms.advantages import StepRewards, explained_variance, success_rate_advantages
 from python_trainer.algorithms.losses import (
     Aggregation,
     PolicyLoss,
@@ -16,38 +17,40 @@ from python_trainer.algorithms.losses import (
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.model.packing import Packed, pack, scored_tokens
+from python_trainer.model.packing import PackedRollouts, logprob_mask, pack_rollouts
 
-# metric -> the tokens that it is a mean, or the maximum, over
+# metric -> the kind of tokens that it is a mean, or the maximum, over
 MEANS = {
     "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
-    "importance_ratio/mean": "passed", "kl": "compared", "value_loss": "valued", "clip_ratio/value": "valued",
-    "sampling/logp_difference/mean": "sampled", "sampling/importance_sampling_ratio/mean": "corrected",
+    "importance_ratio/mean": "in_pass", "kl": "with_reference",
+    "value_loss": "with_return", "clip_ratio/value": "with_return",
+    "sampling/logp_difference/mean": "fresh_sampled", "sampling/importance_sampling_ratio/mean": "fresh_corrected",
 }  # fmt: skip
-MAXIMA = {"importance_ratio/max": "passed", "sampling/logp_difference/max": "sampled"}
-COUNTS = ("passed", "compared", "valued", "sampled", "corrected")
+MAXIMA = {"importance_ratio/max": "in_pass", "sampling/logp_difference/max": "fresh_sampled"}
+# kinds of tokens that micro-batches count; low and high, where the loss has that bound, are all tokens in the loss
+COUNTS = ("in_pass", "with_reference", "with_return", "fresh_sampled", "fresh_corrected")
 SUMS = ("loss", *COUNTS, *MEANS)
 
-TokenMetrics = dict[str, torch.Tensor]  # metric or count -> values [B, L], 0 where they do not count
+TokenMetrics = dict[str, torch.Tensor]  # metric or count -> values [M, L], 0 where they do not count
 
 
-def gather_rows(table: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Return the entries [B, L] of a micro-batch in a table of all samples, 0 where masked."""
+def gather_rows(table: torch.Tensor, packed: PackedRollouts) -> torch.Tensor:
+    """Return the entries [M, L] of a micro-batch in a table of all samples, 0 where masked."""
     rows = table[torch.tensor(packed.samples, device=table.device), : packed.mask.shape[1]]
     return torch.where(packed.mask, rows, 0.0)
 
 
-def scatter_rows(table: torch.Tensor, packed: Packed, values: torch.Tensor) -> None:
-    """Store the values [B, L] of a micro-batch in a table of all samples."""
-    place = torch.tensor(packed.samples, device=table.device), slice(packed.mask.shape[1])
-    table[place] = torch.where(packed.mask, values, table[place])
+def scatter_rows(table: torch.Tensor, packed: PackedRollouts, values: torch.Tensor) -> None:
+    """Store the values [M, L] of a micro-batch in a table of all samples."""
+    cells = torch.tensor(packed.samples, device=table.device), slice(packed.mask.shape[1])
+    table[cells] = torch.where(packed.mask, values, table[cells])
 
 
 class Batch:
     """Everything that the update of one step needs, for B samples of up to T response tokens.
 
     Args:
-        rollouts: scored; their order is that of the samples.
+        rollouts: with rewards; their order is that of the samples.
         max_completion_length: most tokens that an answer may have.
         prefix_in_loss: train on given prefixes too.
 
@@ -62,9 +65,9 @@ class Batch:
         critic_tokens: int64 [B] on the CPU, those of them that a critic learns from: none of a stored answer.
         lengths: int64 [B], response tokens that the policy wrote, with a given prefix.
         present: bool [B, T], response tokens.
-        scored: bool [B, T], response tokens that are more than context.
+        logprob_mask: bool [B, T], response tokens that are more than context; they get a log-probability.
         sampler_logprobs: [B, T]; NaN on given prefixes and where unknown, anything on tokens of an environment.
-        old_logprobs: [B, T] before the update, NaN where not scored; None: use those of the current pass.
+        old_logprobs: [B, T] before the update, NaN where masked; None: use those of the current pass.
         reference_logprobs: [B, T] of the reference model, with beta > 0.
         values: [B, T] of the critic before the update.
         advantages: [B, T], set by :meth:`set_advantages`.
@@ -109,17 +112,17 @@ class Batch:
         in_loss = ended if config.mask_truncated_completions else torch.ones_like(ended)
         self.in_loss = in_loss.to(device)
 
-        scored_rows = [scored_tokens(r, score_prefix=prefix_in_loss) for r in rollouts]
-        self.loss_tokens = torch.tensor([sum(row) for row in scored_rows], dtype=torch.int64) * in_loss
+        masks = [logprob_mask(r, include_prefix=prefix_in_loss) for r in rollouts]
+        self.loss_tokens = torch.tensor([sum(row) for row in masks], dtype=torch.int64) * in_loss
         self.critic_tokens = self.loss_tokens * self.importance_caps.isnan().cpu()
-        lengths = [sum(scored_tokens(r, score_prefix=True)) for r in rollouts]
+        lengths = [sum(logprob_mask(r, include_prefix=True)) for r in rollouts]
         self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
 
         widths = [len(r.response_ids) for r in rollouts]
         columns = torch.arange(max(widths, default=0), device=device)
         self.present = columns < torch.tensor(widths, device=device)[:, None]
-        scored = torch.tensor([flag for row in scored_rows for flag in row], dtype=torch.bool, device=device)
-        self.scored = torch.zeros_like(self.present).masked_scatter(self.present, scored)
+        flags = torch.tensor([flag for row in masks for flag in row], dtype=torch.bool, device=device)
+        self.logprob_mask = torch.zeros_like(self.present).masked_scatter(self.present, flags)
         logprobs = [logprob for r in rollouts for logprob in [torch.nan] * r.prefix_len + list(r.logprobs)]
         sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32, device=device)
         self.sampler_logprobs = self.empty_table().masked_scatter(self.present, sampler_logprobs)
@@ -128,21 +131,21 @@ class Batch:
         """Return room for a number per response token, float32 [B, T], NaN so far."""
         return torch.full(self.present.shape, torch.nan, device=self.device)
 
-    def pack(self, samples: Sequence[int]) -> Packed:
-        """Return these samples as a micro-batch; see :func:`python_trainer.model.packing.pack`."""
-        return pack(self.rollouts, samples, score_prefix=self.prefix_in_loss, device=self.device)
+    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
+        """Return these samples as a micro-batch; see :func:`python_trainer.model.packing.pack_rollouts`."""
+        return pack_rollouts(self.rollouts, samples, include_prefix=self.prefix_in_loss, device=self.device)
 
     def set_advantages(self) -> dict[str, float]:
         """Compute advantages, and returns for a critic, from what was recorded before the update; return metrics.
 
         The KL penalty is per token for advantages of tokens, and a sum per answer for those that compare answers.
-        Answers with a success rate change nothing for others. A critic learns from fresh answers alone: stored ones
-        are right, and would teach it that every answer is.
+        A stored answer with a success rate has that as its baseline, and changes nothing for others. A critic learns
+        from fresh answers alone: stored ones are right, and would teach it that every answer is.
         """
-        config, mask = self.config, self.scored
+        config, mask = self.config, self.logprob_mask
         grouped = self.success_rates.isnan()
         success_rates = self.success_rates[~grouped]
-        stored_advantages = compare_with_success_rate(success_rates, deviations=config.in_deviations)
+        stored_advantages = success_rate_advantages(success_rates, deviations=config.in_deviations)
         advantages = torch.zeros(mask.shape, device=mask.device)
         advantages[~grouped] = stored_advantages[:, None].expand(-1, mask.shape[1])
         penalty, metrics = self._kl_penalty()
@@ -166,7 +169,7 @@ class Batch:
 
     def _kl_penalty(self) -> tuple[torch.Tensor, dict[str, float]]:
         """Return beta x KL of every token, which ``use_kl_in_reward`` subtracts from rewards, [B, T], and metrics."""
-        config, mask = self.config, self.scored
+        config, mask = self.config, self.logprob_mask
         if not config.use_kl_in_reward or self.old_logprobs is None or self.reference_logprobs is None:
             return torch.zeros(mask.shape, device=mask.device), {}
         kl = kl_estimate(self.old_logprobs, self.reference_logprobs, mask, config.kl_estimator)
@@ -189,21 +192,13 @@ class Batch:
         }
 
     def split(self) -> list[list[int]]:
-        """Split the samples into ``num_minibatches`` parts.
-
-        The samples of a group stay side by side, and groups of similar length too.
-        """
-        groups: dict[int, list[int]] = {}
+        """Split the samples into ``num_minibatches`` parts, or fewer if there are fewer groups; no group is split."""
+        members: dict[int, list[int]] = {}
         for index, rollout in enumerate(self.rollouts):
-            groups.setdefault(rollout.group, []).append(index)
-
-        def longest_response(group: list[int]) -> int:
-            return max(len(self.rollouts[index].response_ids) for index in group)
-
-        num_minibatches = self.config.num_minibatches
-        members = list(groups.values())
-        minibatches = [sorted(members[i::num_minibatches], key=longest_response) for i in range(num_minibatches)]
-        return [[index for group in minibatch for index in group] for minibatch in minibatches if minibatch]
+            members.setdefault(rollout.group, []).append(index)
+        groups = list(members.values())
+        num_minibatches = min(self.config.num_minibatches, len(groups))
+        return [list(chain.from_iterable(groups[i::num_minibatches])) for i in range(num_minibatches)]
 
     def minibatches(self, has_gradient: Sequence[bool]) -> Iterator["Minibatch"]:
         """Yield the minibatches of one pass over the batch, without those of which nothing is in the loss.
@@ -230,28 +225,32 @@ class Minibatch:
         trained: the samples that have a gradient; None: all.
 
     Attributes:
-        samples: those that go through the forward pass: at least one, so that there is a gradient, even if it is 0.
+        samples: those that go through the forward pass: the shortest one if none has a gradient, since each optimizer
+            step needs one, even if it is 0.
     """
 
     def __init__(self, batch: Batch, indices: Sequence[int], trained: Sequence[int] | None = None):
         self.batch = batch
         self.config = batch.config
         self.rollouts = batch.rollouts
-        self.pack = batch.pack
         self.indices = list(indices)
         self.trained = self.indices if trained is None else list(trained)
-        self.samples = self.trained or self.indices[:1]
+        self.samples = self.trained or [min(self.indices, key=lambda index: self.rollouts[index].num_tokens)]
         self.num_tokens = int(batch.loss_tokens[self.indices].sum())
         self.critic_tokens = max(int(batch.critic_tokens[self.indices].sum()), 1)
 
+    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
+        """Return these samples as a micro-batch."""
+        return self.batch.micro_batch(samples)
+
     def loss(
-        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
+        self, packed: PackedRollouts, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch, as its share of the minibatch's loss, and its metrics.
 
         Args:
-            logprobs, entropy: [B, L] from ``Policy.score``.
-            values: [B, L] from the critic, if there is one.
+            logprobs, entropy: [M, L] from ``Policy.token_logprobs``.
+            values: [M, L] from the critic, if there is one.
 
         Returns:
             A scalar to call backward on, and a detached number for each name in SUMS and MAXIMA, for
@@ -262,11 +261,14 @@ class Minibatch:
         mask = packed.mask & batch.in_loss[rows, None]
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else gather_rows(batch.old_logprobs, packed)
         weights, metrics = self.importance_term(packed, mask, old_logprobs)
-        policy, policy_metrics = self.policy_term(packed, mask, logprobs, old_logprobs, weights)
+        assert batch.advantages is not None, "set_advantages comes first"
+        advantages = gather_rows(batch.advantages, packed)
+        surrogate, policy_metrics = self.policy_term(mask, logprobs, old_logprobs, advantages, weights)
         metrics |= policy_metrics
-        token_loss = policy.loss
+        token_loss = surrogate.loss
         if batch.reference_logprobs is not None and not self.config.use_kl_in_reward:
-            kl_loss, kl_metrics = self.kl_term(packed, mask, logprobs, batch.reference_logprobs, policy.ratio)
+            reference_logprobs = gather_rows(batch.reference_logprobs, packed)
+            kl_loss, kl_metrics = self.kl_term(mask, logprobs, reference_logprobs, surrogate.ratio)
             token_loss = token_loss + kl_loss
             metrics |= kl_metrics
         token_weights = batch.aggregate(
@@ -280,25 +282,27 @@ class Minibatch:
         if self.config.entropy_coef:
             loss = loss + self.entropy_term(mask, entropy)
         if values is not None and batch.values is not None and batch.returns is not None:
-            critic_loss, critic_metrics = self.critic_term(packed, mask, values, batch.values, batch.returns)
+            old_values = gather_rows(batch.values, packed)
+            returns = gather_rows(batch.returns, packed)
+            critic_loss, critic_metrics = self.critic_term(mask, values, old_values, returns)
             loss = loss + critic_loss
             metrics |= critic_metrics
-        return loss, reduce_metrics(metrics | {"loss": loss, "passed": mask})
+        return loss, reduce_metrics(metrics | {"loss": loss, "in_pass": mask})
 
     def importance_term(
-        self, packed: Packed, mask: torch.Tensor, old_logprobs: torch.Tensor
+        self, packed: PackedRollouts, mask: torch.Tensor, old_logprobs: torch.Tensor
     ) -> tuple[torch.Tensor, TokenMetrics]:
-        """Return the factor [B, L] by which the sampler of a token corrects its loss, and metrics.
+        """Return the factor [M, L] by which the sampler of a token corrects its loss, and metrics.
 
         The settings decide for fresh answers; a stored answer has the truncated weight of its own cap.
         """
         caps = self.batch.importance_caps[torch.tensor(packed.samples, device=mask.device), None]
         sampler_logprobs = gather_rows(self.batch.sampler_logprobs, packed)
-        sampled = mask & ~sampler_logprobs.isnan()
-        fresh = sampled & caps.isnan()
-        difference = torch.where(fresh, (old_logprobs - sampler_logprobs).abs(), 0.0)
+        has_sampler_logprob = mask & ~sampler_logprobs.isnan()
+        fresh_sampled = has_sampler_logprob & caps.isnan()
+        difference = torch.where(fresh_sampled, (old_logprobs - sampler_logprobs).abs(), 0.0)
         metrics = {
-            "sampled": fresh,
+            "fresh_sampled": fresh_sampled,
             "sampling/logp_difference/mean": difference,
             "sampling/logp_difference/max": difference,
         }
@@ -306,55 +310,52 @@ class Minibatch:
         if self.config.correction is not None:
             level, mode = self.config.correction
             cap = self.config.importance_sampling_cap
-            fresh_weights = importance_weights(old_logprobs, sampler_logprobs, sampled, mode=mode, cap=cap, level=level)
-            metrics["corrected"] = fresh
-        stored_weights = importance_weights(old_logprobs, sampler_logprobs, sampled, mode="truncate", cap=caps)
+            fresh_weights = importance_weights(
+                old_logprobs, sampler_logprobs, has_sampler_logprob, mode=mode, cap=cap, level=level
+            )
+            metrics["fresh_corrected"] = fresh_sampled
+        stored_weights = importance_weights(
+            old_logprobs, sampler_logprobs, has_sampler_logprob, mode="truncate", cap=caps
+        )
         weights = torch.where(caps.isnan(), fresh_weights, stored_weights)
-        return weights, metrics | {"sampling/importance_sampling_ratio/mean": weights * fresh}
+        return weights, metrics | {"sampling/importance_sampling_ratio/mean": weights * fresh_sampled}
 
     def policy_term(
         self,
-        packed: Packed,
         mask: torch.Tensor,
         logprobs: torch.Tensor,
         old_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
         weights: torch.Tensor,
     ) -> tuple[PolicyLoss, TokenMetrics]:
-        """Return the policy loss per token with its ratios, and metrics."""
-        assert self.batch.advantages is not None, "set_advantages comes first"
-        advantages = gather_rows(self.batch.advantages, packed)
-        policy = policy_loss(logprobs, old_logprobs, advantages, mask, self.config, weights=weights)
-        metrics = {"importance_ratio/mean": policy.ratio, "importance_ratio/max": policy.ratio}
-        return policy, metrics | {f"clip_ratio/{bound}_mean": tokens for bound, tokens in policy.clipped.items()}
+        """Return the policy loss per token with its ratios, and metrics; all arguments are [M, L]."""
+        surrogate = policy_loss(logprobs, old_logprobs, advantages, mask, self.config, weights=weights)
+        metrics = {"importance_ratio/mean": surrogate.ratio, "importance_ratio/max": surrogate.ratio}
+        metrics |= {f"clip_ratio/{bound}_mean": tokens for bound, tokens in surrogate.clipped.items()}
+        return surrogate, metrics
 
     def kl_term(
-        self,
-        packed: Packed,
-        mask: torch.Tensor,
-        logprobs: torch.Tensor,
-        reference_logprobs: torch.Tensor,
-        ratio: torch.Tensor,
+        self, mask: torch.Tensor, logprobs: torch.Tensor, reference_logprobs: torch.Tensor, ratio: torch.Tensor
     ) -> tuple[torch.Tensor, TokenMetrics]:
-        """Return the KL penalty per token, [B, L], and metrics; ``reference_logprobs`` [B, T] are of the batch."""
-        kl = kl_estimate(logprobs, gather_rows(reference_logprobs, packed), mask, self.config.kl_estimator)
+        """Return the KL penalty per token, [M, L] as the arguments, and metrics."""
+        kl = kl_estimate(logprobs, reference_logprobs, mask, self.config.kl_estimator)
         loss = self.config.beta * (kl * ratio if self.config.use_bias_correction_kl else kl)
-        return loss, {"compared": mask, "kl": kl}
+        return loss, {"with_reference": mask, "kl": kl}
 
     def entropy_term(self, mask: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """Return the loss of the entropy bonus: a mean over tokens, whatever weights ``loss_type`` gives them."""
         return -self.config.entropy_coef * torch.where(mask, entropy, 0.0).sum() / max(self.num_tokens, 1)
 
     def critic_term(
-        self, packed: Packed, mask: torch.Tensor, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor
+        self, mask: torch.Tensor, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor
     ) -> tuple[torch.Tensor, TokenMetrics]:
-        """Return the loss of the critic's values [B, L], and metrics; the batch has old values and returns [B, T]."""
+        """Return the loss of the critic's values, and metrics; all arguments are [M, L]."""
         clip = self.config.cliprange_value
-        old_values, returns = gather_rows(old_values, packed), gather_rows(returns, packed)
-        valued = mask & ~returns.isnan()
-        error = value_loss(values, old_values, returns, valued, clip=clip)
-        moved_far = valued & ((values - old_values).abs() > (torch.inf if clip is None else clip))
+        with_return = mask & ~returns.isnan()
+        error = value_loss(values, old_values, returns, with_return, clip=clip)
+        clipped = with_return & ((values - old_values).abs() > (torch.inf if clip is None else clip))
         loss = self.config.vf_coef * error.sum() / self.critic_tokens
-        return loss, {"valued": valued, "value_loss": error, "clip_ratio/value": moved_far}
+        return loss, {"with_return": with_return, "value_loss": error, "clip_ratio/value": clipped}
 
 
 class ReferenceAnswers:
@@ -366,12 +367,12 @@ class ReferenceAnswers:
         self.samples = self.trained = list(range(len(rollouts)))
         self.num_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
 
-    def pack(self, samples: Sequence[int]) -> Packed:
+    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
         """Return these samples as a micro-batch."""
-        return pack(self.rollouts, samples, device=self.device)
+        return pack_rollouts(self.rollouts, samples, device=self.device)
 
     def loss(
-        self, packed: Packed, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
+        self, packed: PackedRollouts, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch, as its share of the loss of the step, and its sum over tokens."""
         surprisal = torch.where(packed.mask, -logprobs, 0.0)

@@ -16,7 +16,7 @@ from python_trainer.loop.batch import Batch, Minibatch, ReferenceAnswers, mean_m
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import MasterWeightAdamW, learning_rate
-from python_trainer.model.packing import Packed, micro_batches, sorted_by_tokens, split_evenly
+from python_trainer.model.packing import PackedRollouts, micro_batches, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.model.weights import load_weights
 
@@ -32,7 +32,7 @@ class Learner:
             adapters are off while it is the reference.
         critic: if the advantages need one.
         prefix_in_loss: train on the beginnings that answers were given too.
-        changed: set once weights or moments have changed.
+        changed: set once weights or moments may have changed.
     """
 
     def __init__(self, policy: Policy, config: Config, ranks: RankGroup | None = None):
@@ -78,15 +78,14 @@ class Learner:
             # rank 0 decides: sums on a GPU have no fixed order, and all ranks must cut the same micro-batches
             has_gradient = self.ranks.broadcast(self._have_gradient(batch))
             minibatches = list(batch.minibatches(has_gradient))
-            one_step = self.algorithm.num_iterations * len(batch.split()) <= 1
-            if minibatches and batch.old_logprobs is None and not one_step:
-                self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
             optimizer_steps = minibatches * self.algorithm.num_iterations
+            if len(optimizer_steps) > 1 and batch.old_logprobs is None:
+                self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
             for minibatch in optimizer_steps:
                 norm, tokens = self._step(minibatch, lr, micro_batch_metrics)
                 norms.append(norm)
                 num_tokens += tokens
-        self.changed = True  # an accelerator may still change weights
+        self.changed = True  # after_update may edit weights even without an optimizer step
         if norms:
             means = mean_metrics(micro_batch_metrics, optimizer_steps, device, self.ranks)
             row = means | row | {"grad_norm": sum(norms) / len(norms)}
@@ -129,8 +128,8 @@ class Learner:
             critic = None  # these answers do not train it
         loss_share = torch.zeros((), device=self.policy.device)  # of this rank
         num_tokens = 0
-        for packed in self._packs(minibatch, minibatch.samples):
-            logprobs, entropy, states = self.policy.score(packed, self.temperature)
+        for packed in self._micro_batches(minibatch, minibatch.samples):
+            logprobs, entropy, states = self.policy.token_logprobs(packed, self.temperature)
             values = critic(packed, states) if critic else None
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
             loss.backward()
@@ -151,18 +150,20 @@ class Learner:
             critic.optimizer.step(lr * critic.lr_ratio)
         return norm, num_tokens
 
-    def _packs(self, batch: Batch | Minibatch | ReferenceAnswers, samples: Sequence[int]) -> Iterator[Packed]:
+    def _micro_batches(
+        self, batch: Batch | Minibatch | ReferenceAnswers, samples: Sequence[int]
+    ) -> Iterator[PackedRollouts]:
         """Yield this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
         ranks, rollouts, device = self.ranks, batch.rollouts, self.policy.device
         in_order = sorted_by_tokens(rollouts, samples)
         shares = split_evenly(rollouts, in_order, ranks.size, device)
         parts = [list(micro_batches(rollouts, share, self.settings.micro_batch_tokens, device)) for share in shares]
         for part in parts[ranks.rank]:
-            yield batch.pack(part)
+            yield batch.micro_batch(part)
         missing = max(map(len, parts)) - len(parts[ranks.rank])
         if ranks.sharded and missing:
-            shortest = min(samples, key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].response_ids))
-            packed = batch.pack([shortest])
+            shortest = min(samples, key=lambda i: rollouts[i].num_tokens)
+            packed = batch.micro_batch([shortest])
             yield from [replace(packed, mask=torch.zeros_like(packed.mask))] * missing
 
     @torch.no_grad()
@@ -178,8 +179,8 @@ class Learner:
         if self.reference is not None and not (kl_in_reward and batch.only_stored):
             reference_logprobs = batch.empty_table()
             with self.reference.packed_attention(), without_adapters(self.reference.model):
-                for packed in self._packs(batch, samples):
-                    logprobs, _, _ = self.reference.score(packed, self.temperature)
+                for packed in self._micro_batches(batch, samples):
+                    logprobs, _, _ = self.reference.token_logprobs(packed, self.temperature)
                     scatter_rows(reference_logprobs, packed, logprobs)
             batch.reference_logprobs = self.ranks.merge(reference_logprobs)
 
@@ -190,8 +191,8 @@ class Learner:
         A single optimizer step takes them from its own pass, unless advantages need them earlier.
         """
         old_logprobs, values = batch.empty_table(), batch.empty_table()
-        for packed in self._packs(batch, samples):
-            logprobs, _, states = self.policy.score(packed, self.temperature)
+        for packed in self._micro_batches(batch, samples):
+            logprobs, _, states = self.policy.token_logprobs(packed, self.temperature)
             scatter_rows(old_logprobs, packed, logprobs)
             if self.critic is not None:
                 scatter_rows(values, packed, self.critic(packed, states))

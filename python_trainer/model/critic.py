@@ -6,7 +6,7 @@ import torch
 
 from python_trainer.model.forward import flat_inputs
 from python_trainer.model.optimizer import MasterWeightAdamW
-from python_trainer.model.packing import Packed
+from python_trainer.model.packing import PackedRollouts
 from python_trainer.model.policy import Policy, recompute_activations, recomputes
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
@@ -38,8 +38,8 @@ class Critic(torch.nn.Module):
         self.optimizer = MasterWeightAdamW(self, optimizer)
         self.lr_ratio = config.learning_rate / optimizer.learning_rate  # of the critic to that of the policy
 
-    def forward(self, packed: Packed, states: torch.Tensor) -> torch.Tensor:
-        """Predict values [B, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.score``."""
+    def forward(self, packed: PackedRollouts, states: torch.Tensor) -> torch.Tensor:
+        """Predict values [M, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.token_logprobs``."""
         if self.body is not None:
             inputs = flat_inputs(packed.ids, packed.position_ids, packed.layout)
             states = self.body(**inputs).last_hidden_state[0, packed.rows]

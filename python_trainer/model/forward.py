@@ -19,7 +19,7 @@ from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, wr
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention, logit_factor
 from rlkernels.prefix_cache import Sequence as CachedSequence
 
-# ids [T], positions [T], rows [R] and what the tokens look at -> logits [R, V], last hidden states [R, H]
+# ids [T], positions [T], rows [R], attention -> logits [R, V], last hidden states [R, H]; see forward and FusedDecoder
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -48,20 +48,20 @@ def forward(
     positions: torch.Tensor,
     rows: torch.Tensor,
     attention: Attention,
-    predict: int | None = None,
+    max_logit_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits [R, V] and last hidden states [R, H] at ``rows`` of the flattened tokens.
 
-    The other rows never reach the output layer; with ``predict`` only so many of the first rows do.
+    The other rows never reach the output layer; with ``max_logit_rows`` only so many of the first rows do.
     """
     states: list[torch.Tensor] = []
 
-    def look(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def keep_rows(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         hidden = inputs[0][:, rows]  # [1, R, H]
         states.append(hidden[0])
-        return (hidden[:, :predict],)
+        return (hidden[:, :max_logit_rows],)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(look)
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep_rows)
     try:
         logits = model(**flat_inputs(ids, positions, attention)).logits[0]
     finally:
@@ -101,7 +101,7 @@ class PagedBatch:
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # tables, lengths, starts
     # with groups: makes block tables and lengths of whole sequences, for layers that do not see all of them alike
     whole: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
-    longest: int = 0  # tokens of a sequence, which windows of as many do not cut
+    longest: int = 0  # tokens of the longest sequence; a window at least this long has no effect
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,

@@ -1,11 +1,18 @@
 """Rollouts of a step as micro-batches: rows of tokens without padding, with every common prefix once.
 
-:func:`rlkernels.prefix_cache.pack` packs them. Every log-probability that the loss needs is a pair of it: a token that
-predicts, and the one it should predict. All samples with a pair refer to it, so their gradients add up by themselves.
+:func:`rlkernels.prefix_cache.pack` packs them. Every log-probability that the loss needs is one of its predictions: a
+packed token, and the token to predict after it. Samples with an equal beginning refer to the same predictions, so
+autograd adds up their gradients.
+
+Letters of shapes, in the files of the update:
+
+- [B, T]: the batch of a step, B samples of up to T response tokens;
+- [M, L]: a micro-batch, M samples of up to L response tokens;
+- [P]: the packed tokens of a micro-batch; [R]: its predictions; H: width of hidden states; V: size of the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,57 +28,56 @@ CPU = torch.device("cpu")
 _arrays: WeakKeyDictionary[Rollout, np.ndarray] = WeakKeyDictionary()
 
 
-def scored_tokens(rollout: Rollout, *, score_prefix: bool) -> list[bool]:
-    """Mark the response tokens that are scored: those of the policy, and the given prefix if it counts."""
+def logprob_mask(rollout: Rollout, *, include_prefix: bool) -> list[bool]:
+    """Mark the response tokens that get a log-probability: those of the policy, and the given prefix if it counts."""
     mask = [True] * len(rollout.response_ids) if rollout.response_mask is None else rollout.response_mask
-    num_unscored = 0 if score_prefix else rollout.prefix_len
-    return [False] * num_unscored + list(mask[num_unscored:])
+    num_left_out = 0 if include_prefix else rollout.prefix_len
+    return [False] * num_left_out + list(mask[num_left_out:])
 
 
 @dataclass
-class Packed(rlkernels.prefix_cache.Packed):
-    """One micro-batch of B samples with longest response L, T tokens, R pairs."""
+class PackedRollouts(rlkernels.prefix_cache.Packed):
+    """A micro-batch."""
 
-    samples: list[int]  # [B] index of each sample in the step
-    place: torch.Tensor  # int64 [B, L] the pair of each response token; 0 where there is none
-    mask: torch.Tensor  # bool [B, L] response tokens that are scored
+    samples: list[int]  # [M] index of each sample in the batch
+    prediction_index: torch.Tensor  # int64 [M, L], index into [R]; 0 where there is no prediction
+    mask: torch.Tensor  # bool [M, L] response tokens with a log-probability
 
-    def to(self, device: torch.device | str) -> "Packed":
-        tensors = vars(super().to(device)) | {
-            "place": self.place.to(device, non_blocking=True),
-            "mask": self.mask.to(device, non_blocking=True),
-        }
-        return Packed(**tensors)
+    def to(self, device: torch.device | str) -> "PackedRollouts":
+        prediction_index = self.prediction_index.to(device, non_blocking=True)
+        mask = self.mask.to(device, non_blocking=True)
+        return replace(super().to(device), prediction_index=prediction_index, mask=mask)
 
-    def spread(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Spread values of the pairs [R] to [B, L], 0 where there is no scored response token."""
-        if not pairs.numel():
-            return pairs.new_zeros(self.place.shape)
-        return torch.where(self.mask, pairs[self.place], 0.0)
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Spread a value of each prediction, [R], to response tokens, [M, L]; 0 where masked."""
+        if not values.numel():
+            return values.new_zeros(self.prediction_index.shape)
+        return torch.where(self.mask, values[self.prediction_index], 0.0)
 
 
-def pack(
-    rollouts: Sequence[Rollout], samples: Sequence[int], *, score_prefix: bool = True, device: torch.device = CPU
-) -> Packed:
+def pack_rollouts(
+    rollouts: Sequence[Rollout], samples: Sequence[int], *, include_prefix: bool = True, device: torch.device = CPU
+) -> PackedRollouts:
     """Pack the rollouts with these indices, in any order, for a device.
 
     Args:
-        score_prefix: the given prefix is scored too; False: it is context only.
+        include_prefix: tokens of the given prefix get log-probabilities too; False: it is context only.
     """
     selected = [rollouts[index] for index in samples]
-    scored = [scored_tokens(rollout, score_prefix=score_prefix) for rollout in selected]
+    masks = [logprob_mask(rollout, include_prefix=include_prefix) for rollout in selected]
     prompts = [[False] * len(rollout.prompt_ids) for rollout in selected]
     prefix_lens = None
     if not packs_tries(device):
         prefix_lens = [len(rollout.prompt_ids) + rollout.prefix_len for rollout in selected]
     packed = rlkernels.prefix_cache.pack(
         [_tokens(rollout) for rollout in selected],
-        [prompt + response for prompt, response in zip(prompts, scored)],
+        [prompt + response for prompt, response in zip(prompts, masks)],
         prefix_lens=prefix_lens,
     )
-    mask = pad_sequence([torch.tensor(row, dtype=torch.bool, device="cpu") for row in scored], batch_first=True)
-    place = torch.zeros(mask.shape, dtype=torch.int64, device="cpu").masked_scatter(mask, packed.pairs)
-    return Packed(**vars(packed), samples=list(samples), place=place, mask=mask).to(device)
+    mask = pad_sequence([torch.tensor(row, dtype=torch.bool, device="cpu") for row in masks], batch_first=True)
+    prediction_index = torch.zeros(mask.shape, dtype=torch.int64, device="cpu").masked_scatter(mask, packed.pairs)
+    micro_batch = PackedRollouts(**vars(packed), samples=list(samples), prediction_index=prediction_index, mask=mask)
+    return micro_batch.to(device)
 
 
 def sorted_by_tokens(rollouts: Sequence[Rollout], samples: Sequence[int]) -> list[int]:
@@ -126,7 +132,7 @@ class _PackSize:
 
     def add(self, rollout: Rollout) -> int:
         """Add a sample; return the tokens that it takes."""
-        tokens = _tokens(rollout)[:-1]
+        tokens = _tokens(rollout)[:-1]  # the last token predicts nothing
         length = len(rollout.prompt_ids) + rollout.prefix_len
         prefix = (len(rollout.prompt_ids), tokens[:length].tobytes())
         shared = min(length, len(tokens)) if prefix in self._prefixes else 0
@@ -139,8 +145,8 @@ class _PackSize:
 
 
 def _tokens(rollout: Rollout) -> np.ndarray:
-    """Return prompt and response, int64. The array is made once: the ids of a rollout only grow."""
+    """Return prompt and response, int64, cached until the rollout grows."""
     tokens = _arrays.get(rollout)
-    if tokens is None or len(tokens) != len(rollout.prompt_ids) + len(rollout.response_ids):
+    if tokens is None or len(tokens) != rollout.num_tokens:
         tokens = _arrays[rollout] = token_ids("a rollout", [*rollout.prompt_ids, *rollout.response_ids])
     return tokens

@@ -21,7 +21,7 @@ from python_trainer.model.forward import attend_by, forward
 from python_trainer.model.fused import FusedDecoder, supports
 from python_trainer.model.loading import choose_device, find_dtype, policy_folder, read_model
 from python_trainer.model.lora import AdaptedWeight, adapted_weight, add_adapters, is_adapter, plain_name
-from python_trainer.model.packing import Packed
+from python_trainer.model.packing import PackedRollouts
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import find_traits, longest_sequence
 from python_trainer.model.turns import encode_texts, find_stop_tokens, find_turn_end
@@ -29,7 +29,8 @@ from python_trainer.model.weights import checkpoint_weights, copy_weights, full,
 from rlkernels import linear_token_logprobs, token_logprobs
 from rlkernels.integrations.vllm_worker import merged_weight
 
-# Bytes of logits in a micro-batch; more are not held but computed block by block, twice, unless the model caps them.
+# Most bytes of logits in a micro-batch. Larger logits are recomputed block by block in the backward pass; models with
+# softcapped logits cannot do that.
 LARGEST_LOGITS = 1 << 28
 
 
@@ -191,21 +192,26 @@ class Policy:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def packed_attention(self) -> AbstractContextManager[None]:
-        """Prepare the model for :meth:`score` and its backward pass, and afterwards restore its attention."""
+        """Prepare the model for :meth:`token_logprobs` and its backward pass, and afterwards restore its attention."""
         return attend_by(self.model)
 
-    def score(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute log-probability and entropy of every response token, [B, L] float32, differentiable, 0 if masked.
+    def token_logprobs(
+        self, packed: PackedRollouts, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute log-probabilities and entropies of response tokens, under softmax(logits / temperature).
 
-        Of softmax(logits / temperature): the distribution that was sampled from, when nothing was cut off it. Beside
-        them the last hidden states [R, H] that the R pairs were predicted from. To be called, and differentiated,
-        within :meth:`packed_attention`.
+        That is the distribution of the sampler without top-k and top-p. Call it, and differentiate the results, within
+        :meth:`packed_attention`.
+
+        Returns:
+            Log-probabilities and entropies, [M, L] float32, differentiable, 0 where masked; the last hidden states
+            [R, H] of the predictions.
         """
         head = self.model.get_output_embeddings()
         targets = packed.targets
         logits_bytes = targets.numel() * head.weight.shape[0] * head.weight.element_size()
         if logits_bytes > LARGEST_LOGITS and self.traits.logit_scale is not None:
-            _, states = self._run(packed, predict=1)
+            _, states = self._run(packed, max_logit_rows=1)  # Transformers must return some logits
             options: dict[str, Any] = {"temperature": temperature / self.traits.logit_scale, "return_entropy": True}
             logprobs, entropy = linear_token_logprobs(states, head.weight, targets, bias=head.bias, **options)
         else:
@@ -213,14 +219,14 @@ class Policy:
             logprobs, entropy = token_logprobs(logits, targets, temperature=temperature, return_entropy=True)
         return packed.spread(logprobs), packed.spread(entropy), states
 
-    def _run(self, packed: Packed, predict: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits [R, V] of the R pairs, or of the first ``predict``, and all last hidden states [R, H]."""
+    def _run(self, packed: PackedRollouts, max_logit_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute logits [R, V] of the predictions, or of the first few, and the last hidden states [R, H] of all."""
         inputs = packed.ids, packed.position_ids, packed.rows, packed.layout
         # a hook or checkpointing may have come since
         if self.fused and not recomputes(self.model) and supports(self.model):
             decoder = FusedDecoder(self.model, packed.layout.longest)
-            return decoder(*inputs, predict)
-        return forward(self.model, *inputs, predict)
+            return decoder(*inputs, max_logit_rows)
+        return forward(self.model, *inputs, max_logit_rows)
 
     def frozen_copy(self, ranks: Any) -> "Policy":
         """Return a policy with frozen copies of these weights, which the RankGroup ``ranks`` makes."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Packed:
         """Return int64 [T], the place of each token in its sequence, on the device of ``ids``."""
         return self.layout.position_ids.to(self.ids.device)
 
-    def to(self, device: torch.device | str) -> "Packed":
+    def to(self, device: torch.device | str) -> Self:
         """Move all but the layout, which stays on the CPU."""
         names = "ids", "rows", "targets", "pairs"
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})

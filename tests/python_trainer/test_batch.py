@@ -13,7 +13,7 @@ from python_trainer.algorithms.losses import importance_weights, kl_estimate, po
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.loop.batch import Batch, Minibatch, scatter_rows
-from python_trainer.model.packing import micro_batches, scored_tokens
+from python_trainer.model.packing import logprob_mask, micro_batches
 
 MAX_LENGTH = 24
 FORMS = {
@@ -68,8 +68,8 @@ def noisy(batch, policy, scale, seed):
     gen = torch.Generator().manual_seed(seed)
     out = batch.empty_table()
     with torch.no_grad(), policy.packed_attention():
-        packed = batch.pack(range(len(batch.rollouts)))
-        logprobs, *_ = policy.score(packed, 1.0)
+        packed = batch.micro_batch(range(len(batch.rollouts)))
+        logprobs, *_ = policy.token_logprobs(packed, 1.0)
         scatter_rows(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
 
@@ -132,10 +132,10 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole_a
         total = tokens[budget] = 0
         with policy.packed_attention():
             for samples in micro_batches(batch.rollouts, all_samples, budget):
-                packed = batch.pack(samples)
+                packed = batch.micro_batch(samples)
                 if not whole_answers:
                     assert len(packed.rows) == len(packed.targets) == packed.mask.sum()
-                loss, _ = minibatch.loss(packed, *policy.score(packed, 1.0)[:2])
+                loss, _ = minibatch.loss(packed, *policy.token_logprobs(packed, 1.0)[:2])
                 loss.backward()
                 total += loss.item()
                 tokens[budget] += packed.ids.numel()
@@ -176,8 +176,8 @@ def rollouts_of(masks, *, with_others):
 def loss_and_gradient(rollouts, config, numbers, filler):
     """Return loss, metrics and gradients, from tables with a row of numbers per policy token."""
     batch = Batch(rollouts, config, 16, torch.device("cpu"))
-    packed = batch.pack(range(len(rollouts)))
-    scored = [scored_tokens(rollout, score_prefix=False) for rollout in batch.rollouts]
+    packed = batch.micro_batch(range(len(rollouts)))
+    scored = [logprob_mask(rollout, include_prefix=False) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 
     def table(row):

@@ -13,7 +13,7 @@ from python_trainer.data import Rollout
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.loop.batch import Minibatch
 from python_trainer.loop.memory import Device, plan_memory
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.paged.engine import memory_limit
 from python_trainer.trainer import Trainer
@@ -33,7 +33,7 @@ def stirred_policy(kind, tokenizer):
 
 def gradients(policy, packed):
     with policy.packed_attention():
-        logprobs, entropy, states = policy.score(packed, 0.8)
+        logprobs, entropy, states = policy.token_logprobs(packed, 0.8)
         (logprobs.square().sum() + entropy.sum() + states.sin().sum()).backward()
     grads = {name: p.grad for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
@@ -46,7 +46,7 @@ def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, la
     """Allow twice the model's own error for each tensor, both against float64 with the same weights."""
     policy = stirred_policy(kind, tokenizer)
     policy.model.to(dtype)
-    packed = pack(answers, range(len(answers)))
+    packed = pack_rollouts(answers, range(len(answers)))
     exact = copy.deepcopy(policy)
     exact.model.double()
     exact.fused = False
@@ -69,17 +69,17 @@ def test_fused_pass_is_as_exact_as_the_model(tokenizer, answers, kind, dtype, la
 def test_hooks_and_checkpointing_take_the_model_itself(tokenizer, monkeypatch):
     unexpected = AssertionError("the model's own forward was to run")
     monkeypatch.setattr(python_trainer.model.policy, "FusedDecoder", Mock(side_effect=unexpected))
-    packed = pack([Rollout([1, 2], [3, 4])], [0])
+    packed = pack_rollouts([Rollout([1, 2], [3, 4])], [0])
     policy = stirred_policy("Qwen2", tokenizer)
     with policy.packed_attention():
         with pytest.raises(AssertionError, match="own forward"):
-            policy.score(packed, 1.0)
+            policy.token_logprobs(packed, 1.0)
         calls = []
         hook = policy.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-        policy.score(packed, 1.0)
+        policy.token_logprobs(packed, 1.0)
         hook.remove()
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.score(packed, 1.0)
+        policy.token_logprobs(packed, 1.0)
     assert calls == [1]
 
 
@@ -93,14 +93,14 @@ def test_answers_without_advantage_are_not_passed_forward_and_change_nothing(
     config = make_config(algorithm=algorithm, optimizer={"adam_epsilon": 1e-4})  # or rounding of zeros grows to steps
     trainer, reference = (Trainer(config, tmp_path / name, console=QUIET) for name in ("ours", "other"))
     reference.learner._have_gradient = lambda batch: [True] * len(batch.rollouts)
-    score = trainer.policy.score
+    score = trainer.policy.token_logprobs
     passes = []
 
     def counted(packed, temperature):
         passes.append((torch.is_grad_enabled(), packed.ids.numel()))
         return score(packed, temperature)
 
-    monkeypatch.setattr(trainer.policy, "score", counted)
+    monkeypatch.setattr(trainer.policy, "token_logprobs", counted)
     for number, rewards in ((1, MIXED), (2, [1] * 16)):  # the second has nothing to teach: momentum alone moves weights
         passes.clear()
         row = trainer.learner.update(graded(rewards), number)
@@ -120,7 +120,7 @@ def test_all_ranks_teach_what_the_first_one_does(make_config, tmp_path):
     trainer = Trainer(make_config(), tmp_path, console=QUIET)
     trainer.learner.ranks.broadcast = Mock(return_value=[True] * 8 + [False] * 8)
     steps = graded(MIXED)
-    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(8)).ids.numel()
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack_rollouts(steps, range(8)).ids.numel()
 
 
 @pytest.mark.parametrize("algorithm", [{"advantage": "gae"}, {"beta": 0.1, "use_kl_in_reward": True}])
@@ -128,13 +128,13 @@ def test_stored_answers_alone_need_nothing_before_the_update(make_config, tmp_pa
     """Their advantages need neither values nor a KL, and no critic learns from them."""
     config = make_config(algorithm=algorithm)
     learner = Trainer(config, tmp_path, console=QUIET).learner
-    score, passes = Policy.score, []
+    score, passes = Policy.token_logprobs, []
 
     def counted(policy, packed, temperature):
         passes.append((policy is learner.policy, torch.is_grad_enabled()))
         return score(policy, packed, temperature)
 
-    monkeypatch.setattr(Policy, "score", counted)
+    monkeypatch.setattr(Policy, "token_logprobs", counted)
     stored = graded([1] * 16)
     for rollout in stored:
         rollout.success_rate = 0.5
@@ -167,7 +167,7 @@ def less_sure(logprobs, ratio, advantages, settings):
 def test_every_answer_counts_where_the_loss_has_other_terms(make_config, tmp_path, algorithm):
     trainer = Trainer(make_config(algorithm=algorithm), tmp_path / "run", console=QUIET)
     steps = graded([1] * 16)
-    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack(steps, range(16)).ids.numel()
+    assert trainer.learner.update(steps, 1)["tokens/trained"] == pack_rollouts(steps, range(16)).ids.numel()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

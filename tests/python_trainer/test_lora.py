@@ -16,7 +16,7 @@ from python_trainer.callbacks import Callback
 from python_trainer.distributed import start
 from python_trainer.errors import UserError
 from python_trainer.model.lora import adapted_layers, adapted_weight, is_adapter, without_adapters
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy, load_policy, recomputes
 from python_trainer.model.settings import ModelConfig
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
@@ -33,7 +33,7 @@ def merged_weights(model):
 
 def scores(policy, answers):
     with torch.no_grad(), policy.packed_attention():
-        return policy.score(pack(answers, range(len(answers))), 1.0)[0]
+        return policy.token_logprobs(pack_rollouts(answers, range(len(answers))), 1.0)[0]
 
 
 def test_learns_and_leaves_a_plain_model(make_config, tmp_path, tiny_policy, answers):

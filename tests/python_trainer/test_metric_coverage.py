@@ -154,7 +154,7 @@ def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     )  # fmt: skip
     batch.set_advantages()
     minibatch = Minibatch(batch, range(2 + num_stored))
-    packed = batch.pack(range(2 + num_stored))
+    packed = batch.micro_batch(range(2 + num_stored))
     values = torch.tensor([[0.0], [0.5]] + [[0.25]] * num_stored).expand(packed.mask.shape)
     zeros = torch.zeros(packed.mask.shape)
     _, numbers = minibatch.loss(packed, zeros, zeros, values)

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_trainer.model import packing
 from python_trainer.model import policy as policy_module
-from python_trainer.model.packing import micro_batches, pack, sorted_by_tokens, split_evenly
+from python_trainer.model.packing import micro_batches, pack_rollouts, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy, recompute_activations
 from python_trainer.model.traits import find_traits
 from rlkernels import linear_token_logprobs
@@ -31,7 +31,7 @@ def test_micro_batches_keep_to_the_budget(answers):
     for max_tokens in (1, 10, 25, 60, 1000):
         batches = list(micro_batches(answers, range(len(answers)), max_tokens))
         assert [index for samples in batches for index in samples] == list(range(len(answers)))
-        sizes = [pack(answers, samples).ids.numel() for samples in batches]
+        sizes = [pack_rollouts(answers, samples).ids.numel() for samples in batches]
         assert all(size <= max_tokens or len(samples) == 1 for size, samples in zip(sizes, batches))
     assert len(list(micro_batches(answers, range(len(answers)), 1000))) == 1
     assert list(micro_batches(answers, [], 10)) == []
@@ -46,10 +46,10 @@ def test_the_tokens_of_a_rollout_become_an_array_once(answers, monkeypatch):
         order = sorted_by_tokens(rollouts, range(len(rollouts)))
         for stretch in split_evenly(rollouts, order, 2):
             for samples in micro_batches(rollouts, stretch, 60):
-                pack(rollouts, samples)
+                pack_rollouts(rollouts, samples)
     assert sorted(array_sizes) == sorted(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
     rollouts[0].response_ids = [*rollouts[0].response_ids, 7]
-    assert pack(rollouts, [0]).targets[-1] == 7
+    assert pack_rollouts(rollouts, [0]).targets[-1] == 7
 
 
 DROPOUT = {
@@ -73,7 +73,7 @@ def test_recomputing_activations_leaves_dropout_off(tokenizer, answers, kind):
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     layer.self_attn.register_forward_hook(lambda *_: forwards.append(layer.training))
     with policy.packed_attention():
-        logprobs = policy.score(pack(answers, [0]), 1.0)[0][0]
+        logprobs = policy.token_logprobs(pack_rollouts(answers, [0]), 1.0)[0][0]
         logprobs.sum().backward()
     assert forwards == [False, False], "once more in the backward pass"
     torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
@@ -95,7 +95,7 @@ def scored(monkeypatch):
     def score(policy, packed, max_logits):
         monkeypatch.setattr(policy_module, "LARGEST_LOGITS", max_logits)
         with policy.packed_attention(), Launches() as launches:
-            logprobs, entropy, states = policy.score(packed, 0.7)
+            logprobs, entropy, states = policy.token_logprobs(packed, 0.7)
             loss = (logprobs * torch.linspace(-1, 2, logprobs.shape[1]) + 0.1 * entropy).sum()
             gradients = torch.autograd.grad(loss, list(policy.model.parameters()))
         rows = max(shape[0] for name, shape in launches.results if name == "mm" and shape[1] == 64)
@@ -116,7 +116,7 @@ def scored(monkeypatch):
 def test_logits_that_are_too_many_are_not_held(answers, scored, tokenizer, kind, options, scale):
     """Scores and gradients are the same; Qwen2 is fused."""
     policy = of_shape(kind, tokenizer, **options)
-    packed = pack(answers, range(len(answers)))
+    packed = pack_rollouts(answers, range(len(answers)))
     assert policy.traits.logit_scale == scale and policy.fused == (kind == "Qwen2")
     (expected, all_rows), (blocks, rows) = (scored(policy, packed, max_logits) for max_logits in (1 << 20, 0))
     assert rows <= 3 < all_rows == packed.targets.numel()
@@ -125,7 +125,7 @@ def test_logits_that_are_too_many_are_not_held(answers, scored, tokenizer, kind,
 
 def test_logits_of_an_unknown_kind_are_held(answers, scored, tokenizer):
     policy = of_shape("Granite", tokenizer, logits_scaling=0.5)
-    packed = pack(answers, range(len(answers)))
+    packed = pack_rollouts(answers, range(len(answers)))
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + 1)  # which no setting names
     policy.traits = find_traits(policy.model)
     assert policy.traits.logit_scale is None
@@ -138,7 +138,7 @@ def test_caps_of_scores_and_logits_count_in_training(answers, scored, tokenizer)
     """Compare Gemma 2, whose final cap is no factor, with the model's own pass."""
     caps = {"attn_logit_softcapping": 0.02, "final_logit_softcapping": 0.05, "query_pre_attn_scalar": 1}
     policy = of_shape("Gemma2", tokenizer, **caps)
-    (logprobs, entropy, *_), _ = scored(policy, pack(answers, range(len(answers))), 0)
+    (logprobs, entropy, *_), _ = scored(policy, pack_rollouts(answers, range(len(answers))), 0)
     policy.model.set_attn_implementation("eager")
     for row, answer in enumerate(answers):
         with torch.no_grad():

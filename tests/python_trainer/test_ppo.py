@@ -13,7 +13,7 @@ from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.loop.batch import Batch, Minibatch, gather_rows
 from python_trainer.model.critic import Critic
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.run_directory import read_metrics
@@ -65,7 +65,7 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
     assert row["explained_variance"] == pytest.approx(1 - 0.78125 / returns)
     assert batch.returns[batch.present][3:].isnan().all()
-    packed = batch.pack(range(2 + num_stored))
+    packed = batch.micro_batch(range(2 + num_stored))
     row_of = [packed.samples.index(i) for i in range(2 + num_stored)]
     ratios = torch.ones(2 + num_stored, 2)
     predicted = torch.zeros(2 + num_stored, 2)
@@ -158,9 +158,9 @@ def test_values_are_those_of_the_state_before_each_token(policy, answers, separa
     total = 0.0
     model = critic.body if separate else policy.model.model
     hook = model.register_forward_hook(lambda *_: calls.append(1))
-    packed = pack(answers, range(len(answers)))
+    packed = pack_rollouts(answers, range(len(answers)))
     with policy.packed_attention():
-        values = critic(packed, policy.score(packed, 0.7)[2])
+        values = critic(packed, policy.token_logprobs(packed, 0.7)[2])
         weights = torch.randn(values.shape)
         grads = torch.autograd.grad((values * weights).sum(), [*model.parameters(), *critic.head.parameters()])
     hook.remove()

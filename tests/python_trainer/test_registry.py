@@ -78,7 +78,7 @@ def best_of_group(step, settings):
     return torch.where(step.rewards == best, 1.0, -1.0) * (step.rewards.std() > 0), None
 
 
-best = Advantage(best_of_group, compares=True)
+best = Advantage(best_of_group, needs_group=True)
 
 
 def first_half(mask, *, num_sequences, lengths, **_):

@@ -20,7 +20,7 @@ from python_trainer.distributed.sharded import ShardedGroup
 from python_trainer.errors import UserError
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.parts import resolve_settings
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import CriticConfig, ModelConfig
 from python_trainer.model.weights import full
@@ -157,5 +157,5 @@ def test_a_reference_is_whole_within_its_passes_only(tiny_policy, answers):
         reference = policy.frozen_copy(ranks)
         for model, sharded in (policy, False), (reference, True):
             with torch.no_grad(), model.packed_attention():
-                model.score(pack(answers, range(len(answers))), 1.0)
+                model.token_logprobs(pack_rollouts(answers, range(len(answers))), 1.0)
             assert all(hasattr(p, "to_local") for p in model.model.parameters()) == sharded

@@ -191,7 +191,7 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
 
     batch = Batch(rollouts, trainer.config.algorithm, 12, trainer.policy.device)
-    packed = batch.pack(range(len(rollouts)))
+    packed = batch.micro_batch(range(len(rollouts)))
     assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
 
 

@@ -26,7 +26,7 @@ from python_trainer.loop.parts import make_engine
 from python_trainer.model import traits as traits_module
 from python_trainer.model.forward import page
 from python_trainer.model.loading import described_model, find_dtype, ignored_settings, run_dtype
-from python_trainer.model.packing import pack
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy, load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.traits import ModelTraits, find_traits
@@ -246,9 +246,9 @@ def test_a_recurrent_model_scores_packed_answers_as_each_alone(tokenizer, kind):
     prompt, other_prompt = prompts([9, 2])
     answers = [[3, 5, 7], [3, 5, 8, 1, 2], [4], [63]]
     rollouts = [Rollout(prompt, answer) for answer in answers] + [Rollout(other_prompt, [9, 9, 1])]
-    packed = pack(rollouts, range(len(rollouts)))
+    packed = pack_rollouts(rollouts, range(len(rollouts)))
     with policy.packed_attention(), torch.no_grad():
-        logprobs, _, _ = policy.score(packed, 1.0)
+        logprobs, _, _ = policy.token_logprobs(packed, 1.0)
     policy.model.set_attn_implementation("eager")
     for rollout, row in zip(rollouts, logprobs):
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
@@ -307,7 +307,7 @@ def test_a_policy_is_limited_to_the_original_length_of_its_rotary_factors(tokeni
         """Return log-probabilities of a short answer packed with one of so many tokens, its prompt included."""
         answers = [Rollout([1, 2], [3, 4, 5]), Rollout([6], [7] * (length - 1))]
         with torch.no_grad(), policy.packed_attention():
-            return policy.score(pack(answers, [0, 1]), 1.0)[0][0, :3]
+            return policy.token_logprobs(pack_rollouts(answers, [0, 1]), 1.0)[0][0, :3]
 
     torch.testing.assert_close(beside(5), beside(12), rtol=0, atol=1e-5)
     assert not torch.allclose(beside(5), beside(14), atol=1e-2)

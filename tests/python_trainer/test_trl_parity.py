@@ -140,8 +140,8 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         batch.set_advantages()
         total_loss = 0.0
         for samples in micro_batches(batch.rollouts, range(len(rollouts)), 40):
-            packed = batch.pack(samples)
-            scores = policy.score(packed, 0.8)[:2]
+            packed = batch.micro_batch(samples)
+            scores = policy.token_logprobs(packed, 0.8)[:2]
             loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             loss.backward()
             total_loss += loss.item()

@@ -22,7 +22,7 @@ from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.losses import importance_weights
 from python_trainer.data import Group, Rollout, by_group, is_right, select_good
 from python_trainer.keyed import keyed_unit
-from python_trainer.model.packing import micro_batches, pack
+from python_trainer.model.packing import micro_batches, pack_rollouts
 
 BANK_SIZE = 8192  # answers
 BANK_PER_PROMPT = 16
@@ -210,8 +210,8 @@ def score_candidates(run: RunContext, candidates: Sequence[Candidate]) -> None:
     with policy.packed_attention():
         limit = run.config.optimizer.micro_batch_tokens
         for part in micro_batches(rollouts, range(len(rollouts)), limit, policy.device):
-            packed = pack(rollouts, part, device=policy.device)
-            logprobs, entropies, _ = policy.score(packed, run.config.rollout.temperature)  # [B, L] twice
+            packed = pack_rollouts(rollouts, part, device=policy.device)
+            logprobs, entropies, _ = policy.token_logprobs(packed, run.config.rollout.temperature)  # [B, L] twice
             stored = [candidates[i].answer.logprobs for i in packed.samples]
             behaviour = torch.nn.utils.rnn.pad_sequence(stored, batch_first=True).to(logprobs)
             known = packed.mask & ~behaviour.isnan()

@@ -137,7 +137,7 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
     batch = Batch(rollouts, config, 8, torch.device("cpu"))
     batch.set_advantages()
     advantages = batch.advantages[:, 0]
-    packed = batch.pack([0, 1])
+    packed = batch.micro_batch([0, 1])
     logprobs = logprobs_now.expand(2, 2).clone().requires_grad_()
     loss, _ = Minibatch(batch, [0, 1]).loss(packed, logprobs, torch.zeros(2, 2))
     loss.backward()
