@@ -77,9 +77,7 @@ def interrupted(settings, folder, parallel, place):
     with (
         patch.object(Trainer, "step", lambda *arguments: interrupt.note_step(*arguments)),
         patch.object(
-            Trainer,
-            "evaluate_if_due",
-            lambda *arguments, **options: interrupt.during_evaluation(*arguments, **options),
+            Trainer, "evaluate_if_due", lambda *arguments, **options: interrupt.during_evaluation(*arguments, **options)
         ),
         patch.object(Learner, "update", lambda *arguments: interrupt.during_update(*arguments)),
         patch("tiny.digits", interrupt.reward),
