@@ -245,7 +245,7 @@ class Checkpointer:
         """Write config.yaml; keep the one of the steps before if a resumed run has other settings."""
         path = self.folder / "config.yaml"
         if self.changes:
-            path.replace(path.with_name(f"config-until-step-{self.state.step}.yaml"))
+            write_text(path.with_name(f"config-until-step-{self.state.step}.yaml"), path.read_text(encoding="utf-8"))
         write_text(path, dump_config(self.config))
 
     def _clear_folder(self) -> None:

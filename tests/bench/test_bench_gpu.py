@@ -198,7 +198,9 @@ def test_sanitizer_is_judged_by_its_exit_code(tmp_path, monkeypatch, answering):
     sanitizer = Mock(side_effect=lambda arguments, env, seconds: answers[arguments[2]])
     monkeypatch.setattr(command, "run", sanitizer)
     answering()
-    jobs = [job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "dtw"]
+    jobs = [
+        job for job in command.plan(CASES, "cuda", 1, True) if job["kind"] == "sanitize" and job["op"] == "similarity"
+    ]
     monkeypatch.setattr(command, "plan", lambda *_: jobs)
     code, entries = dry_run(tmp_path / "record.jsonl")
     verdicts = {e["case"]: e for e in of(entries, "sanitize")}

@@ -127,7 +127,7 @@ def test_no_time_and_no_gpu_leave_everything_out():
 def test_nobody_listens_to_a_proof(monkeypatch):
     """As where its output goes to ``head``: it ends, and is no finding about an op."""
     say = Mock(side_effect=BrokenPipeError)
-    monkeypatch.setattr(proof.Prover, "op", lambda self, op: self.say(op))
+    monkeypatch.setattr(proof.Prover, "prove_op", lambda self, op: self.say(op))
     with pytest.raises(BrokenPipeError):
         proof.prove([OP, "dtw"], device="cpu", say=say)
     say.assert_called_once_with(OP)
@@ -136,7 +136,7 @@ def test_nobody_listens_to_a_proof(monkeypatch):
 def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
     """As one does that waits in a driver: nothing more is started on the device."""
     started = []
-    monkeypatch.setattr(proof.Prover, "op", lambda self, op: started.append(op) or self.worker.close())
+    monkeypatch.setattr(proof.Prover, "prove_op", lambda self, op: started.append(op) or self.worker.close())
     lost = Mock(side_effect=process.DeviceLost("a process is still there"))
     monkeypatch.setattr(process.Worker, "close", lost)
     result, _ = prove(OP, "dtw")
@@ -346,7 +346,7 @@ def test_what_a_verdict_names_must_run_here(monkeypatch):
 
 def test_a_compiled_function_takes_the_verdict(monkeypatch):
     """What is looked up, in files, is no part of the graph."""
-    monkeypatch.setattr(backend, "_known", lambda op, index: [(json.loads('"triton"'), "verdict")])
+    monkeypatch.setattr(backend, "_gpu_candidates", lambda op, index: [(json.loads('"triton"'), "verdict")])
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None)
     backend.forget()
     torch.compiler.reset()
@@ -362,7 +362,7 @@ def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
     workload = Workload().digest()
     verdicts.store(verdict(workload=workload), 0)
     made = []
-    monkeypatch.setattr(proof.Prover, "op", lambda self, op: made.append(op) or verdict(op, "torch", workload))
+    monkeypatch.setattr(proof.Prover, "prove_op", lambda self, op: made.append(op) or verdict(op, "torch", workload))
     found = proof.prove([OP, "dtw"], say=str)["verdicts"]
     assert made == ["dtw"] and found[OP]["backend"] == "triton" and found["dtw"]["backend"] == "torch"
     assert backend.choose("dtw", CUDA) == "torch" and backend.choose(OP, CUDA) == "triton"
