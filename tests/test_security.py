@@ -21,7 +21,7 @@ ENDS = {"recv", "recv_multipart", "all_gather_object", "broadcast_object_list", 
 EXCEPTIONS = {  # as SECURITY.md names them
     # between the processes that torchrun, or accelerate, started
     "python_trainer/distributed/group.py": {"all_gather_object", "broadcast_object_list"},
-    "rlkernels/integrations/trl.py": {"all_gather_object"},
+    "rlkernels/integrations/trl.py": {"all_gather_object", "broadcast_object_list"},
     "python_trainer/run/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
 }
 

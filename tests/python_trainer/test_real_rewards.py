@@ -75,11 +75,11 @@ def test_every_accelerator_has_something_to_do(length_config, tmp_path):
     stored = [rollout for rollouts in trainer.updates for rollout in rollouts if rollout.importance_cap is not None]
     assert stored and all(rollout.filter_score == rollout.reward for rollout in stored)
     assert min(row["rhyme/failed_groups"] for row in rows) < 1  # by accuracy all groups always fail
-    attempts = [event for event in trainer.accelerators[-1].events if "tries" in event]
+    attempts = [event for event in trainer.accelerators[-1].extrapolator.events if "tries" in event]
     assert attempts and all(
         candidate["before"] < 0 for event in attempts for candidate in event["tries"]
     )  # rewards, not accuracy
-    assert trainer.accelerators[-1].answered[-1][1] < 0
+    assert trainer.accelerators[-1].extrapolator.answered[-1][1] < 0
 
 
 def test_rhyme_tells_that_it_stands_aside_where_nothing_is_right(length_config, tmp_path):

@@ -106,6 +106,6 @@ def test_one_token_beside_sixteen_thousand(tokenizer, settings):
     gradients = []
     for lengths in ([1, 16_000], [1, 16]):
         policy = policy_of(tokenizer, max_position_embeddings=16_384, hidden_size=8)
-        learned = learn(learner_of(policy, settings, loss_type="grpo"), [1.0, 0.0], lengths, size=2)
+        learned = learn(learner_of(policy, settings, loss_type="grpo"), [1.0, 0.0], lengths, num_generations=2)
         gradients.append(learned["grad_norm"])
     assert gradients[0] > 0.1 * gradients[1] > 0

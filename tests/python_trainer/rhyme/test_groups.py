@@ -174,7 +174,7 @@ def test_no_answer_is_spared_for_stored_ones_that_begin_otherwise(rhyme_config, 
     config = rhyme_config(None, enabled=("rhyme", "rpo"), max_steps=1, task={"reward": "rhyme.test_groups:failing"})
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     assert [accelerator.name for accelerator in trainer.accelerators] == ["rpo", "rhyme"]
-    trainer.accelerators[0].answers.update({key: [7, 8, 9, 10] for key in range(12)})
+    trainer.accelerators[0].memory.answers.update({key: [7, 8, 9, 10] for key in range(12)})
     trainer.accelerators[1].bank.add(map(stored_answer, range(12)), 0)
     trainer.run()
     row = read_metrics(trainer.folder)[1]
