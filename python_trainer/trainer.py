@@ -26,6 +26,7 @@ from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.loop.origin import compare_settings
 from python_trainer.loop.parts import build_parts
 from python_trainer.model.loading import dtype_name
+from python_trainer.model.schedule import schedule
 from python_trainer.model.turns import missing_stop_token
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run.logger import Logger, choose_samples, group_spread, rollout_statistics
@@ -319,7 +320,7 @@ class Trainer:
             with self.state.measure("rollout"):
                 self.engine.sleep()
             for number, batch in enumerate(batches, 1):
-                lr_scale = min(number / STORED_WARMUP_UPDATES, 1.0)
+                lr_scale = schedule(number, warmup_steps=STORED_WARMUP_UPDATES)
                 with self.state.measure("train"):
                     metrics = self.learner.update(batch, context.step, lr_scale=lr_scale)
                 self.state.count("trained_tokens", metrics["tokens/trained"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from python_trainer.errors import NotFinite
 from python_trainer.loop.batch import Batch, Minibatch, ReferenceAnswers, mean_metrics, scatter_rows
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
-from python_trainer.model.optimizer import MasterWeightAdamW, learning_rate
+from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.packing import PackedRollouts, micro_batches, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy
+from python_trainer.model.schedule import schedule
 from python_trainer.model.weights import load_weights
 
 
@@ -31,6 +33,7 @@ class Learner:
         reference: the policy at the start of training, with ``algorithm.beta``; with adapters the policy itself, whose
             adapters are off while it is the reference.
         critic: if the advantages need one.
+        schedule: gives the factor of the learning rates of policy and critic at a step.
         prefix_in_loss: train on the beginnings that answers were given too.
         changed: set once weights or moments may have changed.
     """
@@ -41,6 +44,12 @@ class Learner:
         self.algorithm = config.algorithm
         self.settings = config.optimizer
         self.max_steps = config.max_steps
+        self.schedule = partial(
+            schedule,
+            warmup_steps=self.settings.warmup_steps,
+            decay=self.settings.lr_scheduler_type,
+            max_steps=self.max_steps,
+        )
         self.temperature = config.rollout.temperature
         self.max_completion_length = config.rollout.max_completion_length
         self.prefix_in_loss = any(settings.prefix_in_loss for settings in config.accelerators.chosen())
@@ -57,15 +66,13 @@ class Learner:
         """Take all optimizer steps on the rollouts of step ``number``; return metrics.
 
         Args:
-            lr_scale: factor of the full learning rate, in place of the schedule's; None: the schedule decides.
+            lr_scale: factor of the learning rates, in place of the schedule's; None: the schedule decides.
 
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
         if lr_scale is None:
-            lr = learning_rate(self.settings, number, self.max_steps)
-        else:
-            lr = self.settings.learning_rate * lr_scale
+            lr_scale = self.schedule(number)
         device = self.policy.device
         limit = self.max_completion_length
         batch = Batch(rollouts, self.algorithm, limit, device, prefix_in_loss=self.prefix_in_loss)
@@ -82,14 +89,15 @@ class Learner:
             if len(optimizer_steps) > 1 and batch.old_logprobs is None:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
             for minibatch in optimizer_steps:
-                norm, tokens = self._step(minibatch, lr, micro_batch_metrics)
+                norm, tokens = self._step(minibatch, lr_scale, micro_batch_metrics)
                 norms.append(norm)
                 num_tokens += tokens
         self.changed = True  # after_update may edit weights even without an optimizer step
         if norms:
             means = mean_metrics(micro_batch_metrics, optimizer_steps, device, self.ranks)
             row = means | row | {"grad_norm": sum(norms) / len(norms)}
-        return row | {"learning_rate": lr, "tokens/trained": int(self.ranks.sum(torch.tensor(num_tokens)))}
+        num_tokens = int(self.ranks.sum(torch.tensor(num_tokens)))
+        return row | {"learning_rate": self.settings.learning_rate * lr_scale, "tokens/trained": num_tokens}
 
     def imitate(self, answers: Sequence[Rollout], number: int) -> dict[str, float]:
         """Take optimizer step ``number`` on reference answers; return metrics, ``loss`` before the step among them.
@@ -97,13 +105,14 @@ class Learner:
         Raises:
             NotFinite: NaN or infinity in loss or gradients.
         """
-        lr = learning_rate(self.settings, number, self.max_steps)
+        lr_scale = self.schedule(number)
         minibatch = ReferenceAnswers(answers, self.policy.device)
         metrics: list[dict[str, torch.Tensor]] = []
         with self.policy.packed_attention():
-            norm, num_tokens = self._step(minibatch, lr, metrics)
+            norm, num_tokens = self._step(minibatch, lr_scale, metrics)
         surprisal = float(torch.stack([micro_batch["surprisal"] for micro_batch in metrics]).sum())
         loss = surprisal / minibatch.num_tokens
+        lr = self.settings.learning_rate * lr_scale
         return {"loss": loss, "grad_norm": norm, "learning_rate": lr, "tokens/trained": num_tokens}
 
     def _have_gradient(self, batch: Batch) -> list[bool]:
@@ -117,7 +126,10 @@ class Learner:
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
     def _step(
-        self, minibatch: Minibatch | ReferenceAnswers, lr: float, micro_batch_metrics: list[dict[str, torch.Tensor]]
+        self,
+        minibatch: Minibatch | ReferenceAnswers,
+        lr_scale: float,
+        micro_batch_metrics: list[dict[str, torch.Tensor]],
     ) -> tuple[float, int]:
         """Take one optimizer step, if everything is finite; return the policy's gradient norm and this rank's tokens.
 
@@ -144,10 +156,10 @@ class Learner:
         if critic is not None:  # its gradients too are checked before any weight changes
             self.ranks.sum_gradients(critic, list(critic.optimizer.masters.values()))
             critic.optimizer.clip_gradients()
-        self.optimizer.step(lr)
+        self.optimizer.step(lr_scale)
         self.changed = True
         if critic is not None:
-            critic.optimizer.step(lr * critic.lr_ratio)
+            critic.optimizer.step(lr_scale)
         return norm, num_tokens
 
     def _micro_batches(

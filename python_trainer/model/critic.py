@@ -35,8 +35,7 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         ranks.shard(self)
-        self.optimizer = MasterWeightAdamW(self, optimizer)
-        self.lr_ratio = config.learning_rate / optimizer.learning_rate  # of the critic to that of the policy
+        self.optimizer = MasterWeightAdamW(self, optimizer.model_copy(update={"learning_rate": config.learning_rate}))
 
     def forward(self, packed: PackedRollouts, states: torch.Tensor) -> torch.Tensor:
         """Predict values [M, L] float32, 0 where masked; ``states`` [R, H] come from ``Policy.token_logprobs``."""

@@ -1,4 +1,4 @@
-"""AdamW with a schedule, gradient clipping, and float32 master weights for low-precision models."""
+"""AdamW with gradient clipping and float32 master weights for low-precision models."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,16 +14,6 @@ from rlkernels.extrapolation import forget_momentum
 from rlkernels.rank1.projections import tensor_name, view_of
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
-
-
-def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Compute the learning rate of training step ``step``, counted from 1."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    done = (step - 1 - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)  # 0 at the first step after it
-    done = min(max(done, 0.0), 1.0)
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return config.learning_rate * shape[config.lr_scheduler_type]
 
 
 def check_moments(name: str, values: Mapping[str, Any], shape: torch.Size) -> None:
@@ -101,10 +91,14 @@ class MasterWeightAdamW:
         return norm
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update with the gradients, which :meth:`clip_gradients` has clipped, and clear them."""
+    def step(self, lr_scale: float) -> None:
+        """Update with the gradients, which :meth:`clip_gradients` has clipped, and clear them.
+
+        Args:
+            lr_scale: factor of ``config.learning_rate``.
+        """
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.config.learning_rate * lr_scale
         for param, master in self.low_precision:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         self.adamw.step()  # skips parameters without gradients

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from python_trainer.model.schedule import Decay
 from python_trainer.settings import LOCAL, Section
 
 
@@ -47,7 +48,7 @@ class OptimizerConfig(Section):
 
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Decay = "constant"
     """Learning rate after the warm-up: constant, or down to 0 at max_steps."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which the learning rate rises linearly from 0."""

@@ -40,7 +40,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
     torch.manual_seed(0)  # a projection is tracked, an embedding and a vector are not
     layers = {"proj": torch.nn.Linear(24, 16, dtype=dtype), "embed": torch.nn.Embedding(5, 24, dtype=dtype)}
     model = torch.nn.ModuleDict(layers)
-    optimizer = MasterWeightAdamW(model, OptimizerConfig())
+    optimizer = MasterWeightAdamW(model, OptimizerConfig(learning_rate=1e-3))
     start = model.proj.weight.detach().float().clone()
 
     def evaluate_each(split, rows):
@@ -67,7 +67,7 @@ def trained(quality, *, dtype=torch.float32, rise=0.03, **settings):
         # the update itself, without Adam's signs: the moments still are real
         update = optimizer.masters["proj.weight"].detach() + 1e-3 * (DIRECTION - noise)
         optimizer.clip_gradients()
-        optimizer.step(1e-3)
+        optimizer.step(1.0)
         with torch.no_grad():
             for parameter in optimizer.places("proj.weight"):
                 parameter.copy_(update)
@@ -107,20 +107,20 @@ def test_a_better_edit_is_accepted(predictor, dtype):
     assert dtype == torch.float32 or not torch.equal(master, param.float()), "far below the spacing of bfloat16"
     param.grad = torch.zeros_like(param)
     context.optimizer.clip_gradients()
-    context.optimizer.step(1e-3)
+    context.optimizer.step(1.0)
     assert torch.equal(master, edited), "no gradient, no momentum: the master stays where the edit put it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_one_parameter_are_tracked_and_changed_each_by_itself(dtype):
     model = torch.nn.ParameterDict({"experts": torch.zeros(3, 16, 24, dtype=dtype)})
-    optimizer = MasterWeightAdamW(model, OptimizerConfig())
+    optimizer = MasterWeightAdamW(model, OptimizerConfig(learning_rate=1e-3))
     run = SimpleNamespace(optimizer=optimizer, note=Mock())
     alpha = Alpha(AlphaSettings(track_steps=1, first_step=1000))
     alpha.begin(run)
     model["experts"].grad = torch.ones_like(model["experts"])
     optimizer.clip_gradients()
-    optimizer.step(1e-3)
+    optimizer.step(1.0)
     alpha.extrapolator.answered = [[1, 0.5, 1.0]]
     alpha.after_update(SimpleNamespace(run=run, step=1, telemetry={}))
     assert [*alpha.extrapolator.trajectory.base] == ["experts[0]", "experts[1]", "experts[2]"]

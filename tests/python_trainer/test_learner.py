@@ -187,14 +187,14 @@ def test_memory_to_come_is_what_a_step_leaves_behind(make_config, tmp_path, monk
         totals.append(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if id(x) not in policy_ids))
 
     step = learner.critic.optimizer.step
-    monkeypatch.setattr(learner.critic.optimizer, "step", lambda lr: count() or step(lr))
+    monkeypatch.setattr(learner.critic.optimizer, "step", lambda lr_scale: count() or step(lr_scale))
     masters = learner.optimizer.masters.values()
     gradients = []
     optimizer_step = learner.optimizer.step
 
-    def count_and_step(lr):
+    def count_and_step(lr_scale):
         gradients.append(sum(master.grad.nbytes for master in masters))  # which are gone when the critic takes its step
-        return optimizer_step(lr)
+        return optimizer_step(lr_scale)
 
     monkeypatch.setattr(learner.optimizer, "step", count_and_step)
     for number in (1, 2):  # the critic has no moments before its first step
@@ -232,7 +232,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_config, tmp_path, 
 
     monkeypatch.setattr(learner, "_step", in_pieces)
     monkeypatch.setattr(learner.optimizer, "clip_gradients", lambda: 0.0)
-    monkeypatch.setattr(learner.optimizer, "step", lambda lr: None)
+    monkeypatch.setattr(learner.optimizer, "step", lambda lr_scale: None)
     learner.update(graded(MIXED), 1)
     assert len(pieces) == 8 and all(p.grad is None for p in learner.policy.model.parameters())
     for name, master in masters.items():

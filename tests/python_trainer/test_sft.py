@@ -69,7 +69,7 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
         return 0.0
 
     monkeypatch.setattr(MasterWeightAdamW, "clip_gradients", keep)
-    monkeypatch.setattr(MasterWeightAdamW, "step", lambda self, lr: None)
+    monkeypatch.setattr(MasterWeightAdamW, "step", lambda self, lr_scale: None)
     metrics = run.step()
     policy = run.policy
     rows = run.rows
