@@ -399,7 +399,7 @@ def test_process_that_outlives_sigkill_ends_the_call(tmp_path, monkeypatch, plan
     monkeypatch.setattr(process, "kill", kill)
     monkeypatch.setitem(command.LIMITS_S, "time", 20.0 / 6)
     code, entries = planted(tmp_path / "record.jsonl", "--ops", "write_kv", "delta_matvec")
-    assert code == 1 and "still there" in entries[-1]["lost"] and len(killed_processes) == 1
+    assert code == 1 and "still runs" in entries[-1]["lost"] and len(killed_processes) == 1
     assert ("wrong", "cpu") not in rows(entries) and "time delta_matvec: wrong" in entries[-1]["left_out"]
 
 
