@@ -43,7 +43,7 @@ def info() -> dict[str, Any]:
     packages = {name: purpose for name, purpose in PACKAGES.items() if importlib.util.find_spec(name) is None}
     ops = {}
     for name, op in OPS.items():
-        row: dict[str, Any] = {"written": [b for b in ("cuda", "triton", "cpu") if getattr(op, b)] + ["torch"]}
+        row: dict[str, Any] = {"written": [*op.backends, "torch"]}
         row["cpu"] = _backend.choose(name, torch.device("cpu"))
         if devices:
             row["cuda"] = _backend.choose(name, torch.device("cuda"))

@@ -212,8 +212,9 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
     """Return why ``backend`` cannot run ``op`` on ``device``; None if it can."""
     if backend == "torch":
         return None
-    if not getattr(OPS[op], backend):
+    if backend not in OPS[op].backends:
         return f"{OPS[op].name} has no {backend} implementation"
+    backend = backend.partition("/")[0]
     if backend == "cpu":
         return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
     if backend == "triton":
@@ -335,8 +336,8 @@ def choose(op: str, device: torch.device, backend: str = "auto") -> str:
 
 
 def _choose(op: str, device: torch.device, backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in (allowed := (*BACKENDS, *OPS[op].variants)):
+        raise ValueError(f"backend must be one of {', '.join(allowed)}, got {backend!r}")
     if backend != "auto":
         if (reason := unavailable(op, backend, device)) is not None:
             raise ValueError(f"backend={backend!r} cannot run {OPS[op].name} here: {reason}")

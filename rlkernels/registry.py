@@ -14,6 +14,7 @@ class Op:
         name: of its public function, and in errors.
         folder: of ``rlkernels``; it exports the function.
         cpu, triton, cuda: the backends that have been written; every op has ``torch``.
+        variants: of a backend, "backend/variant": a proof chooses one of them all.
         regimes: kinds of calls with verdicts of their own, named "op/regime". The op's own verdict holds for other
             calls, and for a regime without one.
         like: the op whose kernels it runs, and whose verdicts hold for it.
@@ -30,6 +31,7 @@ class Op:
     cpu: bool = True
     triton: bool = False
     cuda: bool = False
+    variants: tuple[str, ...] = ()
     regimes: tuple[str, ...] = ()
     like: str | None = None
     gradients: tuple[str, ...] = ()
@@ -45,17 +47,25 @@ class Op:
         return self.triton or self.cuda
 
     @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends that have been written, and their variants, without ``torch``."""
+        return *(name for name in ("cuda", "cpu", "triton") if getattr(self, name)), *self.variants
+
+    @property
     def verdict_names(self) -> tuple[str, ...]:
         """Its name, and those of its regimes."""
         return self.name, *(f"{self.name}/{regime}" for regime in self.regimes)
 
 
 QKV = ("query", "key", "value")
+CROSSING = ("triton/crossing",)  # tiles that cross the nodes of a tree
 # In the order of proof: those that a step spends most time in first.
 ALL = (
     Op("paged_attention", "prefix_cache", triton=True, regimes=("prefill",)),  # more queries than sequences
     Op("shared_prefix_attention", "prefix_cache", triton=True),
-    Op("grouped_attention", "prefix_cache", triton=True, gradients=QKV, composite=True),
+    Op("grouped_attention", "prefix_cache", triton=True, variants=CROSSING, gradients=QKV, composite=True),
+    # of two levels: as grouped_attention
+    Op("tree_attention", "prefix_cache", triton=True, variants=CROSSING, gradients=QKV, composite=True),
     Op("write_kv", "prefix_cache", triton=True, regimes=("many",), writes=("key_cache", "value_cache")),
     Op("sample_tokens", "sampling", triton=True),
     Op("token_logprobs", "logprobs", triton=True, gradients=("logits",), composite=True),
@@ -69,7 +79,6 @@ ALL = (
     # large: memory, not the host, takes the time
     Op("add_rank1_", "rank1", triton=True, regimes=("large",), writes=("weight",)),
     Op("delta_matvec", "rank1", triton=True),
-    Op("tree_attention", "prefix_cache", gradients=QKV, composite=True),  # of two levels: as grouped_attention
     Op("keyed_uniform", "sampling"),
     # between the matrix products of a decoder layer
     Op("add_rms_norm", "decoder", gradients=("residual", "x", "weight"), composite=True),

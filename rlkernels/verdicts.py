@@ -118,7 +118,8 @@ def _read(path: Path) -> Verdict | None:
             return None
         verdict = json.loads(path.read_text())
         summary(verdict)  # `info` shows it
-        return verdict if isinstance(verdict["op"], str) and verdict["backend"] in ("cuda", "triton", "torch") else None
+        known = verdict["backend"].partition("/")[0] in ("cuda", "triton", "torch")
+        return verdict if isinstance(verdict["op"], str) and known else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -79,6 +79,11 @@ LARGE = [
           attention.grouped, ragged(8, 8, 512, 512), SMALL, BF16),
     _case("grouped_attention", f"1 prefix of 2048, 8 suffixes of 512, {BOTH}", attention.grouped,
           attention.groups(1, 8, 2048, 512), LLAMA, BF16),
+    *(_case("tree_attention", f"{label}, {BOTH}", attention.tree, levels, LLAMA, BF16) for label, levels in {
+        "16 prompts of 100 x 4 answers of 100, 1000 in common": [(1, 1000), (16, 100), (4, 100)],
+        "4 beginnings of 300, three forks in two of 200": [(4, 300), *[(2, 200)] * 3],
+        "8 prompts of 512 x 8 answers of 512, 512 in common": [(1, 512), (8, 512), (8, 512)],
+      }.items()),
     _case("paged_attention", "decode: 256 sequences of 1024, Qwen2.5-0.5B heads", attention.paged, [1024] * 256,
           [1] * 256, SMALL, 16, BF16),
     _case("shared_prefix_attention", "decode: 32 prefixes of 512 x 8 suffixes of 512, Qwen2.5-0.5B heads",
@@ -132,9 +137,9 @@ def rivals_of(case: Case, problem: Problem) -> rivals.Rivals:
     given = problem.inputs
     if case.op in ("paged_attention", "shared_prefix_attention"):
         return rivals.paged(given) if given else {}
-    if case.op == "grouped_attention":
-        query, key, value = given["qkv"]
-        return rivals.grouped(query, key, value, given["grad"], given["layout"])
+    if "layout" in given:
+        others: Callable[..., rivals.Rivals] = rivals.grouped if case.op == "grouped_attention" else rivals.tree
+        return others(*given["qkv"], given["grad"], given["layout"])
     if case.op == "sample_tokens":
         return samplers.rivals(given["logits"], *given["settings"][0]) if len(given["settings"]) == 1 else {}
     if case.op == "token_logprobs":

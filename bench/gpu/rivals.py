@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.logprobs import score_by_trl
 from rlkernels.logprobs import reference
-from rlkernels.prefix_cache import GroupedLayout
+from rlkernels.prefix_cache import GroupedLayout, TreeLayout
 from rlkernels.proof.problem import Tolerance, Verdict, leaves
 
 Call = Callable[[], Any]
@@ -228,18 +228,10 @@ def dense(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor
     return cache[table[:blocks].long()].flatten(0, 1)[:length]
 
 
-def sees(layout: GroupedLayout, device: torch.device) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask function: a token sees its group's prefix and its own suffix, up to itself."""
-    segment, group = torch.zeros(2, layout.num_tokens, dtype=torch.int64)
-    for g, (prefix, suffixes) in enumerate(layout.spans()):
-        for i, part in enumerate([prefix, *suffixes]):
-            segment[part], group[part] = i, g
-    segment, group = segment.to(device), group.to(device)
-
-    def mask(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        return (j <= i) & (group[i] == group[j]) & ((segment[j] == 0) | (segment[i] == segment[j]))
-
-    return mask
+def sees(layout: TreeLayout, device: torch.device) -> Callable[..., torch.Tensor]:
+    """FlexAttention's mask function: a token sees its ancestors and itself."""
+    end = layout.end.to(device)
+    return lambda b, h, i, j: (j <= i) & (i < end[j])
 
 
 class Repeated:
@@ -274,6 +266,26 @@ class Repeated:
         whole[self.at[self.counts]] = out[self.counts]
         sums = [g.new_zeros(self.tokens, *g.shape[2:], dtype=torch.float32) for g in grads]
         return [whole, *(s.index_add_(0, self.at[self.real], g[self.real].float()) for s, g in zip(sums, grads))]
+
+
+def tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: TreeLayout
+         ) -> Rivals:  # fmt: skip
+    """Forward and gradients by one masked row of packed tokens."""
+
+    def flex() -> Call:
+        leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
+        tokens = layout.num_tokens
+        mask = create_block_mask(sees(layout, query.device), None, None, tokens, tokens, device=query.device)
+        attend = flex_on(query.device)
+
+        def run() -> list[torch.Tensor]:
+            q, k, v = (t.transpose(0, 1)[None] for t in leaves)
+            out = attend(q, k, v, block_mask=mask, scale=query.shape[-1] ** -0.5, enable_gqa=True)[0].transpose(0, 1)
+            return [out, *torch.autograd.grad(out, leaves, grad)]
+
+        return run
+
+    return {"torch FlexAttention": Rival(flex)}
 
 
 def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: GroupedLayout
@@ -315,19 +327,6 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
         return run
 
-    def flex() -> Call:
-        leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
-        tokens = layout.num_tokens
-        mask = create_block_mask(sees(layout, query.device), None, None, tokens, tokens, device=query.device)
-        attend = flex_on(query.device)
-
-        def run() -> list[torch.Tensor]:
-            q, k, v = (t.transpose(0, 1)[None] for t in leaves)
-            out = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-            return [out, *torch.autograd.grad(out, leaves, grad)]
-
-        return run
-
     def gathered(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The key heads were repeated: their gradients belong to one head."""
         out, q, k, v = copies.outputs(found)
@@ -342,4 +341,4 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
     return {"torch SDPA, every prefix repeated": Rival(sdpa, gathered, copy=padded),
             "torch varlen, every prefix repeated": Rival(flash, in_rows, copy=flat),
-            "torch FlexAttention": Rival(flex)}  # fmt: skip
+            **tree(query, key, value, grad, layout)}  # fmt: skip

@@ -11,14 +11,15 @@ import torch
 
 from rlkernels.backend import unavailable
 from rlkernels.proof.cases import SMALL
+from rlkernels.registry import OPS
 
 
 def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     called = 0
     for case in SMALL:
-        for backend in ("cuda", "triton"):
-            if case.op in sys.argv[1:] and not unavailable(case.op, backend, device):
+        for backend in OPS[case.op].backends:
+            if backend != "cpu" and case.op in sys.argv[1:] and not unavailable(case.op, backend, device):
                 print(f"{case.op} on {backend}: {case.label}", flush=True)
                 torch.manual_seed(0)
                 case.make(device).call(backend)

@@ -46,6 +46,7 @@ LEAST_S = 4.0  # to begin a job
 LEAST_TESTS_S = 15.0  # to begin a file of tests
 LEAST_SANITIZED_S = 60.0
 PROOF_S, PTX_S = 120.0, 15.0  # of a proof, and of these to write the code that it timed
+PACKED = ("grouped_attention", "tree_attention")  # for training
 # in a rehearsal: the ops that are timed, of which the last is proved, for how long, and the tests that run
 REHEARSED, REHEARSED_S = ("grouped_attention", "merge_attention"), 15.0
 FEW_FILES, FEW_TESTS = 1, "merge_attention"
@@ -71,7 +72,8 @@ STAGES = (
     Stage("facts", 60, "Limits are reckoned from these rates: bytes over copy bandwidth, operations over matrix rate."),
     Stage("attention", 90, "grouped_attention: auto takes the fastest of triton and torch in the cases of that head "
           "dimension, if it is below SDPA on repeated prefixes and FlexAttention. Where SDPA or FlexAttention is 3 % "
-          "faster than both, library.py takes that one, and triton gets no verdict."),
+          "faster than both, library.py takes that one, and triton gets no verdict. tree_attention: the same for both "
+          "variants of triton; FlexAttention replaces the FlashAttention of library.py also if it only peaks lower."),
     Stage("updates", 140, "TRL: the README names the fastest arm of each shape. If ours is slower than TRL's own in a "
           "shape, the page says below which prompt to leave SharedPrefixGRPOTrainer. If ours with Liger's layers is 3 "
           "% faster than ours, the page recommends both. A gradient error above twice TRL's in bfloat16 stops the "
@@ -104,7 +106,7 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
         chosen = [next(case for case in small if case.op == op) for op in dict.fromkeys(case.op for case in small)]
 
     def stage_of(op: str) -> str:
-        return "rest" if OPS[op].cuda else "attention" if op == "grouped_attention" else "ops"
+        return "rest" if OPS[op].cuda else "attention" if op in PACKED else "ops"
 
     def timed(late: bool, ops: Container[str] = OPS) -> list[Message]:
         """What a compiler takes its time for comes after all else of a stage: by the same jobs again."""

@@ -19,18 +19,20 @@ from bench import Case as TimedCase
 from bench import _limits, _runner
 from bench.gpu.cases import rivals_of
 from bench.gpu.rivals import Rival
-from rlkernels import backend as backends
+from rlkernels.backend import unavailable
 from rlkernels.proof.problem import Case, Problem, Tolerance
 from rlkernels.proof.worker import Message, Say, finding, replay, seconds_of, serve, synchronize
+from rlkernels.registry import OPS
 
 # the ops of decoding, which engines run inside CUDA graphs: there the host's time is none
 REPLAYED = ("write_kv", "paged_attention", "shared_prefix_attention", "merge_attention", "sample_tokens",
             "verify_drafts")  # fmt: skip
 # rivals that take a compiler's time, and the ops that have them
 COMPILERS = ("torch FlexAttention", "torch.compile")
-COMPILED = ("linear_token_logprobs", "token_logprobs", "grouped_attention", "sample_tokens", "shared_prefix_attention",
-            "paged_attention")  # fmt: skip
-ON_A_CPU = ("grouped_attention", "paged_attention", "shared_prefix_attention")  # whose rivals run there too
+COMPILED = ("linear_token_logprobs", "token_logprobs", "grouped_attention", "tree_attention", "sample_tokens",
+            "shared_prefix_attention", "paged_attention")  # fmt: skip
+# whose rivals run there too
+ON_A_CPU = ("grouped_attention", "tree_attention", "paged_attention", "shared_prefix_attention")
 CALLS = 10  # of an op in a graph: the start of a graph takes as long as a small kernel
 LEAST_REPLAYS, MOST_REPLAYS = 5, 100
 SLOW_S = 3.0  # a reference that takes longer is not timed
@@ -134,8 +136,7 @@ def run_contest(
     gate = Tolerance(problem)
     synchronize(device)
     slow = time.monotonic() - start > SLOW_S
-    names = ("cuda", "triton") if device.type == "cuda" else ("cpu", "triton")
-    own = [b for b in (*names, "torch") if backends.unavailable(case.op, b, device) is None]
+    own = [b for b in (*OPS[case.op].backends, "torch") if unavailable(case.op, b, device) is None]
     providers: dict[str, tuple[Callable[[], Any], Rival | None]] = {
         b: (partial(partial, problem.call, b), None) for b in own
     }

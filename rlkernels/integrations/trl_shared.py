@@ -1,7 +1,7 @@
 """TRL's GRPO and RLOO trainers with each common prefix computed once per micro-batch, and without padding.
 
-Loss and gradients stay those of TRL. On a CPU prompts and answers are packed as a trie: system prompts, prompts and
-common beginnings of answers are shared. On a GPU only prompts are shared (:func:`rlkernels.prefix_cache.packs_tries`).
+Loss and gradients stay those of TRL. Prompts and answers are packed as a trie: system prompts, prompts and common
+beginnings of answers are shared. On most GPUs only prompts are shared (:func:`rlkernels.prefix_cache.packs_tries`).
 """
 
 import functools

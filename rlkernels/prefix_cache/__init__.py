@@ -147,11 +147,8 @@ def paged_attention(
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
+    chosen = _without_mask("paged_attention", chosen, backend, window, softcap)
     options = () if window is None and softcap is None else (window, softcap)
-    if chosen == "triton" and options:
-        if backend != "auto":
-            raise ValueError(f"backend={backend!r} runs paged_attention without window and softcap, got {options}")
-        chosen = "torch"
     args = query, key_cache, value_cache, *sequences, float(scale), *options
     if chosen == "cpu":
         out, lse = torch.ops.rlkernels.paged_attention(*args)
@@ -362,8 +359,8 @@ def _attend_packed(
     _check_scale(scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
-    whole = window is None and softcap is None
-    chosen = _choose("grouped_attention" if whole and isinstance(layout, GroupedLayout) else op, backend, query)
+    chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
+    chosen = _without_mask(op, chosen, backend, window, softcap)
     args = (query, key, value, layout, float(scale), window)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
@@ -382,10 +379,10 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(query, key, value, layout: Any, scale: float, window: int | None, softcap: float | None, backend: str):
-        if backend == "triton":
-            from rlkernels.prefix_cache import triton_grouped
+        if backend != "cpu":
+            from rlkernels.prefix_cache import triton_tree
 
-            return triton_grouped.forward(query, key, value, layout, scale)
+            return triton_tree.forward(query, key, value, layout, scale, backend == "triton/crossing")
         return torch.ops.rlkernels.tree_attention(query, key, value, layout.nodes, scale, window, softcap)
 
     @staticmethod
@@ -401,10 +398,10 @@ class _TreeAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         given = grad_out, grad_lse, query, key, value, out, lse
-        if ctx.backend == "triton":
-            from rlkernels.prefix_cache import triton_grouped
+        if ctx.backend != "cpu":
+            from rlkernels.prefix_cache import triton_tree
 
-            grads = triton_grouped.backward(*given, ctx.layout, ctx.options[0])
+            grads = triton_tree.backward(*given, ctx.layout, ctx.options[0], ctx.backend == "triton/crossing")
         else:
             grads = torch.ops.rlkernels.tree_attention_backward(*given, ctx.layout.nodes, *ctx.options)
         return *grads, None, None, None, None, None
@@ -439,6 +436,15 @@ def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
         raise ValueError(
             f"backend={backend!r} runs {OPS[op].name} on 16 and 32 bit floats with heads of 1 to 512, got {kinds}"
         )
+    return "torch"
+
+
+def _without_mask(op: str, chosen: str, backend: str, window: int | None, softcap: float | None) -> str:
+    """Return ``chosen``, or "torch" for Triton's kernels where they lack the mask."""
+    if not chosen.startswith("triton") or (window is None and softcap is None):
+        return chosen
+    if backend != "auto":
+        raise ValueError(f"backend={backend!r} runs {op} without window and softcap, got {(window, softcap)}")
     return "torch"
 
 

@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from rlkernels import backend
 from rlkernels.prefix_cache.layout import GroupedLayout, TokenIds, TreeLayout, token_ids
 
 
@@ -83,7 +84,7 @@ def pack(
 
 
 def packs_tries(device: torch.device) -> bool:
-    """Return whether sequences are packed as tries on a device: not yet on a GPU, where only two levels are proved.
+    """Return whether sequences are packed as tries on a device: on a GPU where a proof prefers our kernels for trees.
 
     Args:
         device: of the model.
@@ -91,7 +92,7 @@ def packs_tries(device: torch.device) -> bool:
     Returns:
         True: a trie. False: groups of two levels, by ``prefix_lens`` of :func:`pack`.
     """
-    return device.type == "cpu"
+    return device.type == "cpu" or backend.choose("tree_attention", device) != "torch"
 
 
 def _flags(i: int, tokens: np.ndarray, scored: Sequence[bool] | None) -> np.ndarray:

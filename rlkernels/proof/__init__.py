@@ -80,7 +80,7 @@ class Prover:
 
     def prove_op(self, op: str) -> verdicts.Verdict:
         """Return the verdict on an op. Raises as :meth:`ask`."""
-        names = [b for b in ("cuda", "cpu", "triton") if backends.unavailable(op, b, self.device) is None]
+        names = [b for b in OPS[op].backends if backends.unavailable(op, b, self.device) is None]
         candidates = {name: self.check_candidate(op, name) for name in names}
         for case in self.cases:
             if case.op == op and case.timed:

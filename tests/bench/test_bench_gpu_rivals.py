@@ -130,9 +130,13 @@ def test_timed_cases_have_rivals():
         "token_logprobs": logits.logprobs(2, 9, torch.float32, True, CPU),
         "linear_token_logprobs": cross_entropy(5, 33, 8, torch.float32, CPU),
         "grouped_attention": attention.grouped(attention.groups(2, 2, 4, 3), (4, 2, 16), torch.float32, CPU),
+        "tree_attention": attention.tree([(1, 4), (2, 3), (2, 2)], (4, 2, 16), torch.float32, CPU),
     }
     for op, problem in problems.items():
         assert any("torch" in name for name in rivals_of(replace(case, op=op), problem)), op
+    tree = problems["tree_attention"]
+    masked = rivals_of(replace(case, op="tree_attention"), tree)["torch FlexAttention"].make()()
+    torch.testing.assert_close([t.detach() for t in masked], tree.exact(), check_dtype=False)
     untimed_problem = logits.linear_logprobs(2, 9, 4, torch.float32, CPU)
     assert rivals_of(replace(case, op="linear_token_logprobs"), untimed_problem) == {}
 

@@ -1,7 +1,7 @@
 """A GPU that is not here: launches of Triton kernels, and kernels that nvcc compiles, run through the interpreter.
 
     with Gpu(90) as gpu:
-        out = rlkernels.grouped_attention(query, key, value, layout, scale=0.1, backend="triton")  # tensors of the CPU
+        out = rlkernels.tree_attention(query, key, value, layout, scale=0.1, backend="triton")  # tensors of the CPU
 
 Launchers, specialisation and compiler are those of a GPU. What ``torch.empty`` made counts as unwritten until a kernel
 writes it. ``Gpu(90, execute=False)`` compiles the kernels and runs none, for any architecture that Triton knows; there
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -61,22 +60,18 @@ class Gpu:
     def __enter__(self) -> "Gpu":
         from triton.runtime.jit import JITFunction
 
-        from rlkernels.prefix_cache import triton_grouped, triton_kernels
+        from rlkernels.prefix_cache import triton_kernels, triton_tree
         from rlkernels.rank1 import grouped
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             return self._launch(kernel, grid, args, kwargs)
 
-        blocks = triton_grouped._blocks
         replaced = {
             (JITFunction, "run"): run,
             (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
             (triton_kernels, "processors"): lambda _: 132,
             (grouped, "shared_bytes"): lambda _: SHARED_KIB[self.arch] * 1024,
-            (torch.cuda, "get_device_capability"): lambda _: divmod(self.arch, 10),
-            (triton_grouped, "_blocks"): lambda query: blocks(
-                SimpleNamespace(shape=query.shape, dtype=query.dtype, device=query.device, is_cuda=True)
-            ),
+            (triton_tree, "_generation"): lambda _: self.arch // 10,
         }
         for (owner, name), function in replaced.items():
             self._patches.enter_context(patch.object(owner, name, function))

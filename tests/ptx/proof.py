@@ -46,6 +46,7 @@ COUNTED: dict[str, list[Callable[[torch.device], Problem]]] = {
     "write_kv/many": [partial(attention.write, 40, HEADS[1:], BLOCK, BF16)],
     "merge_attention": [partial(attention.merge, 40, WORK.heads, WORK.head_dim, BF16)],
     "grouped_attention": [partial(attention.grouped, ([64], [48, 80], [0, 2]), HEADS, BF16)],
+    "tree_attention": [partial(attention.tree, [(1, 40), (2, 40), (2, 30)], HEADS, BF16)],
     "token_logprobs": [partial(logits.logprobs, 3, WORK.vocab, BF16, True)],
     "linear_token_logprobs": [partial(logits.linear_logprobs, 3, 1 << 15, 64, BF16)],
     "sample_tokens": [partial(logits.sample, 3, WORK.vocab, BF16, PLAIN)],

@@ -18,7 +18,7 @@ from support import lacks, run_python
 
 import rlkernels
 from ptx.gpu import Gpu, Launch
-from rlkernels.prefix_cache import GroupedLayout
+from rlkernels.prefix_cache import GroupedLayout, TreeLayout
 from rlkernels.rank1 import reference as rank1
 
 BF16 = torch.bfloat16
@@ -50,16 +50,23 @@ def attend_shared(dim, groups=GROUPS, group=4):
     check_attention("shared_prefix_attention", shared, scale, "triton", floor=2e-3)
 
 
-def train(dim, short=4096):
-    """Grouped attention and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
-    from rlkernels.prefix_cache import triton_grouped
+def train(dim, short=4096, layout=None, backend="triton"):
+    """Attention on a trie and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
+    from rlkernels.prefix_cache import triton_tree
 
-    layout = GroupedLayout([70, 0], [33, 65, 3], [0, 2, 3])
+    layout = layout or GroupedLayout([70, 0], [33, 65, 3], [0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_grouped, "SHORT", short)
-        patch.setattr(triton_grouped, "AT_ONCE", 10**6)
-        check_grouped(partial(rlkernels.grouped_attention, backend="triton"), layout, 8, 2, dim, BF16)
-        assert len(triton_grouped.key_tiles(layout, 64, 4, 2)[1]) == (short < 4096)
+        patch.setattr(triton_tree, "SHORT", short)
+        patch.setattr(triton_tree, "AT_ONCE", 10**6)
+        check_grouped(partial(rlkernels.tree_attention, backend=backend), layout, 8, 2, dim, BF16)
+        assert len(triton_tree.key_tiles(layout, 64, 4, 2, backend == "triton/crossing")[1]) == (short < 4096)
+
+
+def train_tree(dim, backend):
+    """A node of one token, nodes that end within a tile, blocks that all of another tile sees."""
+    tails = [-1, *range(100, 120)], [-1, 7, 7, 7], range(200, 240)
+    sequences = [*([*range(70), *tail] for tail in tails), range(300, 330)]
+    train(dim, layout=TreeLayout.from_sequences(sequences), backend=backend)
 
 
 def write(dim=128, dtype=BF16, spare=0):
@@ -157,25 +164,36 @@ def warp(length=140, dims=1):
 
 def tile(rows: int, warps: int, stages: int) -> dict[str, Any]:
     """Of an attention kernel."""
-    return {"GROUP": 4, "BLOCK_M": rows, "BLOCK_N": 64, "UPCAST": False, "num_warps": warps, "num_stages": stages}
+    return {"GROUP": 4, "BLOCK_M": rows, "UPCAST": False, "num_warps": warps, "num_stages": stages}
 
 
-PARTS = {"forward": 64, "query": 64, "key": 32}  # kernels of grouped attention, and the rows of their tiles
+# kernels of attention on tries -> the rows of their tiles, and what only that variant is compiled with
+TRAINING: dict[str, tuple[int, dict[str, None]]] = {
+    **{f"grouped attention, {part}": (64, {"blocks": None}) for part in ("forward", "query")},
+    **{f"tree attention, {part}": (64, {"ends": None}) for part in ("forward", "query")},
+    "grouped attention, key": (32, {"ends": None}),  # also of deeper trees
+    **{f"crossing tree attention, {part}": (64, {}) for part in ("forward", "query")},
+    "crossing tree attention, key": (32, {}),
+}
 Kernel = tuple[str, dict[str, Any]]  # a function; constants and options that it is compiled with
 LONGER = {"ALIGNED": True, "ROWS": 16, "COLUMNS": 256, "STAGES": 3, "num_warps": 8}
 KERNELS: dict[str, Kernel] = {  # of several that a launch is of, the first
-    **{f"paged attention, {name}, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": True, **tile(*numbers)})
+    **{f"paged attention, {name}, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": True, "BLOCK_N": 64,
+                                                                       **tile(*numbers)})
        for name, numbers in (("decode", (16, 4, 3)), ("prefill", (128, 8, 2))) for dim in (64, 128)},
-    **{f"shared prefix of 8, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": False, **tile(32, 4, 3)})
+    **{f"shared prefix of 8, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": False, "BLOCK_N": 64,
+                                                                  **tile(32, 4, 3)})
        for dim in (64, 128)},
-    **{f"grouped attention, {part}, heads of {dim}": (f"_{part}_kernel", {"DIM": dim, **tile(rows, 4, 2)})
-       for part, rows in PARTS.items() for dim in (64, 128)},
-    "grouped attention, forward, heads of 128": ("_forward_kernel", {"DIM": 128, **tile(64, 4, 3), "BLOCK_N": 32}),
+    **{f"{name}, heads of {dim}": (f"_{name.split()[-1]}_kernel", {"DIM": dim, **tile(rows, 4, 2), **constants})
+       for name, (rows, constants) in TRAINING.items() for dim in (64, 128)},
+    **{f"{name}, heads of 128": ("_forward_kernel", {"DIM": 128, **tile(64, 4, 3), **constants})
+       for name, (_, constants) in TRAINING.items() if name.endswith("forward")},
     **{f"sums of output x gradient, heads of {dim}": ("_delta_kernel", {"DIM": dim, "num_warps": 4})
        for dim in (64, 128)},
     "sums of pieces, heads of 64": ("_sum_kernel", {"PIECES": 8, "num_warps": 4}),
-    **{f"grouped attention, {part}, heads of 128, not Hopper": (f"_{part}_kernel", {"DIM": 128, **tile(rows, 8, 2)})
-       for part, rows in PARTS.items()},
+    **{f"{name}, heads of 128, not Hopper": (f"_{name.split()[-1]}_kernel",
+                                             {"DIM": 128, **tile(rows, 8, 2), **constants})
+       for name, (rows, constants) in TRAINING.items()},
     "merging parts, heads of 128": ("_merge_kernel", {"DIM": 128, "BLOCK_R": 8, "num_warps": 4}),
     "writing keys and values, heads of 128": ("_write_kernel", {"DIM": 128, "BLOCK_R": 16, "num_warps": 4}),
     "sampling, without": ("_sample_kernel", {"groups": None, "BLOCK": 4096, "num_warps": 8}),
@@ -191,7 +209,15 @@ KERNELS: dict[str, Kernel] = {  # of several that a launch is of, the first
        for name in ("dtw", "dtw, subsequence")},
 }  # fmt: skip
 
+
+def training(dim: int, variant: str, key: str) -> list[str]:
+    """The kernels of a variant, whose key kernel may be that of another."""
+    names = [f"{variant}, forward", f"{variant}, query", f"{key}, key", "sums of output x gradient"]
+    return [f"{name}, heads of {dim}" for name in names]
+
+
 DECODE, MERGE = "paged attention, decode, heads of", "merging parts, heads of 128"
+GROUPED, CROSSING = "grouped attention", "crossing tree attention"
 CASES = {  # what runs, and which of KERNELS that is
     "decode 64": (lambda _: attend([530, 17, 1, 64], [1] * 4, 64), [f"{DECODE} 64"]),
     "decode 128": (lambda _: attend([530, 65], [1, 3], 128), [f"{DECODE} 128", MERGE]),
@@ -199,11 +225,12 @@ CASES = {  # what runs, and which of KERNELS that is
     "prefill 128": (lambda _: attend([90, 33], [33, 33], 128), ["paged attention, prefill, heads of 128"]),
     "shared 64": (lambda _: attend_shared(64), [f"{DECODE} 64", "shared prefix of 8, heads of 64"]),
     "shared 128": (lambda _: attend_shared(128), [f"{DECODE} 128", MERGE, "shared prefix of 8, heads of 128"]),
-    "grouped 64": (lambda _: train(64, short=64), [*(f"grouped attention, {part}, heads of 64" for part in PARTS),
-                                                   "sums of output x gradient, heads of 64",
-                                                   "sums of pieces, heads of 64"]),
-    "grouped 128": (lambda _: train(128), [*(f"grouped attention, {part}, heads of 128" for part in PARTS),
-                                           "sums of output x gradient, heads of 128"]),
+    "grouped 64": (lambda _: train(64, short=64), [*training(64, GROUPED, GROUPED), "sums of pieces, heads of 64"]),
+    "grouped 128": (lambda _: train(128), training(128, GROUPED, GROUPED)),
+    **{f"tree {dim}": (lambda _, dim=dim: train_tree(dim, "triton"), training(dim, "tree attention", GROUPED))
+       for dim in (64, 128)},
+    **{f"crossing {dim}": (lambda _, dim=dim: train_tree(dim, "triton/crossing"), training(dim, CROSSING, CROSSING))
+       for dim in (64, 128)},
     "writing": (lambda _: write(), ["writing keys and values, heads of 128"]),
     "sampling filtered": (lambda _: sample(True), ["sampling, with filters"]),
     "sampling": (lambda _: sample(False), ["sampling, without"]),
@@ -230,9 +257,8 @@ def named(launch: Launch) -> str | None:
 def expected(case: str, arch: int) -> set[str]:
     """The names in KERNELS that a case launches."""
     names = CASES[case][1]
-    return {
-        f"{n}, not Hopper" if arch // 10 != 9 and n.startswith("grouped") and n.endswith("128") else n for n in names
-    }
+    others = [f"{name}, heads of 128" for name in TRAINING] if arch // 10 != 9 else []
+    return {f"{name}, not Hopper" if name in others else name for name in names}
 
 
 @pytest.mark.parametrize(("arch", "order"), RUNS)

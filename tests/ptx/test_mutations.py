@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Callable[[Gpu], None], str]] = {
     "paged attention, decode": (lambda _: test_kernels.attend([70, 17, 1], [1] * 3, 64), "_attend_kernel"),
     "paged attention, prefill": (lambda _: test_kernels.attend([70, 30], [40, 30], 64), "_attend_kernel"),
     "grouped attention, key": (lambda _: test_kernels.train(64, short=64), "_key_kernel"),
+    "crossing tree attention, forward": (lambda _: test_kernels.train_tree(64, "triton/crossing"), "_forward_kernel"),
     "log-probabilities": (lambda _: test_kernels.score(), "_forward_kernel"),
     "sampling": (lambda _: test_kernels.sample(False), "_sample_kernel"),
     "writing": (lambda _: test_kernels.write(), "_write_kernel"),

@@ -140,24 +140,31 @@ def table(rows: dict[str, list[Built]]) -> str:
 # sm_90, and on an H100 half of the time that it takes without a stack, with eight warps
 SPILLED = {
     ("grouped attention, key, heads of 128", 90): 64,
-    ("grouped attention, forward, heads of 64", 80): 8,
+    ("crossing tree attention, key, heads of 128", 90): 80,
+    ("crossing tree attention, key, heads of 64", 80): 40,  # by triton 3.6
     ("paged attention, decode, heads of 64", 90): 8,  # by triton 3.6
     ("paged attention, prefill, heads of 128", 80): 64,
-    ("grouped attention, query, heads of 64", 80): 16,  # by triton 3.6
-    ("grouped attention, key, heads of 64", 80): 40,  # by triton 3.6
     ("rank-1, rows of up to 4,096", 90): 64,  # by triton 3.7
 }
 SPILLED_ELSEWHERE = {("_rows_kernel", 86): 8, ("_rows_kernel", 120): 56}
 # beginning of the name -> fewest programs on a multiprocessor of sm_80 and sm_90
 BLOCKS = {
     "paged attention, decode": (3, 4), "paged attention, prefill": (1, 1), "shared prefix": (2, 3),
-    "grouped attention": (1, 1), "sums": (8, 8), "merging": (16, 16), "writing": (12, 12), "sampling": (2, 2),
+    "grouped attention, forward, heads of 64": (3, 3), "grouped attention, forward, heads of 128": (1, 3),
+    "grouped attention, query": (1, 2), "grouped attention, key": (1, 2),
+    "tree attention, forward, heads of 64": (3, 3), "tree attention, forward, heads of 128": (1, 2),
+    "tree attention, query": (1, 2),
+    "crossing tree attention, forward, heads of 64": (2, 4), "crossing tree attention, forward, heads of 128": (1, 2),
+    "crossing tree attention, query, heads of 64": (2, 4), "crossing tree attention, query, heads of 128": (1, 2),
+    "crossing tree attention, key": (1, 2),
+    "sums": (8, 8), "merging": (16, 16), "writing": (12, 12), "sampling": (2, 2),
     "token log-probabilities, forward": (2, 2), "token log-probabilities, backward": (8, 8),
     "rank-1, rows": (1, 1), "rank-1, longer": (2, 2), "rank-1, step": (1, 1), "dtw": (23, 28),
 }  # fmt: skip
 # asynchronous matrix products want tiles of 64 rows at least: decoding has fewer
-WGMMA = ("paged attention, prefill", "grouped attention")
-COPIES = ("paged attention", "shared prefix", "grouped attention", "rank-1, rows", "rank-1, longer rows")
+TRAINING = ("grouped attention", "tree attention", "crossing tree attention")
+WGMMA = ("paged attention, prefill", *TRAINING)
+COPIES = ("paged attention", "shared prefix", *TRAINING, "rank-1, rows", "rank-1, longer rows")
 # a program of dtw reads one number a row and step; a step of rank-1 reads vectors of any length
 NO_WIDE_ACCESS = ("dtw", "rank-1, step")
 KIB = 1024

@@ -311,10 +311,10 @@ def test_many_tokens_are_written_by_their_own_verdict(asked_for, tokens, op):
     assert asked_for == [op]
 
 
-@pytest.mark.parametrize("fastest", ["torch", "triton", "cuda"])
-def test_the_fastest_by_a_planted_clock_wins(monkeypatch, fastest):
-    """Whatever the real times: clocks are planted in the worker's answers."""
-    seconds = {"torch": 2.0, "triton": 2.0, "cuda": 2.0} | {fastest: 1.0}
+@pytest.fixture
+def clock(monkeypatch):
+    """Plant the seconds of each backend in the worker's answers; return them."""
+    seconds = dict.fromkeys(("torch", "triton", "triton/crossing", "cuda"), 2.0)
 
     def ask(self, job, hear=None):
         judged = {"right": True, "error": 0.0, "allowed": 1.0, "repeats": True}
@@ -324,7 +324,28 @@ def test_the_fastest_by_a_planted_clock_wins(monkeypatch, fastest):
 
     monkeypatch.setattr(proof.Prover, "ask", ask)
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: "no CPU" if name == "cpu" else None)
-    result, _ = prove("dtw", "paged_attention/prefill")
+    return seconds
+
+
+@pytest.mark.parametrize("fastest", ["torch", "triton", "triton/crossing"])
+def test_the_fastest_variant_by_a_planted_clock_wins_and_runs(monkeypatch, clock, fastest):
+    clock[fastest] = 1.0
+    result, _ = prove("tree_attention")
+    verdict = result["verdicts"]["tree_attention"]
+    assert verdict["backend"] == fastest and verdict["candidates"].keys() == {"triton", "triton/crossing"}
+    monkeypatch.setattr(backend, "RECORDS", {"9.0": {"tree_attention": verdict["backend"]}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choice("tree_attention") == (fastest, "record")
+    verdicts.store({**verdict, "workload": "w"}, 0)
+    monkeypatch.setattr(backend, "RECORDS", {})
+    assert choice("tree_attention") == (fastest, "verdict")
+
+
+@pytest.mark.parametrize("fastest", ["torch", "triton", "cuda"])
+def test_the_fastest_by_a_planted_clock_wins(clock, fastest):
+    clock[fastest] = 1.0
+    result, _ = prove("dtw", "dtw/wide")
     assert {verdict["backend"] for verdict in result["verdicts"].values()} == {fastest}
 
 

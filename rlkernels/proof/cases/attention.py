@@ -1,4 +1,4 @@
-"""Cases of attention over a paged cache and of grouped attention."""
+"""Cases of attention over a paged cache and of attention on tries of packed tokens."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import rlkernels
-from rlkernels.prefix_cache import GroupedLayout, reference
+from rlkernels.prefix_cache import GroupedLayout, TreeLayout, reference
 from rlkernels.proof.problem import Case, Problem
 from rlkernels.proof.workload import Workload
 
@@ -18,6 +18,7 @@ Layout = tuple[list[int], list[int], list[int]]  # prefix lengths, suffix length
 BF16, F32 = torch.bfloat16, torch.float32
 BLOCK = 16
 MANY_TOKENS = 8192  # of a pass that computes prompts
+ODD_LEVELS = [(1, 33), (2, 1), (3, 70), (2, 18)]  # of a tree: children of each node, and their tokens
 ODD = ([1, 17, 64, 1023, 130], [1, 0, 5, 1, 130])  # lengths, queries
 
 
@@ -133,28 +134,33 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> 
     )
 
 
-def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
+def packed(layout: TreeLayout, heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
     """Make a problem of the output and the gradients of query, key and value."""
     q_heads, kv_heads, dim = heads
-    packed = GroupedLayout(*layout)
-    shapes = [(packed.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads, q_heads)]
+    attend: Any = rlkernels.grouped_attention if isinstance(layout, GroupedLayout) else rlkernels.tree_attention
+    shapes = [(layout.num_tokens, h, dim) for h in (q_heads, kv_heads, kv_heads, q_heads)]
     *qkv, grad = [torch.randn(shape, device=on).to(dtype) for shape in shapes]
 
     def run(backend: str) -> list[torch.Tensor]:
         q, k, v = tensors = [t.detach().requires_grad_() for t in qkv]
-        out = rlkernels.grouped_attention(q, k, v, packed, scale=dim**-0.5, backend=backend)
+        out = attend(q, k, v, layout, scale=dim**-0.5, backend=backend)
         return [out, *torch.autograd.grad(out, tensors, grad.to(out.dtype))]
 
     def exact() -> list[torch.Tensor]:
-        """Group by group: what autograd keeps of all groups in float64 would not fit."""
-        found = []
-        for prefix, suffixes in packed.spans():
-            part = GroupedLayout([prefix.stop - prefix.start], [s.stop - s.start for s in suffixes], [0, len(suffixes)])
-            rows = slice(prefix.start, prefix.start + part.num_tokens)
-            q, k, v = tensors = [t[rows].double().requires_grad_() for t in qkv]
-            out, _ = reference.tree_attention(q, k, v, part, dim**-0.5)
-            found.append([out.detach(), *torch.autograd.grad(out, tensors, grad[rows].double())])
-        return [torch.cat(tensors) for tensors in zip(*found)]
+        """Node by node: what autograd keeps of all nodes in float64 would not fit."""
+        out, *sums = [torch.zeros_like(t, dtype=torch.float64) for t in (qkv[0], *qkv)]
+        for (start, stop, _), path in zip(layout.nodes.tolist(), layout.paths()):
+            queries = torch.arange(start, stop, device=on)
+            keys = torch.cat([*(torch.arange(s.start, s.stop, device=on) for s in path), queries])
+            q, k, v = tensors = [
+                t[rows].double().requires_grad_() for t, rows in zip(qkv, (queries, keys, keys), strict=True)
+            ]
+            node_out, _ = reference.attend(q, k, v, dim**-0.5, causally=True)
+            out[queries] = node_out.detach()
+            gradients = torch.autograd.grad(node_out, tensors, grad[queries].double())
+            for total, rows, gradient in zip(sums, (queries, keys, keys), gradients, strict=True):
+                total.index_add_(0, rows, gradient)
+        return [out, *sums]
 
     return Problem(
         run,
@@ -163,8 +169,21 @@ def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Pro
         dtype=dtype,
         # in 16 bits the gradients start from the rounded output, where plain torch keeps its weights
         floor=3e-6 if dtype == F32 else torch.finfo(dtype).eps,
-        inputs={"qkv": qkv, "grad": grad, "layout": packed},
+        inputs={"qkv": qkv, "grad": grad, "layout": layout},
     )
+
+
+def grouped(layout: Layout, heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
+    """Make a problem as :func:`packed` of two levels."""
+    return packed(GroupedLayout(*layout), heads, dtype, on)
+
+
+def tree(levels: Sequence[tuple[int, int]], heads: Heads, dtype: torch.dtype, on: Device) -> Problem:
+    """Make a problem as :func:`packed`; each node of a level has so many children, of so many tokens."""
+    counter, sequences = itertools.count(), [list[int]()]
+    for children, tokens in levels:
+        sequences = [[*s, *itertools.islice(counter, tokens)] for s in sequences for _ in range(children)]
+    return packed(TreeLayout.from_sequences(sequences), heads, dtype, on)
 
 
 def groups(prompts: int, samples: int, prefix: int, suffix: int) -> Layout:
@@ -187,6 +206,8 @@ SMALL = [
          partial(grouped, ([0, 33], [1, 18, 64, 0, 5], [0, 2, 5]), (4, 2, 32), F32)),
     Case("grouped_attention", "odd lengths, heads of 128",
          partial(grouped, ([0, 33], [1, 18, 64, 0, 5], [0, 2, 5]), (4, 2, 128), BF16)),
+    *(Case("tree_attention", f"odd lengths, heads of {dim}", partial(tree, ODD_LEVELS, (4, 2, dim), dtype))
+      for dim, dtype in ((32, F32), (64, BF16), (128, BF16))),
 ]  # fmt: skip
 
 
@@ -213,3 +234,6 @@ def timed(work: Workload) -> Iterator[Case]:
     layout = groups(min(work.prompts, 4), work.samples, work.prompt_tokens, work.completion_tokens)
     yield Case("grouped_attention", f"{len(layout[0])} prompts x {work.samples}, forward and backward",
                partial(grouped, layout, heads, dtype), timed=True)  # fmt: skip
+    levels = [(1, work.prompt_tokens), (len(layout[0]), work.prompt_tokens), (work.samples, work.completion_tokens)]
+    yield Case("tree_attention", f"{len(layout[0])} prompts x {work.samples} that begin alike, forward and backward",
+               partial(tree, levels, heads, dtype), timed=True)  # fmt: skip

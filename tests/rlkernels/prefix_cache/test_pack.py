@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkernels import backend
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout, pack, packs_tries
 
 SEQUENCES = st.lists(st.lists(st.integers(-2, 2), max_size=7), max_size=6)
@@ -55,7 +56,19 @@ def test_kinds_of_rows():
     packed = pack(rows)
     assert packed.ids.tolist() == [1, 2] and packed.pairs.tolist() == [0, 1, 0, 2, 0, 1]
     assert pack([]).ids.tolist() == pack([[], [7]]).ids.tolist() == []
-    assert packs_tries(torch.device("cpu")) and not packs_tries(torch.device("cuda"))
+
+
+def test_tries_are_packed_on_a_gpu_where_a_proof_says_so(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None)
+    try:
+        for chosen, tries in (("triton/crossing", True), ("triton", True), ("torch", False)):
+            backend.use({"tree_attention": chosen})
+            assert packs_tries(torch.device("cpu")) and packs_tries(gpu) == tries
+            assert backend.choose("tree_attention", gpu) == chosen
+    finally:
+        backend.use({})
+    assert not packs_tries(gpu)
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), [

@@ -18,7 +18,7 @@ from rlkernels.verdicts import PACKAGE, python_files
 F32 = torch.float32
 MODULES = ["logprobs.triton_kernels", "sampling.triton_kernels", "similarity.triton_kernels", "rank1.triton_kernels",
            "rank1.triton_vectors", "rank1.triton_update",
-           "prefix_cache.triton_kernels", "prefix_cache.triton_grouped"]  # fmt: skip
+           "prefix_cache.triton_kernels", "prefix_cache.triton_tree"]  # fmt: skip
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def small_problems(on):
     yield "shared_prefix_attention", attention.shared([4], 2, [1, 2], 1, heads, 4, F32, on)
     yield "merge_attention", attention.merge(2, 2, 16, F32, on)
     yield "grouped_attention", attention.grouped(([3], [1, 1], [0, 2]), heads, F32, on)
+    yield "tree_attention", attention.tree([(1, 3), (2, 1), (2, 1)], heads, F32, on)
     yield "token_logprobs", logits.logprobs(2, 5, F32, True, on)
     yield "sample_tokens", logits.sample(2, 5, F32, [(1.0, 1.0, 0)], on)
     yield "dtw", similarity.warp(1, 2, 3, 1, "full", None, False, on)
@@ -69,7 +70,8 @@ def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_verdi
     """A change in what an op runs through voids the verdicts on it in the user's cache."""
     modules = [importlib.import_module(f"rlkernels.{name}") for name in MODULES]  # else some would be imported below
     # they compute nothing
-    not_computing = {PACKAGE / f"{name}.py" for name in ("__init__", "_check", "_contexts", "_gradients", "backend")}
+    not_computing = {PACKAGE / f"{name}.py" for name in ("__init__", "_check", "_contexts", "_gradients", "backend",
+                                                     "registry")}  # fmt: skip
     not_computing |= {*(PACKAGE / "proof").rglob("*.py")}
     monkeypatch.setattr(grouped, "Tiling", partial(Tiling, widest=16, rows=8, columns=16))  # wider rows: other kernels
     monkeypatch.setattr(modules[-1], "SHORT", 0)  # the prefix's tile of keys is cut, and its pieces are added up

@@ -1,19 +1,25 @@
-"""grouped_attention as Triton kernels, forward and backward, on the packed tokens as they are.
+"""tree_attention as Triton kernels, forward and backward, on the packed tokens as they are.
 
-In a group [prefix | suffix 1 | suffix 2 | ...] a token sees its prefix and its own part, never anything behind it. So a
-tile of queries reads two stretches of keys, and a tile of the prefix's keys is seen by everything behind it in the
-group: one stretch of queries, over which its gradients are summed. Where that stretch is much longer than others it is
-cut into pieces, whose sums in float32 are added up afterwards, unless enough others run meanwhile.
+Token j is seen by token i where ``j <= i < end[j]``. A tile holds tokens of one node, or crosses nodes:
+
+- Two levels: a tile of queries reads two stretches of keys, those of its prefix and of its node.
+- Deeper trees: a tile of queries reads a list of blocks of keys: first those that all its queries see, which need no
+  mask, then the others.
+- Tiles that cross nodes are full, and suit many short nodes. Their masks look up ``end`` for every key.
+
+A tile of keys is seen by one stretch of queries, over which its gradients are summed. If that stretch is much longer
+than others, it is cut into pieces, whose sums in float32 are added up afterwards, unless enough others run meanwhile.
 """
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from rlkernels.backend import on_its_device, power_of_2, triton_interpreted
-from rlkernels.prefix_cache.layout import GroupedLayout
+from rlkernels.prefix_cache.layout import TreeLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 PIECES = 8  # into which a long stretch of queries is cut
@@ -25,8 +31,12 @@ class Tiles(NamedTuple):
     """What the programs of the kernels work on; the longest loops first."""
 
     queries: torch.Tensor  # int32 [tiles, 5], see :func:`_forward_kernel`
+    blocks: torch.Tensor | None  # int32 [blocks of all tiles, 2]: first and last key; None for two levels
+    queries_back: torch.Tensor  # the same two for the query kernel, whose blocks may be longer
+    blocks_back: torch.Tensor | None
     keys: torch.Tensor  # int32 [programs, 5], see :func:`_key_kernel`
-    cut: torch.Tensor  # int32 [tiles of keys that are cut into pieces, 2]: first key and end of its part
+    cut: torch.Tensor  # int32 [tiles of keys that are cut into pieces, 2]: first key and end
+    ends: torch.Tensor | None  # int32 [T], for tiles that cross nodes
 
 
 @triton.jit
@@ -79,13 +89,28 @@ def _masked_block(at, tail, first, prefix_end, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _listed_block(blocks, at, BLOCK_N: tl.constexpr):
+    """Return the keys of a block in a list, which may go beyond its last key."""
+    return tl.load(blocks + at // BLOCK_N * 2) + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _seen(token, n, valid, ends):
+    """Tell which keys each query sees, [BLOCK_M, BLOCK_N]; in a tile that crosses nodes, keys may be on other paths."""
+    seen = valid[None, :] & (n[None, :] <= token[:, None])
+    if ends is not None:
+        seen &= token[:, None] < tl.load(ends + n, mask=valid, other=0)[None, :]
+    return seen
+
+
+@triton.jit
 def _attend(q, k, v, seen, largest, total, acc, scale):
     """Take a block of keys into the softmax of a tile of queries; ``seen`` None: every query sees every key."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if seen is not None:
         score = tl.where(seen, score, -float("inf"))
     new = tl.maximum(largest, tl.max(score, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)
+    safe = new if seen is None else tl.where(new == -float("inf"), 0.0, new)
     weight, shrink = tl.exp2(score - safe[:, None]), tl.exp2(largest - safe)
     total = total * shrink + tl.sum(weight, 1)
     acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
@@ -94,32 +119,49 @@ def _attend(q, k, v, seen, largest, total, acc, scale):
 
 @triton.jit
 def _forward_kernel(
-    query, key, value, out, lse, tiles, heads, kv_heads, scale,
+    query, key, value, out, lse, tiles, blocks, ends, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend a tile of queries of a head; tiles: first query, end, start of the part, start, end of the prefix."""
+    """Attend a tile of queries of a head; tiles: first query, end, start of the node, start, end of the prefix.
+
+    With ``blocks`` the last three are the places of the first block, the first that needs a mask, and the end.
+    """
     head = tl.program_id(1)
-    first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
+    first, stop, begin, middle, end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
-    inside = token < part_end
+    inside = token < stop
     q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = tl.minimum(part_end, first + BLOCK_M)
-    whole = (prefix_end - prefix) // BLOCK_N * BLOCK_N
-    tail = prefix + whole
-    for at in range(0, whole + first - part, BLOCK_N):
-        n = _whole_block(at, whole, prefix, part, BLOCK_N)
+    if blocks is None:
+        part, prefix, prefix_end = begin, middle, end
+        end = tl.minimum(stop, first + BLOCK_M)
+        whole = (prefix_end - prefix) // BLOCK_N * BLOCK_N
+        tail = prefix + whole
+        whole_keys = whole + first - part
+        masked_keys = tl.where(tail < prefix_end, BLOCK_N, 0) + end - first
+    else:
+        whole_blocks, masked_blocks = blocks + begin * 2, blocks + middle * 2
+        whole_keys, masked_keys = (middle - begin) * BLOCK_N, (end - middle) * BLOCK_N
+    for at in range(0, whole_keys, BLOCK_N):
+        if blocks is None:
+            n = _whole_block(at, whole, prefix, part, BLOCK_N)
+        else:
+            n = _listed_block(whole_blocks, at, BLOCK_N)
         k = _rows(key, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         largest, total, acc = _attend(q, k, v, None, largest, total, acc, scale * LOG2_E)
-    for at in range(0, tl.where(tail < prefix_end, BLOCK_N, 0) + end - first, BLOCK_N):
-        n, valid = _masked_block(at, tail, first, prefix_end, end, BLOCK_N)
+    for at in range(0, masked_keys, BLOCK_N):
+        if blocks is None:
+            n, valid = _masked_block(at, tail, first, prefix_end, end, BLOCK_N)
+        else:
+            n = _listed_block(masked_blocks, at, BLOCK_N)
+            valid = n <= tl.load(masked_blocks + at // BLOCK_N * 2 + 1)
         k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        seen = valid[None, :] & (n[None, :] <= token[:, None])
+        seen = _seen(token, n, valid, ends)
         largest, total, acc = _attend(q, k, v, seen, largest, total, acc, scale * LOG2_E)
     acc = acc / tl.where(inside, total, 1.0)[:, None]
     _store_rows(out, acc, token, inside, heads, head, DIM, BLOCK_D)
@@ -141,41 +183,61 @@ def _delta_kernel(out, grad, grad_lse, delta, rows, DIM: tl.constexpr, BLOCK_R: 
 
 
 @triton.jit
-def _score_gradients(q, k, v, grad, token, inside, n, valid, lse, delta, heads, head, scale):
-    """Compute weights and gradients of the scores, [BLOCK_M, BLOCK_N]; a query sees valid keys up to its own."""
-    at = token.to(tl.int64) * heads + head
-    natural = tl.load(lse + at, mask=inside, other=0.0)
-    correction = tl.load(delta + at, mask=inside, other=0.0)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = inside[:, None] & valid[None, :] & (n[None, :] <= token[:, None])
-    weight = tl.where(seen, tl.exp2((score - natural[:, None]) * LOG2_E), 0.0)
+def _score_gradients(q, k, v, grad, seen, natural, correction, scale):
+    """Compute gradients of the scores, [BLOCK_M, BLOCK_N], without their ``scale``; ``seen`` None: all keys."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+    weight = tl.exp2(score - natural[:, None])
     outer = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    return weight, weight * (outer - correction[:, None]) * scale
+    gradients = weight * (outer - correction[:, None])
+    return gradients if seen is None else tl.where(seen, gradients, 0.0)  # a mask of the weights takes more registers
 
 
 @triton.jit
 def _query_kernel(
-    query, key, value, grad, lse, delta, grad_query, tiles, heads, kv_heads, scale,
+    query, key, value, grad, lse, delta, grad_query, tiles, blocks, ends, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one tile of queries; tiles as for the forward kernel."""
     head = tl.program_id(1)
-    first, part_end, part, prefix, prefix_end = _tile(tiles + tl.program_id(0) * 5)
+    first, stop, begin, middle, end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
-    inside = token < part_end
+    inside = token < stop
     q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
     g = _rows(grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
+    at = token.to(tl.int64) * heads + head
+    natural = tl.load(lse + at, mask=inside, other=0.0) * LOG2_E
+    correction = tl.load(delta + at, mask=inside, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    skip = tl.cdiv(prefix_end - prefix, BLOCK_N) * BLOCK_N
-    end = tl.minimum(part_end, first + BLOCK_M)
-    for at in range(0, skip + end - part, BLOCK_N):
-        n, valid = _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N)
+    if ends is not None:  # elsewhere a mask costs less than a second loop
+        whole_blocks = blocks + begin * 2
+        for at in range(0, (middle - begin) * BLOCK_N, BLOCK_N):
+            n = _listed_block(whole_blocks, at, BLOCK_N)
+            k = _rows(key, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+            v = _rows(value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+            ds = _score_gradients(q, k, v, g, None, natural, correction, scale)
+            acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+        begin = middle
+    if blocks is None:
+        part, prefix, prefix_end = begin, middle, end
+        skip = tl.cdiv(prefix_end - prefix, BLOCK_N) * BLOCK_N
+        end = tl.minimum(stop, first + BLOCK_M)
+        keys = skip + end - part
+    else:
+        blocks += begin * 2
+        keys = (end - begin) * BLOCK_N
+    for at in range(0, keys, BLOCK_N):
+        if blocks is None:
+            n, valid = _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N)
+        else:
+            n = _listed_block(blocks, at, BLOCK_N)
+            valid = n <= tl.load(blocks + at // BLOCK_N * 2 + 1)
         k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        _, ds = _score_gradients(q, k, v, g, token, inside, n, valid, lse, delta, heads, head, scale)
+        seen = _seen(token, n, valid, ends)
+        ds = _score_gradients(q, k, v, g, seen, natural, correction, scale)
         acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    _store_rows(grad_query, acc, token, inside, heads, head, DIM, BLOCK_D)
+    _store_rows(grad_query, acc * scale, token, inside, heads, head, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -195,16 +257,20 @@ def _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale):
 
 @triton.jit
 def _key_kernel(
-    query, key, value, grad, lse, delta, grad_key, grad_value, parts, tiles, heads, kv_heads, scale,
+    query, key, value, grad, lse, delta, grad_key, grad_value, parts, tiles, ends, heads, kv_heads, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile (first key, end of its part, first of the queries that may see it and their end, -1) and a KV head; or a
-    piece of a tile: its queries, and where its sums go in ``parts`` [pieces, 2, BLOCK_N, kv_heads, DIM]."""
+    """A tile (first key, end, first of the queries that may see it and their end, -1) and a KV head; or a piece of a
+    tile: its queries, and where its sums go in ``parts`` [pieces, 2, BLOCK_N, kv_heads, DIM]."""
     tile, kv_head = tiles + tl.program_id(0) * 5, tl.program_id(1)
-    first, part_end, queries, queries_end, piece = _tile(tile)
+    first, stop, queries, queries_end, piece = _tile(tile)
     n = first + tl.arange(0, BLOCK_N)
-    valid = n < part_end
+    valid = n < stop
+    whole_end = queries_end
+    if ends is not None:
+        until = tl.load(ends + n, mask=valid, other=2**31 - 1)
+        whole_end = tl.minimum(whole_end, tl.min(until, 0))
     k = _rows(key, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
     v = _rows(value, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -212,7 +278,7 @@ def _key_kernel(
     # the blocks of queries on the diagonal, those that see all keys of the tile, and what is left of a block
     diagonal = tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_N, queries_end) - queries, 0), BLOCK_M)
     blocks = tl.cdiv(queries_end - queries, BLOCK_M)
-    whole = tl.maximum((queries_end - queries) // BLOCK_M - diagonal, 0)
+    whole = tl.maximum((whole_end - queries) // BLOCK_M - diagonal, 0)
     per_head = tl.maximum(whole, 1)  # a division by 0 would let the compiler assume that the loop has a turn
     for at in range(0, GROUP * whole):
         head = kv_head * GROUP + at // per_head
@@ -235,6 +301,8 @@ def _key_kernel(
         natural = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
         correction = tl.load(delta + row, mask=inside, other=0.0)
         seen = inside[None, :] & (n[:, None] <= token[None, :])
+        if ends is not None:
+            seen &= token[None, :] < until[:, None]
         dk, dv = _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale * LOG2_E)
     dk *= scale
     if piece < 0:
@@ -266,99 +334,159 @@ def _sum_kernel(
         _store_rows(grad_value, acc, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
+def _generation(query: torch.Tensor) -> int:
+    """Return the first digit of the GPU's compute capability; 0 on a CPU."""
+    return torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
+
+
 def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
     block_d, wide = max(16, power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
-    groups = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
-    warps = 8 if wide or (block * block_d >= 8192 and not groups) else 4
+    warps = 8 if wide or (block * block_d >= 8192 and _generation(query) != 9) else 4
     return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": triton_interpreted(),
             "num_warps": warps, "num_stages": 2}  # fmt: skip
 
 
-def _forward_blocks(query: torch.Tensor) -> dict[str, int | bool]:
-    """Choose tile sizes of the forward kernel. Half of the keys leave room for a third program on a multiprocessor, for
-    heads of 128 and four warps: an H200 took 1.24 ms for what took 1.40 ms."""
+def _forward_blocks(query: torch.Tensor, crosses: bool) -> dict[str, int | bool]:
+    """Choose tile sizes of the forward kernel: half of the keys where that leaves registers for one more program on a
+    multiprocessor. For heads of 128 an H200 took 1.24 ms for what took 1.40 ms."""
     sizes = _blocks(query)
-    narrow = sizes["BLOCK_D"] == 128 and sizes["num_warps"] == 4
-    return sizes | {"BLOCK_N": 32, "num_stages": 3} if narrow else sizes
+    multiplies_by_warp = _generation(query) not in (9, 10)  # and holds all operands of a product in registers
+    if sizes["num_warps"] == 4 and (sizes["BLOCK_D"] == 128 or crosses or multiplies_by_warp):
+        sizes |= {"BLOCK_N": min(32, sizes["BLOCK_N"]), "num_stages": 3 if sizes["BLOCK_D"] == 128 else 2}
+    return sizes
 
 
-def query_tiles(layout: GroupedLayout, block: int) -> torch.Tensor:
-    """Return int32 [tiles, 5] for the forward and query kernels; the longest loops first."""
-    rows = []
-    for prefix, suffixes in layout.spans():
-        for part in [prefix, *suffixes]:
-            before = (prefix.start, prefix.start) if part is prefix else (prefix.start, prefix.stop)
-            rows += [(first, part.stop, part.start, *before) for first in range(part.start, part.stop, block)]
-    rows.sort(key=lambda r: r[2] - r[0] + r[3] - r[4])
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5)
+def _query_blocks(query: torch.Tensor, crosses: bool) -> dict[str, int | bool]:
+    """Choose tile sizes of the query kernel: two loops leave four warps registers for half of the keys."""
+    sizes = _blocks(query)
+    if crosses and sizes["num_warps"] == 4:
+        sizes["BLOCK_N"] = min(32, sizes["BLOCK_N"])
+    return sizes
 
 
-def key_tiles(layout: GroupedLayout, block: int, group: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut(layout: TreeLayout, block: int, crosses: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the packed tokens, or each node by itself, into tiles -> first token and end of each."""
+    starts = layout.nodes[: 1 if crosses else None, 0].numpy()
+    counts = -(-np.diff(starts, append=layout.num_tokens) // block)
+    number = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)  # within its node
+    first = starts.repeat(counts) + number * block
+    return first, np.append(first[1:], layout.num_tokens)[: len(first)]
+
+
+def two_level_tiles(layout: TreeLayout, rows: int) -> torch.Tensor | None:
+    """Return ``queries`` of :class:`Tiles` of two levels, of so many queries; None for a deeper tree."""
+    parents = np.array(layout.parents(), dtype=np.int64)
+    is_child = parents >= 0
+    if (parents[parents[is_child]] >= 0).any():
+        return None
+    part, part_end = layout.nodes[:, 0].numpy(), layout.nodes[:, 1].numpy()
+    prefix = np.where(is_child, part[parents], part)
+    prefix_end = np.where(is_child, part_end[parents], part)
+    first, stop = _cut(layout, rows, False)
+    node = part.searchsorted(first, "right") - 1
+    table = np.stack([first, stop, part[node], prefix[node], prefix_end[node]], 1)
+    longest = (table[:, 2] - first + table[:, 3] - table[:, 4]).argsort(kind="stable")
+    return torch.from_numpy(table[longest].astype(np.int32))
+
+
+def query_tiles(layout: TreeLayout, rows: int, block: int, crosses: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``queries`` and ``blocks`` of :class:`Tiles`, of so many queries and keys; the longest loops first.
+
+    A block of keys is seen by a stretch of tiles, and within it all of it is seen by a stretch.
+    """
+    first, stop = _cut(layout, rows, crosses)
+    start, limit = _cut(layout, block, crosses)
+    ends = layout.end.numpy()
+    whole_end, end = np.minimum.reduceat(ends, start), np.maximum.reduceat(ends, start)
+    begin = first.searchsorted(start, "right") - 1
+    seen = first.searchsorted(end) - begin
+    whole = limit - start == block
+    whole_from, whole_to = first.searchsorted(limit), np.where(whole, stop.searchsorted(whole_end, "right"), 0)
+    number = np.arange(len(start)).repeat(seen)
+    tile = np.arange(len(number)) - (seen.cumsum() - seen - begin).repeat(seen)
+    masked = (tile < whole_from[number]) | (tile >= whole_to[number])
+    order = (tile * 2 + masked).argsort(kind="stable")
+    counts = np.bincount(tile * 2 + masked, minlength=2 * len(first)).reshape(-1, 2)
+    stops = counts.cumsum().reshape(-1, 2)
+    table = np.stack([first, stop, stops[:, 0] - counts[:, 0], stops[:, 0], stops[:, 1]], 1)
+    longest = (-counts.sum(1)).argsort(kind="stable")
+    blocks = np.stack([start, limit - 1], 1)[number[order]]
+    return torch.from_numpy(table[longest].astype(np.int32)), torch.from_numpy(blocks.astype(np.int32))
+
+
+def key_tiles(
+    layout: TreeLayout, block: int, group: int, kv_heads: int, crosses: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``keys`` and ``cut`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
 
     Cut is what would be gone through for more than twice the mean, so less than half of the tiles, and for longer than
     all of it takes ``AT_ONCE`` programs: of more, a long one hides behind the others. So ``parts`` holds less than
     ``AT_ONCE`` tiles, however long the batch.
     """
-    tiles = []
-    for prefix, suffixes in layout.spans():
-        group_end = suffixes[-1].stop if suffixes else prefix.stop
-        for part in [prefix, *suffixes]:
-            end = group_end if part is prefix else part.stop
-            tiles += [(first, part.stop, end) for first in range(part.start, part.stop, block)]
-    work = sum(end - first for first, _, end in tiles)
-    most = max(SHORT / group, 2 * work / max(len(tiles), 1), work * kv_heads / AT_ONCE)
-    cut = [tile for tile in tiles if tile[2] - tile[0] > most]
-    rows = [(first, stop, first, end, -1) for first, stop, end in tiles if end - first <= most]
-    for i, (first, stop, end) in enumerate(cut):
-        step = -(-(end - first) // (16 * PIECES)) * 16
-        starts = [min(first + step * j, end) for j in range(PIECES + 1)]
-        rows += [(first, stop, starts[j], starts[j + 1], i * PIECES + j) for j in range(PIECES)]
-    rows.sort(key=lambda r: r[2] - r[3])
-    return (
-        torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5),
-        torch.tensor([tile[:2] for tile in cut], dtype=torch.int32, device="cpu").view(-1, 2),
-    )
+    first, stop = _cut(layout, block, crosses)
+    end = np.maximum.reduceat(layout.end.numpy(), first) if len(first) else first
+    length = end - first
+    most = max(SHORT / group, 2 * length.sum() / max(len(length), 1), length.sum() * kv_heads / AT_ONCE)
+    short, cut = (length <= most).nonzero()[0], (length > most).nonzero()[0]
+    step = -(-length[cut] // (16 * PIECES)) * 16
+    starts = np.minimum(first[cut] + step * np.arange(PIECES + 1)[:, None], end[cut]).T  # [cut, PIECES + 1]
+    tile = np.concatenate([short, cut.repeat(PIECES)])
+    queries = np.concatenate([first[short], starts[:, :-1].flatten()])
+    queries_end = np.concatenate([end[short], starts[:, 1:].flatten()])
+    piece = np.concatenate([np.full(len(short), -1), np.arange(PIECES * len(cut))])
+    table = np.stack([first[tile], stop[tile], queries, queries_end, piece], 1)
+    longest = (queries - queries_end).argsort(kind="stable")
+    cuts = np.stack([first[cut], stop[cut]], 1)
+    return torch.from_numpy(table[longest].astype(np.int32)), torch.from_numpy(cuts.astype(np.int32))
 
 
-def _tiles(layout: GroupedLayout, query: torch.Tensor, kv_heads: int) -> Tiles:
+def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool) -> Tiles:
     """Return the tiles on the query's device; made once per layout, used in every layer."""
-    block, group, device = int(_blocks(query)["BLOCK_M"]), query.shape[1] // kv_heads, query.device
-    if (place := (block, group, kv_heads, device)) not in layout.tiles:
-        tiles = query_tiles(layout, block), *key_tiles(layout, block, group, kv_heads)
-        layout.tiles[place] = Tiles(*(t.to(device) for t in tiles))
+    rows = int(_blocks(query)["BLOCK_M"])
+    ahead, back = (int(choose(query, crosses)["BLOCK_N"]) for choose in (_forward_blocks, _query_blocks))
+    group, device = query.shape[1] // kv_heads, query.device
+    if (place := (crosses, rows, ahead, back, group, kv_heads, device)) not in layout.tiles:
+        table = None if crosses else two_level_tiles(layout, rows)
+        queries = {
+            block: (table, None) if table is not None else query_tiles(layout, rows, block, crosses)
+            for block in (ahead, back)
+        }
+        keys = key_tiles(layout, rows, group, kv_heads, crosses)
+        tables = (*queries[ahead], *queries[back], *keys, layout.end.int() if crosses else None)
+        on_device: list[Any] = [None if table is None else table.to(device) for table in tables]
+        layout.tiles[place] = Tiles(*on_device)
     return layout.tiles[place]
 
 
 @on_its_device
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: GroupedLayout, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float, crosses: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend contiguous query [T, Hq, d], key, value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     out = torch.empty_like(query, dtype=torch.float32 if triton_interpreted() else query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     heads, kv_heads = query.shape[1], key.shape[1]
-    tiles = _tiles(layout, query, kv_heads).queries
+    tiles = _tiles(layout, query, kv_heads, crosses)
     if out.numel():
-        _forward_kernel[(len(tiles), heads)](
-            query, key, value, out, lse, tiles, heads, kv_heads, scale, GROUP=heads // kv_heads,
-            **_forward_blocks(query),
+        _forward_kernel[(len(tiles.queries), heads)](
+            query, key, value, out, lse, tiles.queries, tiles.blocks, tiles.ends, heads, kv_heads, scale,
+            GROUP=heads // kv_heads, **_forward_blocks(query, crosses),
         )  # fmt: skip
     return out.to(query.dtype), lse
 
 
 @on_its_device
 def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor,
-             value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, layout: GroupedLayout, scale: float
+             value: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, layout: TreeLayout, scale: float, crosses: bool
              ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    tiles = _tiles(layout, query, kv_heads)
+    tiles = _tiles(layout, query, kv_heads, crosses)
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():
@@ -367,11 +495,14 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
         delta, rows = torch.empty_like(lse), max(1, 4096 // sizes["BLOCK_D"])
         _delta_kernel[(triton.cdiv(lse.numel(), rows),)](out, grad, grad_lse, delta, lse.numel(), BLOCK_R=rows, **whole)
         shared = (query, key, value, grad, lse, delta)
-        _query_kernel[(len(tiles.queries), heads)](*shared, grads[0], tiles.queries, heads, kv_heads, scale, **sizes)
+        back = tiles.queries_back, tiles.blocks_back, tiles.ends
+        _query_kernel[(len(tiles.queries_back), heads)](
+            *shared, grads[0], *back, heads, kv_heads, scale, **sizes | _query_blocks(query, crosses)
+        )
         sizes["BLOCK_M"] = max(16, sizes["BLOCK_M"] // 2)  # two accumulators leave registers for fewer queries
         parts = lse.new_empty(len(tiles.cut), PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
         _key_kernel[(len(tiles.keys), kv_heads)](
-            *shared, grads[1], grads[2], parts, tiles.keys, heads, kv_heads, scale, **sizes
+            *shared, grads[1], grads[2], parts, tiles.keys, tiles.ends, heads, kv_heads, scale, **sizes
         )
         if len(tiles.cut):
             _sum_kernel[(len(tiles.cut), kv_heads, 2)](
