@@ -21,6 +21,8 @@ from rlkernels._files import replace_file
 from rlkernels.registry import OPS
 
 PACKAGE = Path(__file__).parent
+# modules of other folders whose numbers an op uses, by folder
+SHARED = {"rank1": ["sampling/reference.py"]}
 # modules of the folders of ops that launch nothing: verdicts do not depend on them
 HOST_ONLY = "block_pool.py", "cache.py", "peft.py", "soft.py", "states.py", "stream.py", "trajectories.py"
 Verdict = dict[str, Any]
@@ -45,9 +47,13 @@ def digest(path: Path) -> str:
 
 
 def python_files(op: str) -> list[Path]:
-    """Return the modules whose code an op may run: those of its folder, and shared ones."""
-    modules = (PACKAGE / OPS[op].folder).glob("*.py")
-    return sorted([*(path for path in modules if path.name not in HOST_ONLY), PACKAGE / "_precision.py"])
+    """Return the modules whose change voids verdicts on an op: those that compute its results.
+
+    They lie in its folder, but for some shared ones. Modules that check, dispatch or differentiate are not among them.
+    """
+    folder = OPS[op].folder
+    modules = [path for path in (PACKAGE / folder).glob("*.py") if path.name not in HOST_ONLY]
+    return sorted([*modules, *(PACKAGE / name for name in ["_precision.py", *SHARED.get(folder, [])])])
 
 
 @functools.cache

@@ -32,7 +32,6 @@ from bench.gpu.journal import ROOT, Entry, Journal, call_facts, record_path
 from bench.gpu.summary import summary, told
 from bench.gpu.worker import COMPILED, INPUTS
 from rlkernels.backend import built_with_cuda, extension_error
-from rlkernels.proof import PROVABLE
 from rlkernels.proof.process import DeviceLost, Message, Worker, kill
 from rlkernels.registry import OPS
 
@@ -52,6 +51,7 @@ REHEARSED, REHEARSED_S = ("grouped_attention", "merge_attention"), 15.0
 FEW_FILES, FEW_TESTS = 1, "merge_attention"
 BUILD_S = 200.0  # of a call, after which nobody waits for the build any more
 SANITIZERS = ("memcheck", "racecheck")
+ON_GPU = tuple(name for name, op in OPS.items() if op.on_gpu)
 MODEL = ("decode", "train")
 NEEDS_BUILD = ("prove", "tests", "sanitize")  # kinds of jobs that make no sense without the extension
 # kind of a job -> seconds from one sign of life to the next, after which it hangs
@@ -262,7 +262,7 @@ class Session:
         record = self.journal.path.with_name(f"{self.journal.path.stem}-prove.json")
         command = [sys.executable, "-m", "rlkernels", "prove", "--again", "--device", self.device]
         command += ["--seconds", str(max(int(seconds - PTX_S), 1)), "--record", str(record)]
-        ops = [op for op in self.args.ops if op in PROVABLE] or ([REHEARSED[-1]] if self.args.rehearse else [])
+        ops = [op for op in self.args.ops if op in ON_GPU] or ([REHEARSED[-1]] if self.args.rehearse else [])
         command += ["--ops", *ops] if ops else []
         code, said = run(command, self.env, seconds)
         self.console.print(said[-1500:], highlight=False, markup=False)
@@ -376,7 +376,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
     args = parser.parse_args(argv)
-    known = (*PROVABLE, *MODEL)
+    known = (*ON_GPU, *MODEL)
     if unknown := [op for op in args.ops if op not in known]:
         parser.error(f"no op named {', '.join(unknown)}; there are {', '.join(known)}")
     if not args.rehearse and not torch.cuda.is_available():
@@ -395,7 +395,7 @@ def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases:CASES") ->
     if args.rehearse and not args.ops:
         jobs = [job for job in jobs if job["kind"] != "time" or job["op"] in REHEARSED]
     if args.ops:
-        proves = any(op in PROVABLE for op in args.ops)
+        proves = any(op in ON_GPU for op in args.ops)
         also = {"device"} | ({"prove"} if proves else set())
         jobs = [job for job in jobs if job["op"] in args.ops or job["kind"] in also]
     lost = ""

@@ -6,10 +6,12 @@ below ``WIN`` in every timed case. All of this runs in a process of its own: a b
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pkgutil
+import statistics
 import subprocess
 import sys
 import time
@@ -38,16 +40,20 @@ CASES = "rlkernels.proof.cases:cases_of"
 NO_GPU = "torch finds no CUDA device; --device cpu (device='cpu') makes a dry run on the CPU"
 # the worker takes its modules from where this process does
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
-PROVABLE = tuple(name for name, op in OPS.items() if op.on_gpu)
+PROVABLE = tuple(name for name, op in OPS.items() if op.on_gpu and not op.like)
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of ratios, and bounds of its 95 % confidence interval by order statistics."""
+    """Return the median, and the closest order statistics that hold the true one with 95 % probability, if n >= 6.
+
+    Each ratio lies below the true median with probability 1/2. So ``rank`` or fewer of them lie there with probability
+    (C(n, 0) + ... + C(n, rank)) / 2^n, which must be at most 2.5 %.
+    """
     ordered = sorted(ratios)
     n = len(ordered)
-    rank = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
-    median = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-    return median, ordered[rank], ordered[n - 1 - rank]
+    outcomes = itertools.accumulate(math.comb(n, k) for k in range(n))
+    rank = max(0, sum(40 * count <= 2**n for count in outcomes) - 1)
+    return statistics.median(ordered), ordered[rank], ordered[n - 1 - rank]
 
 
 class Prover:
@@ -99,11 +105,11 @@ class Prover:
         """Check a candidate by the small cases; ``reason`` says why it cannot win."""
         entry: Message = {"reason": "", "cases": {}}
         for case in self.cases:
-            if case.op == OPS[op].name and not case.timed and not entry["reason"]:
+            if OPS[op].name in (case.op, OPS[case.op].like) and not case.timed and not entry["reason"]:
                 answer = self.ask({"kind": "check", "op": case.op, "case": case.label, "backend": name})
                 reason = objection(answer)
                 entry["reason"] = f"{case.label}: {reason}" if reason else ""
-                self.say(f"{op} {name}, {case.label}: {reason or 'right, twice the same bits'}")
+                self.say(f"{case.op} {name}, {case.label}: {reason or 'right, twice the same bits'}")
         return entry
 
     def time_case(self, case: Case, candidates: dict[str, Message]) -> None:
@@ -154,7 +160,7 @@ class Prover:
             return
         times = answer["times"]  # backend -> seconds of each round
         ratio, low, high = interval([seconds / plain for seconds, plain in zip(times[name], times["torch"])])
-        medians = {backend: interval(times[backend])[0] for backend in (name, "torch")}
+        medians = {backend: statistics.median(times[backend]) for backend in (name, "torch")}
         entry["cases"][case.label] = {"ratio": ratio, "interval": [low, high], "seconds": medians}
         result = f"{medians[name] * 1e6:,.0f} µs, {ratio:.2f} ({low:.2f} to {high:.2f}) of plain torch's time"
         self.say(f"{case.op} {name}, {case.label}: {result}")
@@ -191,7 +197,8 @@ def prove(
     """Find the best backends on a GPU, and store the verdicts for this and later processes.
 
     Args:
-        ops: names of ops; None for all that have a GPU kernel.
+        ops: names of ops; None for all that have a GPU kernel. An op without kernels of its own, such as ``dtw_topk``,
+            stands for the op whose kernels it runs.
         device: a CUDA device; None for the current one. On a CPU it is a dry run that stores nothing.
         seconds: time for all ops; a second call continues with those that the first left out.
         workload: shapes of the timed cases; None for a step with Qwen2.5-0.5B.
@@ -207,7 +214,8 @@ def prove(
     Raises:
         TypeError, ValueError: an op is unknown or has no GPU kernel; ``seconds`` or ``device`` is not valid.
     """
-    op_names = list(PROVABLE if ops is None else ops)
+    named = PROVABLE if ops is None else ops
+    op_names = list(dict.fromkeys((OPS[op].like or op) if op in OPS else op for op in named))
     if unknown := [op for op in op_names if op not in PROVABLE]:
         raise ValueError(f"ops must be out of {', '.join(PROVABLE)}, got {', '.join(unknown)}")
     _check.in_range("seconds", seconds, 0, math.inf)
@@ -271,7 +279,7 @@ def compile_candidates(
     prover = Prover(torch.device(device or "cuda"), workload or Workload(), COMPILE_S, cases, say)
     code: compiled.Code = {}
     for op, verdict in result["verdicts"].items():
-        for name in verdict["candidates"] if not OPS[op].like else ():
+        for name in verdict["candidates"]:
             try:
                 code.setdefault(op, {})[name] = prover.kernels(op, name)
             except DeviceLost as error:

@@ -48,7 +48,7 @@ class Worker:
         """Give a job to the worker and return its last message; ``on_message`` gets the others as they come.
 
         Without a last message ``ok`` is False, ``message`` says why, and ``cut`` is True if the budget ended first.
-        Raises as :meth:`close`.
+        ``no_device`` is True if the worker did not start, so that it tried no job. Raises as :meth:`close`.
 
         Args:
             job: what the worker is to do.
@@ -56,15 +56,17 @@ class Worker:
             end: of the budget, on the monotonic clock.
             on_message: gets each message but the last.
         """
+        if self.process and self.process.poll() is not None:  # it died after its last answer, without this job
+            self.close()
         if self.process is None and not (ready := self._start(end))["ok"]:
-            return ready
+            return {"no_device": True, **ready}
         process = self.process
         assert process and process.stdin
         try:
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:  # it died after its last answer
-            return self._end_silent(process, limit)
+        except BrokenPipeError:  # it died before it read the job
+            return {"no_device": True, **self._end_silent(process, limit)}
         answer = self._listen(process, limit, end, on_message)
         if "traceback" in answer:  # after a CUDA error every later call in the process fails
             self.close()

@@ -26,7 +26,7 @@ from rlkernels.proof.workload import Workload
 Say = Callable[[Message], None]
 SAMPLE_S = 5e-4  # length of a timed sample; shorter calls are repeated within it
 MAX_ROUNDS = 41  # samples of each backend
-MIN_ROUNDS = 3  # also of a slow backend
+MIN_ROUNDS = 6  # also of a slow backend; fewer give no interval of 95 %
 MAX_MEMORY_BYTES = 12 << 30  # of the GPU; less where less is free
 
 
@@ -76,9 +76,13 @@ def replay(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def race(
-    problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False
-) -> dict[str, list[float]]:
-    """Time backends in turns, so that a change of the GPU's clock affects all of them; return seconds by round."""
+    problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False,
+    say: Say = lambda message: None,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Time backends in turns, so that a change of the GPU's clock affects all of them; return seconds by round.
+
+    ``say`` gets a message before each round: a slow backend is not one that hangs.
+    """
     calls: dict[str, Callable[[], Any]] = {name: partial(problem.call, name) for name in backends}
     if recorded and device.type == "cuda":
         calls = {name: replay(call) for name, call in calls.items()}
@@ -91,6 +95,7 @@ def race(
     for rounds in range(MAX_ROUNDS):
         if rounds >= MIN_ROUNDS and time.monotonic() - start >= seconds:
             break
+        say({"round": rounds})
         for name, call in calls.items():
             samples[name].append(seconds_of(call, repeats[name], device))
     return samples
@@ -112,7 +117,7 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
         synchronize(device)
     say({"begin": ""})
     racing = [name for name in backends if judged[name]["right"]]
-    times = race(problem, [*racing, "torch"], device, seconds, case.recorded) if racing else {}
+    times = race(problem, [*racing, "torch"], device, seconds, case.recorded, say) if racing else {}
     return {"ok": True, "judged": judged, "times": times}
 
 

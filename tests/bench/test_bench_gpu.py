@@ -25,16 +25,17 @@ from bench.gpu.cases import CASES, LARGE, SANITIZED
 from bench.gpu.journal import ROOT, read
 from bench.gpu.summary import summary
 from bench.gpu.worker import run_contest
-from rlkernels.proof import PROVABLE, process
+from rlkernels.proof import process
 from rlkernels.proof.cases import SMALL, attention
 from rlkernels.proof.problem import Case
-from rlkernels.registry import OPS
+from rlkernels.registry import ALL, OPS
 
 
 def test_every_op_with_a_gpu_kernel_is_timed_and_sanitized():
-    assert {case.op for case in LARGE} == {OPS[name].name for name in PROVABLE} and all(case.timed for case in LARGE)
+    on_gpu = {op.name for op in ALL if op.on_gpu}
+    assert {case.op for case in LARGE} == on_gpu and all(case.timed for case in LARGE)
     assert len({(case.op, case.label) for case in CASES}) == len(CASES)
-    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted({OPS[name].name for name in PROVABLE})
+    assert sorted(op for ops in SANITIZED.values() for op in ops) == sorted(on_gpu)
 
 
 def test_the_proof_comes_first_of_all_that_needs_the_extension():

@@ -43,7 +43,7 @@ def gaps(ops: Iterable[Op] = registry.ALL) -> list[str]:
     called = _calls.inputs().keys()
     known = functions.keys() | called  # other exports are classes, and functions that are no op
     proved = {op.name for op in ops if op.on_gpu}
-    verdict_names = {name for op in ops if op.on_gpu for name in op.verdict_names}
+    verdict_names = {name for op in ops if op.on_gpu and not op.like for name in op.verdict_names}
     places = {  # where -> ops that belong there, ops that are there
         "rlkernels/FOLDER/__init__.py": (functions.keys(), {name for name, op in functions.items() if is_defined(op)}),
         "_PUBLIC of rlkernels/__init__.py": (exported, known & rlkernels._EXPORTS.keys()),

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from scipy import stats
 from support import lacks
 
 import rlkernels
@@ -19,8 +20,8 @@ from rlkernels import backend, proof, verdicts
 from rlkernels.__main__ import main
 from rlkernels.proof import Workload, compiled, process
 from rlkernels.proof.cases import SMALL, attention, cases_of, rank1
-from rlkernels.proof.problem import Problem, Tolerance, check
-from rlkernels.proof.worker import race, run_timing
+from rlkernels.proof.problem import Problem, Tolerance, check, same_bits
+from rlkernels.proof.worker import MAX_ROUNDS, MIN_ROUNDS, race, run_timing
 from rlkernels.registry import OPS
 
 OP, CPU, CUDA = "merge_attention", torch.device("cpu"), torch.device("cuda", 0)
@@ -49,12 +50,12 @@ def prove(*ops, workload=TINY, **options):
 
 
 def test_every_op_with_a_gpu_kernel_has_small_and_timed_cases():
-    assert {*proof.PROVABLE} == {name for name, op in OPS.items() if op.cuda or op.triton}
+    assert {*proof.PROVABLE} == {name for name, op in OPS.items() if op.on_gpu and name != "dtw_topk"}
     cases = cases_of(Workload())
     for op in proof.PROVABLE:
         assert any(case.op == op and case.timed for case in cases), op
     assert len({(case.op, case.label) for case in cases}) == len(cases)
-    assert {case.op for case in SMALL} == {OPS[name].name for name in proof.PROVABLE}
+    assert {case.op for case in SMALL} == {OPS[name].name for name in (*proof.PROVABLE, "dtw_topk")}
 
 
 @pytest.mark.parametrize("op", ["delta_matvec", pytest.param("add_rank1_", marks=pytest.mark.slow)])
@@ -77,7 +78,7 @@ REASONS = {
     "merge_attention": "small: the process died with code -9",
     "write_kv": "small: hung for 20 s",
     "dtw": "small: wrong: an error of 0.3, allowed 0.0001",
-    "dtw_topk": "small: MemoryError: no room for 40 GiB",
+    "delta_matvec": "small: MemoryError: no room for 40 GiB",
     "add_rank1_": "small: two runs on the same inputs give other bits",
     "sample_tokens": "times as long as plain torch in large",
     "verify_drafts": "large: the process died with code -9",
@@ -107,6 +108,34 @@ def test_without_a_context_nothing_is_proven(monkeypatch):
     result, _ = prove(OP, cases="planted:cases_of")
     assert result["verdicts"] == {}
     assert result["left_out"][OP].startswith("not proven: RuntimeError: all CUDA-capable devices are busy")
+
+
+@pytest.mark.parametrize(("start", "reason"), [
+    ("import sys; sys.exit('no module named numpy')", "the process died with code 1: no module named numpy"),
+    ("import time; time.sleep(60)", "hung for 1 s and was killed"),
+])  # fmt: skip
+def test_a_worker_that_does_not_start_is_no_finding_about_a_kernel(monkeypatch, start, reason):
+    monkeypatch.setattr(proof, "START", start)
+    monkeypatch.setattr(process, "START_S", 1.0)
+    result, _ = prove(OP)
+    assert result["verdicts"] == {} and result["left_out"] == {OP: f"not proven: {reason}"}
+
+
+ONE_JOB = """
+import sys
+for text in ('{"ok": true}', '{"ok": true, "answered": 1}'):
+    print("@" + text, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_worker_that_dies_after_its_answer_is_no_finding_about_the_next_job():
+    worker = process.Worker([sys.executable, "-c", ONE_JOB.replace("readline()", "readline() or exit()")], os.environ)
+    for _ in range(2):
+        assert worker.ask({}, 60.0, time.monotonic() + 60.0) == {"ok": True, "answered": 1}
+        worker.process.kill()
+        worker.process.wait()
+    worker.close()
 
 
 def test_no_time_and_no_gpu_leave_everything_out():
@@ -146,7 +175,15 @@ def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
 def test_interval_of_the_median():
     assert proof.interval([0.5, 0.4, 0.6]) == (0.5, 0.4, 0.6)
     middle, low, high = proof.interval([i / 100 for i in range(41)])
-    assert middle == 0.2 and (low, high) == (0.14, 0.26)  # 15th and 27th of 41: 95 % by the binomial distribution
+    assert middle == 0.2 and (low, high) == (0.13, 0.27)  # 14th and 28th of 41
+
+
+@pytest.mark.parametrize("rounds", [MIN_ROUNDS, 7, 9, 21, MAX_ROUNDS])
+def test_the_interval_holds_the_median_in_95_of_100_cases_and_is_no_wider(rounds):
+    """The number of ratios below the median is binomial."""
+    _, low, high = proof.interval(range(rounds))
+    below = stats.binom(rounds, 0.5)
+    assert below.cdf(high) - below.cdf(low) >= 0.95 > below.cdf(high - 1) - below.cdf(low + 1)
 
 
 def verdict(op=OP, chosen="triton", workload="w"):
@@ -349,6 +386,20 @@ def test_the_fastest_by_a_planted_clock_wins(clock, fastest):
     assert {verdict["backend"] for verdict in result["verdicts"].values()} == {fastest}
 
 
+def test_an_op_that_runs_the_kernels_of_another_is_checked_and_chosen_with_it(monkeypatch):
+    asked = []
+
+    def ask(self, job, hear=None):
+        asked.append((job["kind"], job["op"]))
+        return {"ok": True, "right": job["op"] != "dtw_topk", "error": 1.0, "allowed": 0.1, "repeats": True}
+
+    monkeypatch.setattr(proof.Prover, "ask", ask)
+    monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None if name == "triton" else "not here")
+    result, _ = prove("dtw_topk", "dtw")
+    assert result["verdicts"].keys() == {"dtw"} and {*asked} == {("check", "dtw"), ("check", "dtw_topk")}
+    assert "wrong: an error of 1, allowed 0.1" in result["verdicts"]["dtw"]["candidates"]["triton"]["reason"]
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_library_says_once_what_to_run_and_never_proves():
     with warnings.catch_warnings(record=True) as caught:
@@ -424,7 +475,8 @@ def test_comments_and_layout_are_no_change(tmp_path):
 def test_the_sources_of_an_op_are_its_folder():
     for op in proof.PROVABLE:
         folders = {path.parent.name for path in verdicts.python_files(op)}
-        assert len(folders) == 2 and "rlkernels" in folders, op
+        shared = {"sampling"} if OPS[op].folder == "rank1" else set()
+        assert folders == {"rlkernels", OPS[op].folder} | shared, op
 
 
 def gate(exact, plain=None, floor=1e-6):
@@ -491,6 +543,17 @@ def test_a_launcher_that_writes_nothing_fails():
     assert not passes(check(reset, "cuda", CPU)[0])
 
 
+@pytest.mark.parametrize(("a", "b", "equal"), [
+    ([0.0], [-0.0], False), ([math.inf], [torch.finfo(torch.float32).max], False), ([math.nan], [1.0], False),
+    ([math.nan, 2.0], [-math.nan, 2.0], True), ([1], [1], True), ([1], [2], False), ([True], [False], False),
+    ([1], [1.0], False),
+])  # fmt: skip
+def test_same_bits(a, b, equal):
+    assert same_bits([torch.tensor(a)], [torch.tensor(b)]) == equal
+    assert same_bits([torch.tensor(a[-1])], [torch.tensor(b[-1])]) == equal or len(a) > 1
+    assert not same_bits([torch.tensor(a)], [torch.tensor(a)] * 2)
+
+
 def test_runs_must_repeat_to_the_bit():
     runs = iter(range(9))
     moving = Problem(lambda backend: torch.full((3,), 1.0 + (backend != "torch") * 1e-7 * next(runs)), floor=1e-3)
@@ -508,14 +571,15 @@ def test_backends_are_timed_in_turns_and_wrong_ones_are_not():
         return torch.ones(2) * (1.5 if backend == "triton" else 1)
 
     times = race(Problem(call), ["cuda", "torch"], CPU, 0.0)
-    assert times.keys() == {"cuda", "torch"} and len(times["cuda"]) == len(times["torch"]) == 3
+    assert times.keys() == {"cuda", "torch"} and len(times["cuda"]) == len(times["torch"]) == MIN_ROUNDS
     switches = sum(a != b for a, b in itertools.pairwise(order))
-    assert switches >= 7  # once each to find how often a sample calls, then three rounds
+    assert switches >= 2 * MIN_ROUNDS + 1  # once each to find how often a sample calls, then the rounds
     case = attention.Case("merge_attention", "planted", lambda device: Problem(call), timed=True)
     answer = run_timing(case, ["cuda", "triton"], CPU, 0.0, said.append)
     assert answer["judged"]["cuda"]["right"] and not answer["judged"]["triton"]["right"]
     assert answer["times"].keys() == {"cuda", "torch"}
-    assert [message["begin"] for message in said] == ["torch", "cuda", "triton", ""]
+    assert [message["begin"] for message in said[:4]] == ["torch", "cuda", "triton", ""]
+    assert said[4:] == [{"round": number} for number in range(MIN_ROUNDS)]
 
 
 def test_caches_hold_nan_wherever_no_kernel_may_read():

@@ -64,4 +64,3 @@ def timed(work: Workload) -> Iterator[Case]:
     yield Case("dtw", "128 x 128, length 512", partial(warp, 128, 128, 512, 1, "full", None, False), timed=True)
     yield Case("dtw/wide", "32 x 32, length 256 x 16 dimensions",
                partial(warp, 32, 32, 256, 16, "full", None, False), timed=True)  # fmt: skip
-    yield Case("dtw_topk", "16 x 256, length 64, k 8", partial(topk, 16, 256, 64, 8), timed=True)
