@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 MOST = 2**31 - 1  # largest count: kernels number blocks, tokens of a draft and directions in int32
 
@@ -89,9 +90,14 @@ def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = Non
     return value
 
 
+def has_values(value: torch.Tensor) -> bool:
+    """Return False for meta and fake tensors, which have a shape alone."""
+    return not (value.is_meta or isinstance(value, FakeTensor))
+
+
 def on_host(value: torch.Tensor) -> bool:
     """Return True where values can be looked at: a GPU would have to be waited for."""
-    return value.device.type == "cpu"
+    return value.device.type == "cpu" and has_values(value)
 
 
 def indices(name: str, value: torch.Tensor, size: int) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch.autograd import forward_ad
 
 from rlkernels import backend
+from rlkernels._check import has_values
 from rlkernels.registry import OPS, Op
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,8 +102,9 @@ class Rule:
 
     def _refuse_meta(self, tensors: Mapping[str, torch.Tensor], error: Exception | None = None) -> None:
         for name, tensor in tensors.items():
-            if tensor.is_meta:
-                raise TypeError(f"{self.op.name} needs the values of {name}, got a meta tensor") from error
+            if not has_values(tensor):
+                kind = "meta" if tensor.is_meta else "fake"
+                raise TypeError(f"{self.op.name} needs the values of {name}, got a {kind} tensor") from error
 
     def _call_dense(self, values: dict[str, Any]) -> Any:
         """Call with dense tensors, outside of autocast; write back to those that were not dense."""

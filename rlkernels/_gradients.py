@@ -1,4 +1,4 @@
-"""Gradients of compiled ops, under autograd and under torch.func. These gradients have no gradient and raise."""
+"""Gradients, under autograd and torch.func, that cannot be differentiated again: that raises."""
 
 import functools
 from collections.abc import Callable
@@ -69,4 +69,4 @@ class _NoSecondGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"{ctx.op} is compiled here and its gradient has no gradient{ctx.alternative}")
+        raise RuntimeError(f"the gradient of {ctx.op} has no gradient{ctx.alternative}")

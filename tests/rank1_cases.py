@@ -126,3 +126,27 @@ def check_statuses(backend: str) -> None:
     for name, scale in (("tiny", 2.0**-70), ("huge", 2.0**80)):
         assert abs(updates[name].sigma / (updates["wide"].sigma * scale) - 1) < 1e-4
         assert angle(updates[name].v, updates["wide"].v) < 1e-2
+
+
+def check_extremes(backend: str, rms: float) -> None:
+    """Check the number of steps, and the direction against float64, of a delta whose squares leave float32."""
+    delta = rms * planted(20, 30, 1.0, dtype=torch.float32, share=0.99)[0]
+    solve = partial(rlkernels.top1_delta, delta, torch.zeros_like(delta), backend=backend)
+    assert solve(max_passes=1).passes == 1
+    update = solve()
+    assert update.status == "ok" and angle(update.v, exact(delta, torch.zeros_like(delta))[2][:, 0]) <= 1e-2
+
+
+def check_any_view(backend: str, stochastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a kernel adds to a view without contiguous rows what it adds to a copy."""
+    monkeypatch.setattr(rlkernels.rank1.reference, "add_rank1_", None)  # plain torch is not called
+    storage = torch.randn(8, 6, 2).bfloat16()
+    u = torch.randn(6)
+    v = torch.randn(8)
+    view = storage[..., 1].T
+    add = partial(rlkernels.add_rank1_, u=u, v=v, scale=0.3, stochastic_rounding=stochastic, backend=backend)
+    expected = add(view.contiguous())
+    other = storage[..., 0].clone()
+    version = storage._version
+    assert add(view) is view and torch.equal(view, expected)
+    assert torch.equal(storage[..., 0], other) and storage._version > version

@@ -20,14 +20,14 @@ enum class Status : int { ok = 0, zero, ill_defined, not_converged, not_finite }
 
 struct Settings {
   double tol;
-  int64_t max_passes, min_passes;
+  int64_t max_passes, min_passes;  // Krylov steps
   int64_t rank;  // directions that are wanted
   uint64_t seed;
 };
 
 struct Result {
   double frobenius = 0, gap = 0, residual = 0, angle_bound = kHalfPi, changed = 0;
-  int64_t passes = 1;
+  int64_t passes = 1;  // Krylov steps
   Status status = Status::zero;
 };
 
@@ -56,7 +56,6 @@ class Solver {
       total_.square = exact;
       y_.clear(), z_.clear();
       read(false, scale);
-      out.passes = 2;
     }
     out.frobenius = std::sqrt(total_.square);
     out.changed = double(total_.changed) / (double(m_) * double(n_));

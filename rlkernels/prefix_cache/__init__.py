@@ -6,7 +6,7 @@ import torch
 
 from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
-from rlkernels._contexts import public_op
+from rlkernels._contexts import public_op, transform_of
 from rlkernels.prefix_cache import library, reference
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
@@ -135,7 +135,7 @@ def paged_attention(
 
     Returns:
         out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
-        denominator, float32 [T, Hq].
+        denominator, float32 [T, Hq] (float64 for float64 queries).
 
     Raises:
         TypeError, ValueError: wrong shapes, dtypes or devices; a sequence with more queries than keys or than its
@@ -245,10 +245,12 @@ def merge_attention(
 
     Args:
         out_a, out_b: [T, H, d].
-        lse_a, lse_b: float32 [T, H], natural logarithm; -inf where a side saw no key, whose output is then not used.
+        lse_a, lse_b: float32 [T, H], or float64 beside float64 outputs; natural logarithm, -inf where a side saw no
+            key, whose output is then not used.
 
     Returns:
-        out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H]; 0 and -inf where neither saw a key.
+        out [T, H, d] in the dtype of ``out_a`` and lse float32 [T, H] (float64 for float64 outputs); 0 and -inf where
+        neither saw a key.
 
     Raises:
         TypeError, ValueError: wrong shapes, dtypes or devices; a tensor that requires grad while gradients are
@@ -298,7 +300,7 @@ def tree_attention(
 
     Returns:
         out [T, Hq, d] in the dtype of the query; with ``return_lse`` also the natural logarithm of the softmax's
-        denominator, float32 [T, Hq].
+        denominator, float32 [T, Hq] (float64 for float64 queries).
 
     Raises:
         TypeError, ValueError: wrong shapes, dtypes or devices, or a layout for another number of tokens.
@@ -365,10 +367,12 @@ def _attend_packed(
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
         return _gradients.apply(_TreeAttention, *tensors, *args[3:], softcap, chosen)
-    if softcap is None and library.suits_training(query, return_lse):
+    compiling = torch.compiler.is_compiling()  # where no tensor is part of a transform
+    in_transform = not compiling and any(transform_of(tensor) for tensor in (query, key, value))
+    if softcap is None and not in_transform and library.suits_training(query, return_lse):
         return library.tree_attention(*args)
     on_cpu = _backend.runs_on(query.device) == "cpu"
-    if return_lse or softcap is not None or not layout.num_tokens or on_cpu:
+    if return_lse or softcap is not None or not layout.num_tokens or on_cpu or in_transform:
         recompute = not (on_cpu or torch._C._are_functorch_transforms_active())
         return reference.tree_attention(*args, softcap, recompute=recompute)
     return reference.tree_attention_by_kernels(*args), None
@@ -392,7 +396,7 @@ class _TreeAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @_gradients.once("tree_attention", "; backend='torch' has one")
+    @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
     def backward(ctx, grad_out, grad_lse):
         query, key, value, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()

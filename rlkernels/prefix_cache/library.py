@@ -242,7 +242,7 @@ class _Tree(_Packed):
         return tuple(_flash(query, keys, values, rows, scale, True, window))
 
     @staticmethod
-    @_gradients.once("tree_attention")
+    @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         [window] = ctx.window
@@ -336,7 +336,7 @@ class _Grouped(_Packed):
         return out, lse, *random_state
 
     @staticmethod
-    @_gradients.once("tree_attention")
+    @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
     def backward(ctx, grad_out, grad_lse, *_):
         query, key, value, out, lse, seed, unused = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in (query, key, value)]

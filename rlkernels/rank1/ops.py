@@ -148,7 +148,8 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
         start: [n], an estimate of v, such as that of the previous training step; zeros count as none. A good one saves
             reads, a bad one cannot mislead the certificate. Used in float32.
         tol: radians; the solver stops when the angle's bound is below it.
-        max_passes: most reads of both matrices.
+        max_passes: most Krylov steps, each of which reads both matrices once. A check of extreme values may read them
+            twice more.
         seed: of the random start. The same seed gives the same bits on any number of threads.
 
     Returns:
@@ -310,10 +311,10 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         raise ValueError("weight must not be the result of a differentiable computation, got a non-leaf tensor")
     regime = "add_rank1_/large" if weight.numel() > LARGE else "add_rank1_"
     chosen = _backend.choose(regime, weight.device, backend)
-    if chosen == "torch" or not weight.numel() or not (contiguous or weight.stride(1) == 1):
+    if chosen == "torch" or not weight.numel():
         with torch.no_grad():
             return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)
-    target = weight.detach() if weight.requires_grad else weight
+    target = _rows(weight)
     left = _vector(u).clone()  # a view of the weight would change during the update
     right = _vector(v).clone()
     if chosen == "cpu":
@@ -321,6 +322,9 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
     else:
         from rlkernels.rank1 import triton_update
 
-        triton_update.add_rank1_(target, left, right, scale, stochastic_rounding=stochastic_rounding, seed=seed)
+        triton_update.add_rank1_(target, left, right, scale, stochastic_rounding, seed)
+    if not (contiguous or weight.stride(1) == 1):
+        with torch.no_grad():
+            return weight.copy_(target)
     _backend.mark_written(weight)
     return weight

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, power_of_2
+from rlkernels.backend import kernel_op, power_of_2
 from rlkernels.rank1.triton_kernels import _float, _raw, stored
 
 
@@ -73,7 +73,7 @@ def _add_kernel(
     tl.store(at, out, mask=mask)
 
 
-@on_its_device
+@kernel_op("rlkernels::delta_matvec_triton")
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Compute ``reference.delta_matvec``; rows must be contiguous."""
     m, n = weight.shape
@@ -86,10 +86,15 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
     return out
 
 
-@on_its_device
+@delta_matvec.register_fake
+def _(weight, base, v):
+    return weight.new_empty(weight.shape[0], dtype=torch.float32)
+
+
+@kernel_op("rlkernels::add_rank1_triton_", mutates=("weight",))
 def add_rank1_(
-    weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, *, stochastic_rounding: bool, seed: int
-) -> torch.Tensor:
+    weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float, stochastic_rounding: bool, seed: int
+) -> None:
     """Compute ``reference.add_rank1_``, for contiguous rows; the same random bits."""
     m, n = weight.shape
     if weight.numel():
@@ -98,4 +103,3 @@ def add_rank1_(
         _add_kernel[(-(-m // rows), -(-n // block))](
             stored(weight), u, v, m, n, weight.stride(0), scale, seed, STOCHASTIC=rounded, ROWS=rows, BLOCK=block
         )
-    return weight

@@ -26,7 +26,7 @@ class Rank1Update:
     gap: float  # 1 - sigma2 / sigma1, from the Ritz values
     residual: float  # |D^T u - sigma v| / sigma
     angle_bound: float  # radians, between v and the true direction; pi / 2: no bound
-    passes: int  # reads of both matrices
+    passes: int  # Krylov steps, each of which reads both matrices once
     changed: float  # share of entries of weight that differ from base
     status: str  # one of STATUSES
 

@@ -321,7 +321,7 @@ def _drafts(
 def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
     """Raise ValueError if a log-probability is NaN, and name the fault of its row."""
     # log-probabilities are at most 0, so their sum is NaN only if one of them is
-    if logits.is_meta or not math.isnan(logprobs.sum().item()):
+    if not _check.has_values(logits) or not math.isnan(logprobs.sum().item()):
         return
     bad_rows = logprobs.isnan()
     row = int(bad_rows.nonzero()[0, 0])

@@ -2,6 +2,8 @@
 
 import torch
 
+from rlkernels._check import has_values
+
 
 def philox_word(key: int, counter_low: torch.Tensor, counter_high: torch.Tensor) -> torch.Tensor:
     """Return the first word of Philox4x32-10 (Salmon et al., SC'11) for int64 counters of any shape, as int64."""
@@ -104,7 +106,7 @@ def _filtered_weights(
         order = logits[rows].argsort(dim=1, descending=True, stable=True)
         return _cut(weights[rows], order, total[rows], top_p[rows], limit[rows])
 
-    if vocab <= CANDIDATES or logits.is_meta:
+    if vocab <= CANDIDATES or not has_values(logits):
         return by_sorting(slice(None))
     order = first_of(logits, CANDIDATES)
     unfiltered = (limit >= vocab) & (top_p == 1)

@@ -36,7 +36,7 @@ def without_gradient(**tensors: torch.Tensor) -> None:
 
 def histograms(name: str, value: torch.Tensor) -> None:
     """Raise ValueError for a negative entry."""
-    if not value.is_meta and bool((value < 0).any()):
+    if _check.has_values(value) and bool((value < 0).any()):
         raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
 
 
@@ -49,7 +49,7 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
         return None
     _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=x.device)
     _check.shape(name, value, (x.shape[0],))
-    can_read = not (in_kernel or value.is_meta or torch.compiler.is_compiling())
+    can_read = _check.has_values(value) and not (in_kernel or torch.compiler.is_compiling())
     if can_read and value.numel():
         low, high = (int(bound) for bound in torch.aminmax(value))
         if low < 0 or high > x.shape[1]:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, power_of_2
+from rlkernels.backend import kernel_op, power_of_2
 
 
 @triton.jit
@@ -103,12 +103,14 @@ def _dtw_kernel(
             tl.store(end + pair, best_end)
 
 
-@on_its_device
-def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
+@kernel_op("rlkernels::dtw_triton")
+def dtw_pairs(
+    x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None,
+    subsequence: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute costs (and starts, ends) of all pairs of x [N, L, D], y [M, K, D] without an empty trajectory."""
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
-    cost = x.new_empty(n, m)
-    start, end = (x_lengths.new_empty(n, m) if subsequence else x_lengths.new_empty(0) for _ in range(2))
+    cost, start, end = _empty_results(x, y, subsequence)
     rows = min(128, max(32, power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
     shape = (programs, columns) if x.shape[1] > rows else (1,)  # one strip has no border
@@ -121,3 +123,16 @@ def dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence):
             SUBSEQUENCE=subsequence, num_warps=1,
         )  # fmt: skip
     return cost, start, end
+
+
+def _empty_results(x: torch.Tensor, y: torch.Tensor, subsequence: bool
+                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    shape = x.shape[0], y.shape[0]
+    cost = x.new_empty(shape)
+    start, end = (x.new_empty(shape if subsequence else 0, dtype=torch.int64) for _ in range(2))
+    return cost, start, end
+
+
+@dtw_pairs.register_fake
+def _(x, y, x_lengths, y_lengths, band, subsequence):
+    return _empty_results(x, y, subsequence)

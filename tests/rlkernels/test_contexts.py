@@ -143,6 +143,21 @@ def test_meta_tensors_give_shapes(op):
     assert [(t.shape, t.dtype) for t in result] == [(t.shape, t.dtype) for t in expected]
 
 
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("op", "name"), [(o, n) for o in OPS for n in ("auto", "torch")])
+def test_fake_tensors_give_shapes(op, name):
+    """Those on a CPU, at whose values a meta tensor's ops do not look either."""
+    expected = outputs(op, inputs()[op])
+    paged = op in ("paged_attention", "shared_prefix_attention") and name == "torch"  # it loops over sequences
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # a layout's
+        kwargs = change(inputs()[op], mode.from_tensor) | {"backend": name}
+        if registry.OPS[op].needs_values or paged:
+            with pytest.raises(TypeError, match=f"{op} needs the values of .*, got a fake tensor"):
+                public(op)(**kwargs)
+            return
+        assert [(t.shape, t.dtype) for t in outputs(op, kwargs)] == [(t.shape, t.dtype) for t in expected]
+
+
 def test_what_values_alone_tell_is_not_made_up():
     kwargs = inputs()["verify_drafts"] | {"starts": torch.tensor([0, 2, 3])}
     with pytest.raises(TypeError, match="verify_drafts needs the values of logits, got a meta tensor"):
@@ -201,7 +216,7 @@ def test_a_gradient_of_a_gradient_is_never_lost(op, name):
     kwargs = inputs()[op]
     key = GRADIENTS[op][0]
     ran = "tree_attention" if op == "grouped_attention" else op
-    message = f"{ran} is compiled here and its gradient has no gradient"
+    message = f"the gradient of {ran} has no gradient"
     leaf = kwargs[key].clone().requires_grad_()
     (grad,) = torch.autograd.grad(total(op, kwargs | {key: leaf}, name), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=message):

@@ -47,6 +47,13 @@ def test_every_field_means_what_it_says(shape):
     assert type(update.passes) is int
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("rms", [1e-20, 1e15])
+def test_extreme_values_take_no_further_step(backend, rms):
+    """Their squares leave float32, so they are scaled and read again."""
+    cases.check_extremes(backend, rms)
+
+
 def test_views():
     weight, base = planted(90, 70, 1e-2, dtype=torch.float32)
     plain = rlkernels.top1_delta(weight, base)
@@ -148,6 +155,11 @@ def test_add_rank1_takes_parts_of_the_weight_and_counts_as_a_change(backend):
     with torch.inference_mode():
         weight = torch.zeros(3, 4)  # has no version, and needs none
         assert (rlkernels.add_rank1_(weight, torch.ones(3), torch.ones(4), 1.0, backend=backend) == 1).all()
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_add_rank1_runs_the_named_kernel_on_any_view(stochastic, monkeypatch):
+    cases.check_any_view("cpu", stochastic, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 3)])

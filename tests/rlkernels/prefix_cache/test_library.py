@@ -191,6 +191,27 @@ def test_a_window_is_an_argument_of_the_kernels_and_cuts_the_keys(launches):
         assert launches[-1].kwargs["window_size_left"] == 5
 
 
+@pytest.mark.parametrize("layout", [GroupedLayout([5], [3, 2], [0, 2]), rlkernels.TreeLayout.from_sequences(TREE)])
+def test_transforms_and_gradients_of_gradients(layout):
+    """FlashAttention has no rule for the first two: plain torch, which a CPU takes too, computes them."""
+    query, key, value = (torch.randn(2, layout.num_tokens, h, 8) for h in (4, 2, 2))
+
+    def attend(q):
+        return rlkernels.tree_attention(q, key[0], value[0], layout, scale=0.3, backend="torch")
+
+    def exact(q):
+        return reference.tree_attention(q, key[0], value[0], layout, 0.3)[0]
+
+    torch.testing.assert_close(torch.vmap(attend)(query), torch.stack([*map(exact, query)]))
+    result, expected = (torch.func.jvp(f, (query[0],), (query[1],)) for f in (attend, exact))
+    torch.testing.assert_close(result, expected)
+    leaf = query[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(attend(leaf).square().sum(), leaf, create_graph=True)
+    message = "the gradient of tree_attention has no gradient; backend='torch' on a CPU has one"
+    with pytest.raises(RuntimeError, match=message):
+        grad.sum().backward()
+
+
 def test_between_the_passes_no_gathered_key_is_held():
     layout = GroupedLayout([50], [1] * 20, [0, 20])
     leaves = [torch.randn(layout.num_tokens, h, 16, requires_grad=True) for h in (4, 2, 2)]

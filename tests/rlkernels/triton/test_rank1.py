@@ -263,3 +263,12 @@ def test_add_rank1(dtype, stochastic):
 
 def test_add_rank1_takes_parts_of_the_weight_and_counts_as_a_change():
     cases.check_in_place("triton")
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_add_rank1_runs_the_named_kernel_on_any_view(stochastic, monkeypatch):
+    cases.check_any_view("triton", stochastic, monkeypatch)
+
+
+def test_extreme_values_take_no_further_step():
+    cases.check_extremes("triton", 1e-20)
