@@ -108,7 +108,7 @@ static void add_seen(int from, const float* p, const int* limit, const float* va
 
 namespace {
 
-// The keys and values of a tile, as far as they are known: those of one node after the other take the place of others.
+// The tile's keys and values; filling it with the next node overwrites the last node's.
 template <class T>
 struct TreeTile {
   const TreeAttention& a;
@@ -155,17 +155,17 @@ static void attend_as(const TreeAttention& a, const TreeSpan& span, int kv_head,
   for (int64_t r = 0; r < rows; ++r) maximum[r] = -kInfinity, sum[r] = 0;
 
   for (int64_t depth = depths.first_tile(a.window); depth <= depths.most; depth += kTileKeys) {
-    // Tokens from .. to - 1 against what the tile holds now: all of them see it, and the first node perhaps not to its end.
+    // Attend tokens from .. to - 1 to what the tile holds.
     const auto attend = [&](int64_t from, int64_t to) {
       const int64_t first = (from - span.begin) * per_kv;
       for_row_blocks(int((to - from) * per_kv), [&]<int R>(int i) {
         const int64_t row = first + i;
-        int from[R], limit[R];
+        int first_key[R], limit[R];
         bool seen = false, cut = false;
         for (int r = 0; r < R; ++r) {
           const int64_t at = position[row + r];
           const SeenKeys keys = seen_keys(at, at + 1, depth, kTileKeys, a.window);
-          from[r] = keys.from, limit[r] = keys.limit;
+          first_key[r] = keys.from, limit[r] = keys.limit;
           seen |= !keys.none(), cut |= keys.from > 0;
         }
         if (!seen) return;
@@ -173,13 +173,13 @@ static void attend_as(const TreeAttention& a, const TreeSpan& span, int kv_head,
         for (int r = 0; r < R; ++r) {
           float* const scores = s + r * kTileKeys;
           if (a.softcap) cap_scores(scores, limit[R - 1], a.softcap);
-          for (int k = 0; k < from[r]; ++k) scores[k] = -kInfinity;
+          for (int k = 0; k < first_key[r]; ++k) scores[k] = -kInfinity;
           online_softmax(scores, limit[r], limit[R - 1], maximum + row + r, sum + row + r, out + (row + r) * stride,
                          width);
         }
         if (!cut) return add_seen<R>(0, s, limit, tile.values, width, stride, out + row * stride);
         for (int r = 0; r < R; ++r)
-          add_seen<1>(from[r], s + r * kTileKeys, limit + r, tile.values, width, stride, out + (row + r) * stride);
+          add_seen<1>(first_key[r], s + r * kTileKeys, limit + r, tile.values, width, stride, out + (row + r) * stride);
       });
     };
     const int64_t end = depth + kTileKeys;
@@ -351,12 +351,13 @@ static void backward_as(const TreeAttention& a, const TreeGradients& g, const Tr
   const auto gather = [&](const void* from, float* to) {
     gather_rows<T>(from, span.begin, tokens, a.heads, head, q.per_kv, a.dim, q.stride, q.width, to);
   };
-  gather(a.out, q.query);  // for delta only
+  float* const output = q.query;  // the query overwrites it below
+  gather(a.out, output);
   gather(g.grad_out, q.grad_out);
   for (int64_t r = 0; r < rows; ++r) {
     vfloat sum = {};
     for (int c = 0; c < q.width; c += kLanes)
-      sum += load<vfloat>(q.query + r * q.stride + c) * load<vfloat>(q.grad_out + r * q.stride + c);
+      sum += load<vfloat>(output + r * q.stride + c) * load<vfloat>(q.grad_out + r * q.stride + c);
     const int64_t at = (span.begin + r / q.per_kv) * a.heads + head + r % q.per_kv;
     q.delta[r] = sum_lanes(sum) - (g.grad_lse ? g.grad_lse[at] : 0);
     q.lse[r] = a.lse[at];
@@ -395,8 +396,9 @@ static void backward_as(const TreeAttention& a, const TreeGradients& g, const Tr
     keys = (last->stop < span.end ? last->stop : span.end) - k;
     keys = keys < kTileKeys ? keys : kTileKeys;
     load_tile(int(keys), [&](int j) { return k + j; });
-    const int64_t own = (k - span.begin) * q.stride;
-    backward_tile(q, a, span, int(keys), q.position[(k - span.begin) * q.per_kv], k, last + 1, grad_key + own, grad_value + own);
+    const int64_t offset = (k - span.begin) * q.stride;
+    backward_tile(q, a, span, int(keys), q.position[(k - span.begin) * q.per_kv], k, last + 1, grad_key + offset,
+                  grad_value + offset);
   }
   scatter_rows(q.grad_query, span.begin, tokens, a.heads, head, q.per_kv, a.dim, q.stride, static_cast<T*>(g.grad_query));
   scatter_rows(grad_key, span.begin, tokens, a.kv_heads, kv_head, 1, a.dim, q.stride, g.grad_key);

@@ -34,12 +34,12 @@ void with_scratch(const Threads& threads, int64_t count, int64_t floats, bool se
     static thread_local std::vector<float> kept;
     std::vector<float> mine;
     mine.swap(kept);  // a handler of signals may come by here again
-    std::unique_ptr<float[]> own;
+    std::unique_ptr<float[]> large;
     if (floats > kKeptFloats)
-      own = std::make_unique_for_overwrite<float[]>(floats);
+      large = std::make_unique_for_overwrite<float[]>(floats);
     else if (mine.size() < size_t(floats))
       mine.resize(floats);
-    float* const scratch = own ? own.get() : mine.data();
+    float* const scratch = large ? large.get() : mine.data();
     for (int64_t i = next.fetch_add(batch); i < count; i = next.fetch_add(batch))
       for (int64_t j = i; j < std::min(i + batch, count) && !threads.watch->stop(); ++j) work(j, scratch);
     kept.swap(mine);
@@ -92,9 +92,9 @@ inline void add_spans(const Attention& a, const KeySource& s, float* part_out, f
       }
 }
 
-// Attends to all keys of all sources -> a.out and a.lse. own [B]: keys that a sequence has for itself; prefixes [G] and
-// group_of [B], the prefix of each sequence, may be empty.
-inline void attend_sources(const Attention& a, std::vector<KeySource>& prefixes, std::vector<KeySource>& own,
+// Attends to all keys of all sources -> a.out and a.lse. own_keys [B]: keys that a sequence does not share; prefixes
+// [G] and group_of [B], the prefix of each sequence, may be empty.
+inline void attend_sources(const Attention& a, std::vector<KeySource>& prefixes, std::vector<KeySource>& own_keys,
                            const std::vector<int32_t>& group_of, const Threads& threads) {
   int64_t parts = 0, work = 0, most = 0;
   const auto place = [&](KeySource& s, bool alone) {
@@ -103,12 +103,12 @@ inline void attend_sources(const Attention& a, std::vector<KeySource>& prefixes,
     work += s.queries * s.keys * a.heads * a.dim;
   };
   for (KeySource& s : prefixes) place(s, false);
-  for (size_t b = 0; b < own.size(); ++b)
-    place(own[b], own[b].stretches == 1 && (prefixes.empty() || prefixes[group_of[b]].stretches == 0));
+  for (size_t b = 0; b < own_keys.size(); ++b)
+    place(own_keys[b], own_keys[b].stretches == 1 && (prefixes.empty() || prefixes[group_of[b]].stretches == 0));
   Aligned part_out(parts * a.heads * a.dim), part_lse(parts * a.heads);
   float *out = part_out.data(), *lse = part_lse.data();
   std::vector<AttentionSpan> spans;
-  for (auto* sources : {&prefixes, &own})
+  for (auto* sources : {&prefixes, &own_keys})
     for (const KeySource& s : *sources) add_spans(a, s, out, lse, spans);
   for (size_t i = 1; i < spans.size(); ++i) spans[i - 1].next = &spans[i];
   for (const AttentionSpan& s : spans)
@@ -118,17 +118,18 @@ inline void attend_sources(const Attention& a, std::vector<KeySource>& prefixes,
   with_scratch(threads, spans.size(), most, serial, [&](int64_t i, float* scratch) { attend(a, spans[i], scratch); });
   if (parts == 0) return;
   const auto merge = RLK_DISPATCH(merge_parts);
-  with_scratch(threads, own.size(), 0, serial, [&](int64_t b, float*) {
-    if (own[b].part < 0) return;
-    for (int64_t q = 0; q < own[b].queries; ++q) {
+  with_scratch(threads, own_keys.size(), 0, serial, [&](int64_t b, float*) {
+    if (own_keys[b].part < 0) return;
+    for (int64_t q = 0; q < own_keys[b].queries; ++q) {
       AttentionParts lists[2];
       int count = 0;
-      for (const KeySource* s : {prefixes.empty() ? nullptr : &prefixes[group_of[b]], &own[b]}) {
+      for (const KeySource* s : {prefixes.empty() ? nullptr : &prefixes[group_of[b]], &own_keys[b]}) {
         if (!s || s->stretches == 0) continue;
-        const int64_t row = (s->part + own[b].first_query + q - s->first_query) * a.heads, stride = s->queries * a.heads;
+        const int64_t row = (s->part + own_keys[b].first_query + q - s->first_query) * a.heads;
+        const int64_t stride = s->queries * a.heads;
         lists[count++] = {out + row * a.dim, lse + row, stride * a.dim, stride, int32_t(s->stretches)};
       }
-      merge(a, own[b].first_query + q, lists, count);
+      merge(a, own_keys[b].first_query + q, lists, count);
     }
   });
 }

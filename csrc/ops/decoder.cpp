@@ -75,12 +75,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& re
                                                             const std::optional<at::Tensor>& x,
                                                             const at::Tensor& weight, double eps) {
   const at::ScalarType type = checked_type(residual, "residual");
-  RLK_CHECK_TENSOR(residual, type, 2);
-  RLK_CHECK_TENSOR(weight, type, 1);
+  rlk::check_tensor(residual, "residual", type, 2);
+  rlk::check_tensor(weight, "weight", type, 1);
   const int64_t rows = residual.size(0), dim = residual.size(1);
   TORCH_CHECK_VALUE(weight.size(0) == dim, "weight must have ", dim, " numbers, got ", weight.size(0));
   if (x) {
-    RLK_CHECK_TENSOR((*x), type, 2);
+    rlk::check_tensor(*x, "x", type, 2);
     TORCH_CHECK_VALUE(x->sizes() == residual.sizes(), "x must have shape ", residual.sizes(), ", got ", x->sizes());
   }
   const at::Tensor sum = x ? at::empty_like(residual) : at::empty({0, dim}, residual.options());
@@ -102,15 +102,15 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_out,
                                                      const std::optional<at::Tensor>& grad_sum, const at::Tensor& sum,
                                                      const at::Tensor& factor, const at::Tensor& weight) {
   const at::ScalarType type = checked_type(sum, "sum");
-  RLK_CHECK_TENSOR(sum, type, 2);
-  RLK_CHECK_TENSOR(grad_out, type, 2);
-  RLK_CHECK_TENSOR(factor, at::kFloat, 1);
-  RLK_CHECK_TENSOR(weight, type, 1);
+  rlk::check_tensor(sum, "sum", type, 2);
+  rlk::check_tensor(grad_out, "grad_out", type, 2);
+  rlk::check_tensor(factor, "factor", at::kFloat, 1);
+  rlk::check_tensor(weight, "weight", type, 1);
   const int64_t rows = sum.size(0), dim = sum.size(1);
   TORCH_CHECK(grad_out.sizes() == sum.sizes() && factor.size(0) == rows && weight.size(0) == dim &&
                   (!grad_sum || grad_sum->sizes() == sum.sizes()),
               "gradients must have the shape of the sum, with one factor per row and one weight per column");
-  if (grad_sum) RLK_CHECK_TENSOR((*grad_sum), type, 2);
+  if (grad_sum) rlk::check_tensor(*grad_sum, "grad_sum", type, 2);
   const at::Tensor grad = at::empty_like(sum), exact = weight.to(at::kFloat);
   const auto kernel = RLK_DISPATCH(rms_norm_backward);
   const Rows g(grad_out), other(grad_sum), x(sum), out(grad);
@@ -141,8 +141,8 @@ struct Rope {
        int64_t q_heads, int64_t heads, const std::optional<at::Tensor>& q_norm,
        const std::optional<at::Tensor>& k_norm) {
     type = checked_type(x, "x");
-    RLK_CHECK_TENSOR(x, type, 2);
-    RLK_CHECK_TENSOR(positions_, at::kLong, 1);
+    rlk::check_tensor(x, "x", type, 2);
+    rlk::check_tensor(positions_, "positions", at::kLong, 1);
     tables[0] = exact(cos_, type, 2, "cos");
     tables[1] = exact(sin_, type, 2, "sin");
     rows = x.size(0);
@@ -192,7 +192,7 @@ std::tuple<at::Tensor, at::Tensor> rope_backward(const at::Tensor& grad_out, con
                                                  const std::optional<at::Tensor>& q_weight,
                                                  const std::optional<at::Tensor>& k_weight, double eps) {
   const Rope in(x, positions, cos, sin, q_heads, heads, q_weight, k_weight);
-  RLK_CHECK_TENSOR(grad_out, in.type, 2);
+  rlk::check_tensor(grad_out, "grad_out", in.type, 2);
   TORCH_CHECK(grad_out.sizes() == x.sizes(), "the gradient must have the shape of x");
   const at::Tensor grad = at::empty_like(x);
   const auto kernel = RLK_DISPATCH(rope_backward);
@@ -205,7 +205,7 @@ std::tuple<at::Tensor, at::Tensor> rope_backward(const at::Tensor& grad_out, con
 }
 
 at::Tensor silu_mul(const at::Tensor& gate_up) {
-  RLK_CHECK_TENSOR(gate_up, checked_type(gate_up, "gate_up"), 2);
+  rlk::check_tensor(gate_up, "gate_up", checked_type(gate_up, "gate_up"), 2);
   TORCH_CHECK_VALUE(gate_up.size(1) % 2 == 0, "gate_up must have an even width, got ", gate_up.size(1));
   const int64_t rows = gate_up.size(0), dim = gate_up.size(1) / 2;
   const at::Tensor out = at::empty({rows, dim}, gate_up.options());
@@ -219,8 +219,8 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 
 at::Tensor silu_mul_backward(const at::Tensor& grad_out, const at::Tensor& gate_up) {
   const at::ScalarType type = checked_type(gate_up, "gate_up");
-  RLK_CHECK_TENSOR(grad_out, type, 2);
-  RLK_CHECK_TENSOR(gate_up, type, 2);
+  rlk::check_tensor(grad_out, "grad_out", type, 2);
+  rlk::check_tensor(gate_up, "gate_up", type, 2);
   const int64_t rows = grad_out.size(0), dim = grad_out.size(1);
   TORCH_CHECK(gate_up.size(0) == rows && gate_up.size(1) == 2 * dim, "gate_up must be twice as wide as the gradient");
   const at::Tensor grad = at::empty_like(gate_up);

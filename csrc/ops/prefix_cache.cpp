@@ -44,9 +44,9 @@ struct Ragged {
 
   // Starts rise from 0 to total, tables name blocks of the cache as far as lens say.
   void check(int64_t total, const at::Tensor& cache) const {
-    RLK_CHECK_TENSOR(tables, at::kInt, 2);
-    RLK_CHECK_TENSOR(lens, at::kInt, 1);
-    RLK_CHECK_TENSOR(starts, at::kInt, 1);
+    rlk::check_tensor(tables, tables_name, at::kInt, 2);
+    rlk::check_tensor(lens, lens_name, at::kInt, 1);
+    rlk::check_tensor(starts, starts_name, at::kInt, 1);
     TORCH_CHECK(tables.size(0) == count() && starts.size(0) == count() + 1, tables_name, " and ", starts_name,
                 " must have ", count(), " and ", count() + 1, " rows, got ", tables.size(0), " and ", starts.size(0));
     const int32_t* begin = starts.const_data_ptr<int32_t>();
@@ -161,10 +161,10 @@ void advise_huge_pages(const at::Tensor& memory) {
 
 std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, const at::Tensor& lse_a,
                                                    const at::Tensor& out_b, const at::Tensor& lse_b) {
-  RLK_CHECK_TENSOR(lse_a, at::kFloat, 2);
-  RLK_CHECK_TENSOR(lse_b, at::kFloat, 2);
-  RLK_CHECK_TENSOR(out_a, out_a.scalar_type(), 3);
-  RLK_CHECK_TENSOR(out_b, out_a.scalar_type(), 3);
+  rlk::check_tensor(lse_a, "lse_a", at::kFloat, 2);
+  rlk::check_tensor(lse_b, "lse_b", at::kFloat, 2);
+  rlk::check_tensor(out_a, "out_a", out_a.scalar_type(), 3);
+  rlk::check_tensor(out_b, "out_b", out_a.scalar_type(), 3);
   TORCH_CHECK(out_a.sizes() == out_b.sizes() && lse_a.sizes() == lse_b.sizes() && lse_a.numel() * out_a.size(2) == out_a.numel(),
               "both sides must have the same shape");
   const Float type = float_type(out_a, "out_a");
@@ -183,7 +183,7 @@ std::tuple<at::Tensor, at::Tensor> merge_attention(const at::Tensor& out_a, cons
 
 void write_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
               const at::Tensor& value_cache, const at::Tensor& slots) {
-  RLK_CHECK_TENSOR(slots, at::kLong, 1);
+  rlk::check_tensor(slots, "slots", at::kLong, 1);
   TORCH_CHECK(key_cache.dim() == 4 && key_cache.sizes() == value_cache.sizes(), "value_cache must be like key_cache");
   const int64_t total = key_cache.size(0) * key_cache.size(1), tokens = slots.size(0);
   const int64_t* slot = slots.const_data_ptr<int64_t>();

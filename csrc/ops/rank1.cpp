@@ -41,7 +41,7 @@ DeltaPair pair_of(const at::Tensor& weight, const at::Tensor& base) {
 }
 
 const float* vector_data(const at::Tensor& t, int64_t size) {
-  RLK_CHECK_TENSOR(t, at::kFloat, 1);
+  rlk::check_tensor(t, "a vector", at::kFloat, 1);
   TORCH_CHECK(t.numel() == size, "a vector must have ", size, " entries, got ", t.numel());
   return t.const_data_ptr<float>();
 }

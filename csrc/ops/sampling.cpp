@@ -14,8 +14,8 @@ RLK_DECLARE_KERNEL(void, keyed_uniform, uint64_t, const int64_t*, const int64_t*
 namespace {
 
 at::Tensor keyed_uniform(int64_t seed, const at::Tensor& sample_ids, const at::Tensor& positions) {
-  RLK_CHECK_TENSOR(sample_ids, at::kLong, 1);
-  RLK_CHECK_TENSOR(positions, at::kLong, 1);
+  rlk::check_tensor(sample_ids, "sample_ids", at::kLong, 1);
+  rlk::check_tensor(positions, "positions", at::kLong, 1);
   TORCH_CHECK(sample_ids.numel() == positions.numel(), "sample_ids and positions must have the same length");
   at::Tensor out = at::empty(sample_ids.sizes(), sample_ids.options().dtype(at::kFloat));
   const auto kernel = RLK_DISPATCH(keyed_uniform);
@@ -30,7 +30,7 @@ at::Tensor keyed_uniform(int64_t seed, const at::Tensor& sample_ids, const at::T
 
 // The integer weights of z <= 0, for tests.
 at::Tensor token_weights(const at::Tensor& z) {
-  RLK_CHECK_TENSOR(z, at::kFloat, 1);
+  rlk::check_tensor(z, "z", at::kFloat, 1);
   at::Tensor out = at::empty(z.sizes(), z.options().dtype(at::kLong));
   RLK_DISPATCH(logit_weights)(z.const_data_ptr(), false, z.numel(), 0.0f, 1.0f, out.mutable_data_ptr<int64_t>());
   return out;
@@ -50,11 +50,11 @@ struct Rows {
         vocabulary(logits.dim() == 2 ? logits.size(1) : 0),
         row_bytes(vocabulary * logits.element_size()),
         bf16(logits.scalar_type() == at::kBFloat16) {
-    RLK_CHECK_TENSOR(logits, (bf16 ? at::kBFloat16 : at::kFloat), 2);
-    RLK_CHECK_TENSOR(uniforms_, at::kFloat, 1);
-    RLK_CHECK_TENSOR(temperature_, at::kFloat, 1);
-    RLK_CHECK_TENSOR(top_p_, at::kFloat, 1);
-    RLK_CHECK_TENSOR(top_k_, at::kLong, 1);
+    rlk::check_tensor(logits, "logits", bf16 ? at::kBFloat16 : at::kFloat, 2);
+    rlk::check_tensor(uniforms_, "uniforms", at::kFloat, 1);
+    rlk::check_tensor(temperature_, "temperature", at::kFloat, 1);
+    rlk::check_tensor(top_p_, "top_p", at::kFloat, 1);
+    rlk::check_tensor(top_k_, "top_k", at::kLong, 1);
     TORCH_CHECK(0 < vocabulary && vocabulary <= rlk::kMaxVocabulary, "the vocabulary must be between 1 and ",
                 rlk::kMaxVocabulary, ", got ", vocabulary);
     TORCH_CHECK(uniforms_.numel() == logits.size(0), "uniforms must have one number per row");
@@ -98,8 +98,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> verify_drafts(const at::Tensor& l
                                                              const at::Tensor& starts, const at::Tensor& uniforms,
                                                              const at::Tensor& temperature, const at::Tensor& top_p,
                                                              const at::Tensor& top_k) {
-  RLK_CHECK_TENSOR(drafts, at::kLong, 1);
-  RLK_CHECK_TENSOR(starts, at::kLong, 1);
+  rlk::check_tensor(drafts, "drafts", at::kLong, 1);
+  rlk::check_tensor(starts, "starts", at::kLong, 1);
   TORCH_CHECK(starts.numel() >= 1, "starts must not be empty");
   const int64_t sequences = starts.numel() - 1;
   const Rows rows(logits, uniforms, temperature, top_p, top_k, sequences);

@@ -18,13 +18,13 @@ using rlk::Series;
 using Lengths = std::optional<at::Tensor>;
 
 Series read_series(const char* name, const at::Tensor& x, const Lengths& lengths, const rlk::Threads& threads) {
-  RLK_CHECK_TENSOR(x, at::kFloat, 3);
+  rlk::check_tensor(x, name, at::kFloat, 3);
   const int64_t count = x.size(0), columns = x.size(1);
   TORCH_CHECK_VALUE(x.size(2) > 0, name, " must have at least one feature, got shape ", x.sizes());
   TORCH_CHECK_VALUE(columns < std::numeric_limits<int32_t>::max(), name, " is too long: ", columns);
   std::vector<int64_t> own(count, columns);
   if (lengths) {
-    RLK_CHECK_TENSOR((*lengths), at::kLong, 1);
+    rlk::check_tensor(*lengths, "lengths of a series", at::kLong, 1);
     TORCH_CHECK_VALUE(lengths->numel() == count, name, "_lengths must have ", count, " values, got ", lengths->numel());
     const int64_t* from = lengths->const_data_ptr<int64_t>();
     for (int64_t i = 0; i < count; ++i)

@@ -25,7 +25,7 @@ constexpr int64_t kMostSpans = 32, kLeastRows = 768;  // of a backward pass; row
 
 // nodes [N, 3]: start, stop and end of each, in preorder.
 std::vector<TreeNode> read_nodes(const at::Tensor& nodes, int64_t tokens) {
-  RLK_CHECK_TENSOR(nodes, at::kLong, 2);
+  rlk::check_tensor(nodes, "nodes", at::kLong, 2);
   TORCH_CHECK(nodes.size(1) == 3, "nodes must be [N, 3], got ", nodes.sizes());
   std::vector<TreeNode> read(nodes.size(0));
   const int64_t* row = nodes.const_data_ptr<int64_t>();
@@ -88,8 +88,11 @@ TreeAttention prepare(const at::Tensor& query, const at::Tensor& key, const at::
                       const at::Tensor& lse, const std::vector<TreeNode>& nodes, double scale,
                       const std::optional<int64_t>& window, const std::optional<double>& softcap) {
   const auto type = query.scalar_type();
-  for (const at::Tensor* t : {&query, &key, &value, &out}) RLK_CHECK_TENSOR((*t), type, 3);
-  RLK_CHECK_TENSOR(lse, at::kFloat, 2);
+  rlk::check_tensor(query, "query", type, 3);
+  rlk::check_tensor(key, "key", type, 3);
+  rlk::check_tensor(value, "value", type, 3);
+  rlk::check_tensor(out, "out", type, 3);
+  rlk::check_tensor(lse, "lse", at::kFloat, 2);
   const int64_t tokens = query.size(0), heads = query.size(1), kv_heads = key.size(1), dim = query.size(2);
   TORCH_CHECK(query.sizes() == out.sizes() && key.sizes() == value.sizes() && key.size(0) == tokens &&
                   key.size(2) == dim && kv_heads > 0 && heads % kv_heads == 0 && lse.size(0) == tokens &&
@@ -147,10 +150,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> tree_attention_backward(
   TORCH_CHECK(query.dim() == 3, "query must be [T, heads, dim]");
   const std::vector<TreeNode> tree = read_nodes(nodes, query.size(0));
   const TreeAttention a = prepare(query, key, value, out, lse, tree, scale, window, softcap);
-  RLK_CHECK_TENSOR(grad_out, query.scalar_type(), 3);
+  rlk::check_tensor(grad_out, "grad_out", query.scalar_type(), 3);
   TORCH_CHECK(grad_out.sizes() == query.sizes(), "shapes do not fit together");
   if (grad_lse) {
-    RLK_CHECK_TENSOR((*grad_lse), at::kFloat, 2);
+    rlk::check_tensor(*grad_lse, "grad_lse", at::kFloat, 2);
     TORCH_CHECK(grad_lse->sizes() == lse.sizes(), "shapes do not fit together");
   }
   const auto sums = key.options().dtype(at::kFloat);

@@ -5,10 +5,9 @@ from typing import Literal, overload
 import torch
 
 from rlkernels import _check, _gradients
-from rlkernels import backend as _backend
 from rlkernels._contexts import public_op
 from rlkernels.logprobs import reference
-from rlkernels.logprobs._autograd import TokenLogprobs
+from rlkernels.logprobs._autograd import TokenLogprobs, choose
 from rlkernels.logprobs.linear import linear_token_logprobs
 
 __all__ = ["linear_token_logprobs", "token_logprobs"]
@@ -54,7 +53,7 @@ def token_logprobs(
         logits: floating point [..., V]; -inf rules a token out (probability 0, gradient 0). A row of nothing but
             -inf, or with NaN, gives NaN.
         ids: int64 [...], in [0, V).
-        temperature: > 0.
+        temperature: > 0. Below 1.2e-38 plain torch computes in float64, whatever the backend.
         return_entropy: also return the entropy in nats.
 
     Returns:
@@ -62,7 +61,7 @@ def token_logprobs(
 
     Raises:
         ValueError: a shape that does not fit, a temperature that is not positive, an id outside the vocabulary (on a
-            GPU nothing is raised for it and its log-probability is NaN).
+            GPU nothing is raised for it and its log-probability is NaN), float64 with a backend of our kernels.
         TypeError: a wrong dtype.
     """
     shape = logits.shape
@@ -76,8 +75,8 @@ def token_logprobs(
         if temperature < reference.LEAST and logits.dtype != torch.float64:
             wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
             return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()
-    chosen = _backend.choose("token_logprobs", logits.device, backend)
-    if chosen == "torch" or logits.dtype == torch.float64:
+    chosen = choose("token_logprobs", logits, backend)
+    if chosen == "torch":
         _check.indices("ids", ids, shape[-1])
         logprobs, entropy = reference.token_logprobs(logits, ids, temperature, return_entropy)
         return (logprobs, entropy) if return_entropy else logprobs

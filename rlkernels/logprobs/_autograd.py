@@ -5,6 +5,19 @@ from typing import Any
 import torch
 
 from rlkernels import _gradients
+from rlkernels import backend as _backend
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose(op: str, tensor: torch.Tensor, backend: str) -> str:
+    """Choose the backend of an op for a tensor of logits or hidden states; our kernels take no float64."""
+    chosen = _backend.choose(op, tensor.device, backend)
+    if chosen == "torch" or tensor.dtype in KERNEL_DTYPES:
+        return chosen
+    if backend != "auto":
+        raise ValueError(f"backend={backend!r} runs {op} on 16 and 32 bit floats, got {tensor.dtype}")
+    return "torch"
 
 
 def fused(backend: str) -> tuple[Any, Any]:

@@ -16,9 +16,9 @@ import torch
 from rlkernels import _check, _contexts, _gradients
 from rlkernels import backend as _backend
 from rlkernels.logprobs import reference
-from rlkernels.logprobs._autograd import fused
+from rlkernels.logprobs._autograd import choose
 
-ROWS = 8192  # tokens whose block summaries are in memory at a time
+ROWS = 8192  # tokens that the forward pass scores at a time; the backward pass takes all at a time
 BLOCK = 1 << 22  # logits in a block on a CPU, if the vocabulary is large enough: 16 MiB in float32
 GPU_BLOCK = 1 << 26  # most logits in a block on a GPU, whose matrix products need more at a time
 GPU_SHARE = 256  # a block in float32 is at most 1 / 256 of a GPU's memory
@@ -84,11 +84,10 @@ def linear_token_logprobs(
         weight: [V, H] of the dtype of ``hidden``: the output projection.
         ids: int64 [...], in [0, V).
         bias: [V] of the dtype of ``hidden``; -inf rules a token out.
-        temperature: > 0.
+        temperature: > 0. Below 1.2e-38 plain torch computes in float64, whatever the backend.
         return_entropy: also return the entropy in nats.
-        chunk: vocabulary entries whose logits exist at one time. None: at least 256, and so many that up to 8,192
-            tokens have about four million logits on a CPU, 67 million on a GPU of 64 GiB or more, fewer on a smaller
-            GPU.
+        chunk: vocabulary entries whose logits exist at one time. None: at least 256, and so many that a block has
+            about four million logits on a CPU, 67 million on a GPU of 64 GiB or more, fewer on a smaller GPU.
         backend: of a block's summary and its gradient.
 
     Returns:
@@ -96,7 +95,8 @@ def linear_token_logprobs(
 
     Raises:
         ValueError: a shape that does not fit, a temperature or chunk that is not positive, an id outside the
-            vocabulary (on a GPU nothing is raised for it and its log-probability is NaN).
+            vocabulary (on a GPU nothing is raised for it and its log-probability is NaN), float64 with a backend of
+            our kernels.
         TypeError: a wrong dtype.
     """
     vocab, width = weight.shape
@@ -110,9 +110,7 @@ def linear_token_logprobs(
     _check.positive("temperature", temperature)
     if chunk is not None:
         chunk = _check.integer("chunk", chunk, 1)
-    chosen = _backend.choose("linear_token_logprobs", hidden.device, backend)
-    if hidden.dtype not in (torch.float32, torch.bfloat16):
-        chosen = "torch"
+    chosen = choose("linear_token_logprobs", hidden, backend)
     temperature = max(float(temperature), reference.LEAST_DOUBLE)
     if temperature < reference.LEAST and hidden.dtype != torch.float64:
         bias = None if bias is None else bias.double()
@@ -120,12 +118,15 @@ def linear_token_logprobs(
                                                   temperature=temperature, return_entropy=True)  # fmt: skip
         return (logprobs.float(), entropy.float()) if return_entropy else logprobs.float()
     rows = hidden.reshape(-1, width)
-    if chunk is None:
+    if chunk is not None:
+        forward_chunk = backward_chunk = chunk
+    else:
         cuda = hidden.device.type == "cuda"
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if cuda else None
-        chunk = block_columns(rows.shape[0], memory)
+        forward_chunk, backward_chunk = (block_columns(n, memory) for n in (min(rows.shape[0], ROWS), rows.shape[0]))
+    chunks = min(forward_chunk, vocab), min(backward_chunk, vocab)
     logprobs, entropy, _ = _gradients.apply(
-        LinearTokenLogprobs, rows, weight, bias, ids.reshape(-1), temperature, return_entropy, min(chunk, vocab), chosen
+        LinearTokenLogprobs, rows, weight, bias, ids.reshape(-1), temperature, return_entropy, *chunks, chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 
@@ -139,7 +140,7 @@ def block_columns(rows: int, gpu_memory: int | None) -> int:
     logits = BLOCK
     if gpu_memory is not None:
         logits = max(BLOCK, min(GPU_BLOCK, 1 << ((gpu_memory // (4 * GPU_SHARE)).bit_length() - 1)))
-    return max(NARROWEST, logits // max(1, min(rows, ROWS)))
+    return max(NARROWEST, logits // max(1, rows))
 
 
 def _blocks(
@@ -169,12 +170,18 @@ def _work_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
+def _for_cpu(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in a dtype of the C++ kernels."""
+    return logits.float() if logits.dtype == torch.float16 else logits
+
+
 def _summary(
-    logits: torch.Tensor, temperature: float, with_entropy: bool, backend: str
+    logits: torch.Tensor, ids: torch.Tensor, start: int, temperature: float, with_entropy: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a block's largest logit, log of the sum of exp((logit - largest) / temperature) and entropy, [N] each.
 
-    Rows with all logits -inf give -inf, -inf and 0; rows with NaN or inf give a sum of NaN.
+    The block holds the logits of the vocabulary entries from ``start`` on. Rows with all logits -inf give -inf, -inf
+    and 0; rows with NaN or inf give a sum of NaN.
     """
     if backend == "torch":
         work = logits.to(_work_dtype(logits))
@@ -187,8 +194,8 @@ def _summary(
         if with_entropy:
             entropy = log_sum - (exps * z.masked_fill(exps == 0, 0.0)).sum(1) / total
     else:
-        any_ids = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        _, entropy, stats = fused(backend)[0](logits, any_ids, temperature, with_entropy)
+        score = torch.ops.rlkernels.token_logprobs.default
+        _, entropy, stats = score(_for_cpu(logits), ids, temperature, with_entropy, start)
         top, log_sum = stats.unbind(1)
         entropy = entropy if with_entropy else top
     is_empty = top == -torch.inf  # all logits are -inf: a row with NaN has NaN here
@@ -212,7 +219,7 @@ def forward(
         chosen = torch.full_like(logprobs[rows], torch.nan)
         summaries = []
         for entries, logits in _blocks(hidden[rows], weight, bias, chunk):
-            summaries.append(_summary(logits, temperature, with_entropy, backend))
+            summaries.append(_summary(logits, ids[rows], entries.start, temperature, with_entropy, backend))
             inside, column = _within(ids[rows], entries)
             chosen = torch.where(inside, logits.gather(1, column[:, None])[:, 0], chosen)
         tops, log_sums, block_entropies = map(torch.stack, zip(*summaries))  # [blocks, N] each
@@ -272,27 +279,20 @@ def _logit_gradient(
         return triton_kernels.differentiate_block(
             logits, ids, part.start, stats, entropies, grad_logprobs, grad_entropies, temperature
         )
-    inside, column = _within(ids, part)
-
-    def grad_of_unchosen(x: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Return the gradient of logits x [N, ...] of tokens that were not chosen."""
-        log_p = (x.to(stats.dtype) - stats[:, 0][rows]) / temperature - stats[:, 1][rows]
-        p = log_p.exp()
-        factor = grad_logprobs[rows]
-        if entropies.numel():
-            factor = factor + grad_entropies[rows] * (torch.where(p == 0, 0.0, log_p) + entropies[rows])
-        return -p * factor / temperature
-
-    if backend == "torch":
-        grad = grad_of_unchosen(logits, (slice(None), None))
-        grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
+    if backend == "cpu":
+        differentiate = torch.ops.rlkernels.token_logprobs_backward.default
+        grads = grad_logprobs, grad_entropies
+        grad = differentiate(_for_cpu(logits), ids, stats, entropies, *grads, temperature, part.start)
         return grad.to(logits.dtype)
-    grad = fused(backend)[1](logits, column, stats, entropies, grad_logprobs, grad_entropies, temperature)
-    # the kernel assumes that the chosen token of every row is in the block
-    at_column = (torch.arange(len(column), device=column.device), column)
-    unchosen = grad_of_unchosen(logits[at_column], slice(None)).to(grad.dtype)
-    grad[at_column] = torch.where(inside, grad[at_column], unchosen)
-    return grad
+    log_p = (logits.to(stats.dtype) - stats[:, :1]) / temperature - stats[:, 1:]
+    p = log_p.exp()
+    factor = grad_logprobs[:, None]
+    if entropies.numel():
+        factor = factor + grad_entropies[:, None] * (torch.where(p == 0, 0.0, log_p) + entropies[:, None])
+    grad = -p * factor / temperature
+    inside, column = _within(ids, part)
+    grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
+    return grad.to(logits.dtype)
 
 
 @_backend.kernel_op("rlkernels::linear_token_logprobs_backward")
@@ -355,13 +355,13 @@ class LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
-        with_entropy: bool, chunk: int, backend: str,
+        with_entropy: bool, chunk: int, backward_chunk: int, backend: str,
     ) -> Any:  # fmt: skip
         return forward(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        hidden, weight, bias, ids, ctx.temperature, _, ctx.chunk, ctx.backend = inputs
+        hidden, weight, bias, ids, ctx.temperature, _, _, ctx.chunk, ctx.backend = inputs
         _, entropies, stats = output
         ctx.save_for_backward(hidden, weight, bias, ids, stats, entropies)
         ctx.mark_non_differentiable(stats)
@@ -382,4 +382,4 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 ctx.temperature, ctx.chunk, ctx.backend, wanted,
             )  # fmt: skip
         needed = [gradient if is_needed else None for gradient, is_needed in zip(gradients, wanted)]
-        return (*needed, None, None, None, None, None)
+        return (*needed, *[None] * 6)

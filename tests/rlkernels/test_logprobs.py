@@ -54,6 +54,7 @@ def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
         logits[:, vocab // 2] = logits.amax(1)
     ids = torch.randint(vocab, (6,), generator=generator)
     exact = over_temperature(logits, ids, temperature)
+    backend = "torch" if dtype == torch.float64 else backend
     for from_states in (False, True):
         # logits from one-hot hidden states are exact
         leaf = (logits.T if from_states else logits).clone().requires_grad_()
@@ -143,7 +144,7 @@ def test_gradient_of_the_gradient_raises_where_there_is_none():
 
     grad = gradient(logits)
     torch.testing.assert_close(grad, gradient(logits, backend="torch"))
-    with pytest.raises(RuntimeError, match="its gradient has no gradient; backend='torch' has one"):
+    with pytest.raises(RuntimeError, match="the gradient of token_logprobs has no gradient; backend='torch' has one"):
         grad.square().sum().backward()
     (second,) = torch.autograd.grad(gradient(logits, backend="torch").square().sum(), logits)
     exact = logits.detach().double().requires_grad_()
@@ -199,7 +200,7 @@ def plain(ids, temperature):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "vocab", "chunk"),
     [(1, 1, 1), (3, 2, 1), (5, 17, 5), (37, 1023, 100), (37, 2053, 2052), (23, 2053, 9999), (700, 1023, None)],
@@ -265,7 +266,7 @@ def test_a_block_is_summed_up_without_waiting_for_it(backend):
     logits[3] = -torch.inf
     logits[3, 5] = torch.nan
     with Launches() as launches:
-        top, log_sum, entropy = linear._summary(logits, 0.7, True, backend)
+        top, log_sum, entropy = linear._summary(logits, torch.zeros(4).long(), 0, 0.7, True, backend)
     assert not launches.waits
     assert (top[1], log_sum[1], entropy[1]) == (-torch.inf, -torch.inf, 0)
     assert log_sum.isfinite().tolist() == [True, False, True, False] and log_sum[3].isnan() and entropy[3].isnan()
@@ -285,6 +286,45 @@ def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
     empty = torch.zeros(0, 24, requires_grad=True)
     linear_token_logprobs(empty, weight, torch.zeros(0).long()).sum().backward()
     assert empty.grad.shape == (0, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_named_backend_runs(dtype, monkeypatch):
+    """Also in float16, which no kernel took before."""
+    backends = set()
+    for name in ("_summary", "_logit_gradient"):
+        function = getattr(linear, name)
+        monkeypatch.setattr(linear, name, lambda *args, f=function: backends.add(args[-1]) or f(*args))
+    hidden, weight, bias, ids = problem(5, 17, dtype=dtype)
+    outputs(ours(ids, backend="cpu"), hidden, weight, bias)
+    assert backends == {"cpu"}
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: rlkernels.token_logprobs(x, torch.tensor([0, 2]), backend="cpu"),
+    lambda x: linear_token_logprobs(x, x, torch.tensor([0, 1]), backend="cpu"),
+])  # fmt: skip
+def test_a_named_backend_that_lacks_a_dtype_says_so(call):
+    with pytest.raises(ValueError, match=r"backend='cpu' runs \w+ on 16 and 32 bit floats, got torch.float64"):
+        call(torch.randn(2, 3).double())
+
+
+def test_no_pass_has_more_logits_at_a_time_than_a_block(monkeypatch):
+    """Without a chunk; the forward pass has no more than ROWS tokens at a time, the backward pass all 32."""
+    monkeypatch.setattr(linear, "ROWS", 8)
+    monkeypatch.setattr(linear, "BLOCK", 128)
+    monkeypatch.setattr(linear, "NARROWEST", 2)
+    blocks = linear._blocks
+    sizes = []
+
+    def recorded(hidden, weight, bias, chunk):
+        sizes.append(len(hidden) * chunk)
+        return blocks(hidden, weight, bias, chunk)
+
+    monkeypatch.setattr(linear, "_blocks", recorded)
+    hidden, weight, bias, ids = problem(32, 53)
+    outputs(ours(ids), hidden, weight, bias)
+    assert sizes == [8 * 16] * 4 + [32 * 4]
 
 
 def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
@@ -369,4 +409,4 @@ def test_bad_arguments_of_hidden_states(changes, error, message):
 def test_blocks_suit_the_device(gigabytes, logits):
     memory = None if gigabytes is None else int(gigabytes * 0.99 * 2**30)
     assert linear.block_columns(64, memory) == logits // 64
-    assert linear.block_columns(1 << 20, memory) == max(logits // linear.ROWS, linear.NARROWEST)
+    assert linear.block_columns(1 << 16, memory) == max(logits >> 16, linear.NARROWEST)

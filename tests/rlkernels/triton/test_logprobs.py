@@ -6,6 +6,7 @@ from accuracy import check_blocks, check_linear_logprobs, check_logprobs, with_g
 
 import rlkernels
 from rlkernels import _check
+from rlkernels.logprobs import triton_kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,14 +59,25 @@ def test_gradient_of_the_gradient_raises():
     logits = torch.randn(3, 33, requires_grad=True)
     logprobs = rlkernels.token_logprobs(logits, torch.zeros(3).long(), backend="triton")
     (grad,) = torch.autograd.grad(logprobs.exp().sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="its gradient has no gradient"):
+    with pytest.raises(RuntimeError, match="the gradient of token_logprobs has no gradient"):
         grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("vocab", "chunk"), [(17, 5), (1023, 400)])
-def test_from_hidden_states(vocab, chunk, dtype):
+def test_from_hidden_states(vocab, chunk, dtype, monkeypatch):
+    blocks = []
+    score_block = triton_kernels.score_block
+    monkeypatch.setattr(triton_kernels, "score_block", lambda *args: blocks.append(args[2]) or score_block(*args))
     tensors = [torch.randn(shape).to(dtype) for shape in ((9, 16), (vocab, 16), (vocab,))]
     tensors[2][: chunk + 3] = -torch.inf
     ids = torch.randint(chunk + 3, vocab, (9,))
     check_linear_logprobs("triton", tensors, ids, 0.7, chunk, floor=1e-5)
+    assert blocks == [*range(0, vocab, chunk)]
+
+
+def test_float64_is_refused():
+    x = torch.randn(2, 3).double()
+    for score in (rlkernels.token_logprobs, partial(rlkernels.linear_token_logprobs, weight=x)):
+        with pytest.raises(ValueError, match="backend='triton' runs .* on 16 and 32 bit floats, got torch.float64"):
+            score(x, ids=torch.zeros(2).long(), backend="triton")
