@@ -3,10 +3,13 @@
 The function is registered at ``AttentionInterface`` as ``rlkernels``. An :class:`Attention` object defines the tokens
 that each token attends to. It is the argument ``attention`` of the model's forward, which passes it to every layer. For
 models that do not pass unknown arguments on, ``ACTIVE`` holds it. Transformers makes no mask for a name without a mask
-function: a model may get the tokens of all sequences as one row, with position ids only.
+function: a model may get the tokens of all sequences as one row, with position ids only. A model that would ignore the
+layout or the positions of such a row is refused, see ``_call_model``.
 """
 
 import functools
+import inspect
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
@@ -22,6 +25,7 @@ from rlkernels.prefix_cache import TreeLayout
 __all__: list[str] = []  # for the cache beside it and for the trainer
 
 IMPLEMENTATION = "rlkernels"
+NO_INTERFACE = "its layers do not call Transformers' attention interface"
 PLAIN = {"full_attention", "sliding_attention"}  # kinds of layers
 # arguments of attention functions that change the result and that our kernels do not know
 UNSUPPORTED = ("sinks", "position_bias", "block_table", "cu_seq_lens_q")
@@ -172,6 +176,12 @@ def sliding_window(config: Any, layer: int | None = None) -> int | None:
     return config.sliding_window if has_window else None
 
 
+def masks_windows(module: torch.nn.Module) -> bool:
+    """Return whether the modeling file of a layer puts the sliding window of the config into masks."""
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP derives classes of its own
+    return any(hasattr(file, "create_sliding_window_causal_mask") for file in files)
+
+
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, scaling: float | None = None, *, attention: Attention | None = None,
             **kwargs: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -198,9 +208,10 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         raise ValueError(
             f"{type(module).__name__} {what}, which the attention of rlkernels does not know: it is causal"
         )
+    window = None  # also if only the config has one, as in Moshi
     if "sliding_window" in kwargs:
         window = kwargs["sliding_window"]
-    else:  # a model that puts it into the mask
+    elif masks_windows(module):
         window = sliding_window(getattr(module, "config", None), module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     batch, _, tokens, key_dim = query.shape
@@ -208,6 +219,8 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     dim = max(key_dim, value_dim)  # zeros widen the narrower of keys and values: their products add nothing
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * q, H, d]
     query, key, value = (x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
+    if isinstance(attention, TreeLayout):
+        attention.attended = True
     sinks = kwargs.get("s_aux")
     options: dict[str, Any] = {} if kwargs.get("softcap") is None else {"softcap": kwargs["softcap"]}
     attend = functools.partial(attention.attend, module.layer_idx, query, key, value, scale, window, **options)
@@ -219,4 +232,66 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     return out[..., :value_dim].unflatten(0, (batch, tokens)), None
 
 
+def uses_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether attention layers in a model's file call the function that the config names."""
+    layers = [
+        cls
+        for name, cls in getattr(sys.modules.get(model_class.__module__), "__dict__", {}).items()
+        if "Attention" in name and isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+    ]
+    files = {base.__module__ for layer in layers for base in layer.__mro__}
+    return not layers or any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+def _names_positions(model_class: type[PreTrainedModel]) -> bool:
+    return "position_ids" in inspect.signature(model_class.forward).parameters
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Return whether a model, or a model inside it, takes position ids; others number the tokens of a row."""
+    if _names_positions(type(model)):
+        return True
+    return any(_names_positions(type(module)) for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def why_ignored(model: PreTrainedModel) -> str:
+    """Return the reason why no layer of a model attended by ``IMPLEMENTATION``."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation == IMPLEMENTATION or not uses_interface(type(model)):
+        return NO_INTERFACE
+    return f"it attends by {implementation!r}, call set_attn_implementation({IMPLEMENTATION!r})"
+
+
+_check_name = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_check_name)
+def _check_implementation(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    """Refuse ours for models whose layers do not call it: Transformers makes no mask for them either."""
+    is_decoder = self.can_generate() and self.config.get_text_config(decoder=True) is self.config
+    if requested_attention == IMPLEMENTATION and is_decoder and not uses_interface(type(self)):
+        raise ValueError(f"attn_implementation={IMPLEMENTATION!r} cannot run {type(self).__name__}: {NO_INTERFACE}")
+    return _check_name(self, requested_attention, *args, **kwargs)
+
+
+def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Call the model; raise if it ignores the layout of a packed pass, which is the argument ``attention``."""
+    layout = kwargs.get("attention")
+    if not isinstance(layout, TreeLayout) or layout.attended is not None:  # or it is inside a model that was checked
+        return torch.nn.Module.__call__(self, *args, **kwargs)
+    layout.attended = False
+    try:
+        output = torch.nn.Module.__call__(self, *args, **kwargs)
+        attended = layout.attended
+    finally:
+        layout.attended = None
+    if not attended:
+        raise ValueError(f"{type(self).__name__} cannot run a packed pass: {why_ignored(self)}")
+    if not (torch.compiler.is_compiling() or takes_positions(self)):
+        raise ValueError(f"{type(self).__name__} cannot run a packed pass: it takes no position_ids")
+    return output
+
+
 AttentionInterface.register(IMPLEMENTATION, _attend)
+PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
+PreTrainedModel.__call__ = _call_model  # type: ignore[assignment,method-assign]

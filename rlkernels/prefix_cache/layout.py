@@ -28,6 +28,7 @@ class TreeLayout:
         num_tokens: T.
         longest: tokens of the longest sequence.
         tiles: tables of kernels for this layout, which all layers use, by sizes and device.
+        attended: during a pass of a model of Transformers, whether a layer has attended by this layout; else None.
 
     All tensors are on the CPU. The constructor makes them, so torch.compile need not trace how.
     """
@@ -50,6 +51,7 @@ class TreeLayout:
         stops = torch.cat([starts[1:], end.new_tensor([len(end)])])[: len(starts)]
         self.nodes = torch.stack([starts, stops, end[starts]], 1)
         self.tiles: dict[tuple[Any, ...], Any] = {}
+        self.attended: bool | None = None
 
     @staticmethod
     def from_sequences(sequences: Iterable[TokenIds]) -> "TreeLayout":

@@ -5,8 +5,11 @@ import torch
 from accuracy import assert_as_plain, with_gradients
 
 pytest.importorskip("rlkernels.integrations.transformers", reason="this machine lacks transformers")
+from transformers import AutoModelForCausalLM
+
 import rlkernels
 from rlkernels import TreeLayout
+from rlkernels.integrations.transformers import IMPLEMENTATION, pack
 from rlkernels.integrations.transformers_attention import add_sinks
 from tools.architectures import build, check_packed, check_paged
 
@@ -19,6 +22,7 @@ PACKED = (check_packed,)
     ("gpt_oss", BOTH), ("granite_swa", BOTH), ("granitemoe_swa", BOTH),
     ("mimo_v2_flash", PACKED),  # more heads of keys in layers with a window: not for one cache
     ("mistral", BOTH), ("gemma3_text", BOTH), ("phimoe", BOTH),  # windows, as an argument or in the mask
+    ("moshi", BOTH),  # a window in the config alone
     ("gemma2", BOTH), ("vaultgemma", BOTH),
     ("deepseek_v2", BOTH), ("deepseek_v3", BOTH), ("glm4_moe_lite", BOTH), ("minicpm3", BOTH), ("youtu", BOTH),
     ("longcat_flash", BOTH),
@@ -26,6 +30,59 @@ PACKED = (check_packed,)
 def test_models_compute_what_they_do_by_eager_attention(kind, checks):
     for check in checks:
         check(build(kind))
+
+
+def packed_logits(model):
+    packed = pack([[5, 6, 7, 8], [5, 6, 9]])
+    return model(packed.ids[None], position_ids=packed.position_ids[None], attention=packed.layout, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "xglm", "mpt", "gpt_neox_japanese", "openai-gpt"])
+def test_models_whose_layers_do_not_call_the_interface_are_refused(kind):
+    """Their layers would attend to all tokens of the row, and without a mask if the name is in their config."""
+    model = build(kind)
+    name = type(model).__name__
+    reason = "its layers do not call Transformers' attention interface"
+    for implementation in ("eager", IMPLEMENTATION):
+        model.set_attn_implementation(implementation)  # Transformers warns and changes nothing
+        with pytest.raises(ValueError, match=f"^{name} cannot run a packed pass: {reason}$"):
+            packed_logits(model)
+    with pytest.raises(ValueError, match=f"^attn_implementation='rlkernels' cannot run {name}: {reason}$"):
+        AutoModelForCausalLM.from_config(model.config, attn_implementation=IMPLEMENTATION)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("bart", "it takes no position_ids"), ("marian", "it takes no position_ids"),
+    ("mamba", "its layers do not call"), ("jamba", "its layers do not call"),
+])  # fmt: skip
+def test_models_that_ignore_positions_or_do_not_attend_are_refused(kind, reason):
+    model = build(kind)
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(ValueError, match=f"^{type(model).__name__} cannot run a packed pass: {reason}"):
+        packed_logits(model)
+
+
+def test_a_packed_pass_by_another_implementation_is_refused():
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    message = r"^LlamaForCausalLM cannot .* it attends by 'sdpa', call set_attn_implementation\('rlkernels'\)$"
+    with pytest.raises(ValueError, match=message):
+        packed_logits(model)
+    check_packed(model)
+
+
+@pytest.mark.parametrize("compiled_part", ["model", "layers"])
+def test_compiled_models_run_packed_passes(compiled_part):
+    model = build("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    expected = packed_logits(model).logits
+    if compiled_part == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+    else:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(packed_logits(model).logits, expected)
 
 
 def attend_with_sink_score(query, key, value, sinks, window):
