@@ -1,4 +1,6 @@
-"""Host time of a call without its kernel: launches do nothing, and calls take turns with ``torch.add``.
+"""Host time of a call without its kernel, and of a pass of the paged engine without its model.
+
+Launches do nothing, and calls take turns with ``torch.add``.
 
 Compiled CPU ops run on inputs of a few numbers. Triton's launchers get CPU tensors in place of a GPU's, and their
 kernels do nothing. Not included: ops that wait for results on the way (``top1_deltas``) or have no kernel
@@ -21,11 +23,18 @@ import rlkernels
 from bench import Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
 from bench._runner import quantile
-from rlkernels import _check, backend, registry
+from bench.gpu.model import TINY, make_model, tokens
+from python_trainer.data import Request
+from python_trainer.rollout.drafting import Drafter
+from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.paged import graphs
+from python_trainer.rollout.paged.engine import PagedEngine
+from rlkernels import RolloutHistory, _check, backend, registry
 
 # ops that wait for results are those that need values
 TIMED = [op.name for op in registry.ALL if (op.cpu or op.on_gpu) and not op.needs_values and not op.on_host]
 CALLS_PER_TURN = 100
+PROMPTS, PROMPT_TOKENS, NUM_GENERATIONS = 32, 128, 8  # of decoding: 256 sequences
 
 
 class NoKernel:
@@ -94,10 +103,50 @@ def rows(op: str, arguments: Arguments, shape: str, turns: int) -> list[Row]:
     ]  # fmt: skip
 
 
+def pass_seconds(passes: int, with_drafts: bool) -> list[float]:
+    """Time decoding passes of 256 sequences, whose logits are always the same, in CPU seconds of this thread."""
+    model = make_model(TINY, torch.device("cpu"))
+    engine = PagedEngine(model, eos_token_ids=(), max_batch_tokens=PROMPTS * PROMPT_TOKENS)
+    engine.cache.key_cache.zero_()
+    engine.cache.value_cache.zero_()
+    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
+    prompts = tokens(TINY, PROMPTS, PROMPT_TOKENS, seed=1)
+    if with_drafts:
+        engine.drafter = Drafter(RolloutHistory(), pass_overhead=1e6)
+        for prompt, answer in zip(prompts, tokens(TINY, PROMPTS, passes, seed=2)):
+            engine.drafter.history.add(prompt, answer)
+    requests = [
+        Request(prompt, num_generations=NUM_GENERATIONS, max_new_tokens=passes, sample_id=NUM_GENERATIONS * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    fixed_logits = torch.randn(PROMPTS * PROMPT_TOKENS, model.config.vocab_size)
+    step = engine._step
+    samples = []
+
+    def timed(run: Any) -> list[Any]:
+        start = time.thread_time()
+        done = step(lambda ids, positions, rows, paged: (fixed_logits[: len(rows)], fixed_logits))
+        samples.append(time.thread_time() - start)
+        return done
+
+    with patch.object(engine, "_step", timed), patch.object(graphs, "record", lambda run, _: (int, run())):
+        engine.generate(requests, SamplingParams(seed=1))
+    return samples[2:-1]  # without the passes that compute prompts, record, and close sequences
+
+
+def pass_row(passes: int, with_drafts: bool) -> Row:
+    samples = pass_seconds(passes, with_drafts)
+    return Row("decode pass", "PagedEngine", f"256 sequences{', drafts' if with_drafts else ''}",
+               median_s=statistics.median(samples), q20_s=quantile(samples, 0.2), q80_s=quantile(samples, 0.8),
+               extra=f"at least {min(samples) * 1e3:.2f} ms")  # fmt: skip
+
+
 def cases(quick: bool) -> Iterator[list[Row]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waking a thread takes longer than a call
     try:
+        for with_drafts in (False, True):
+            yield [pass_row(20 if quick else 120, with_drafts)]
         for op, arguments in inputs().items():
             if op in TIMED:
                 turns = 10 if quick else 100

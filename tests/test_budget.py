@@ -9,7 +9,7 @@ import pytest
 from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
-NODES = {"python_trainer": 123_000, "rlkernels": 143_500, "bench": 87_500, "tests": 341_500}  # of Python's syntax tree
+NODES = {"python_trainer": 123_000, "rlkernels": 145_000, "bench": 88_000, "tests": 345_000}  # of Python's syntax tree
 LINES = {"csrc": 9_000}
 SETTINGS = 116
 WORDS = 20_800  # of README, CONTRIBUTING and docs

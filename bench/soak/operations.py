@@ -58,8 +58,10 @@ class PoolPair:
         if kind < 8:
             picked = list(dict.fromkeys([handles, self.open[draw(len(self.open))]]))
             extensions = [tokens(2 * size) for _ in picked]
+            ids = [token for extension in extensions for token in extension]
+            counts = [*map(len, extensions)]
             copies = self.run_on_both(
-                *(lambda pool, i=i: pool.append([h[i] for h in picked], extensions) for i in (0, 1))
+                *(lambda pool, i=i: pool.append([h[i] for h in picked], ids, counts) for i in (0, 1))
             )
             assert copies is None or copies[0] == copies[1]
         elif kind < 9:
@@ -89,9 +91,9 @@ class PoolPair:
         for a, b in self.open:
             assert model.token_ids(a) == compiled.token_ids(b)
             assert (model.num_cached(a), model.computed(a)) == (compiled.num_cached(b), compiled.computed(b))
-        starts = [model.computed(h) for h in model_handles]
+        counts = [model.length(h) - model.computed(h) for h in model_handles]
         assert torch.equal(
-            model.slots(model_handles, starts), torch.as_tensor(compiled.slots(compiled_handles, starts))
+            model.slots(model_handles, counts), torch.as_tensor(compiled.slots(compiled_handles, counts))
         )
 
     def counts(self) -> dict[str, int]:

@@ -17,8 +17,9 @@ namespace {
 using Tokens = std::vector<BlockPool::Token>;
 
 BlockPool::Token token(long long id) {
-  if (id < std::numeric_limits<BlockPool::Token>::min() || id > std::numeric_limits<BlockPool::Token>::max())
-    throw py::value_error("token_ids must fit into 32 bits, got " + std::to_string(id));
+  constexpr auto largest = std::numeric_limits<BlockPool::Token>::max();
+  if (id < 0 || id > largest)
+    throw py::value_error("token_ids must be between 0 and " + std::to_string(largest) + ", got " + std::to_string(id));
   return static_cast<BlockPool::Token>(id);
 }
 
@@ -53,6 +54,24 @@ struct TokenLists {
 };
 
 using Handles = std::vector<BlockPool::Handle>;
+using Counts = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+// The tokens of each of several sequences, whose tokens lie one after the other.
+std::vector<BlockPool::Tokens> split(const Tokens& tokens, const Counts& counts, size_t sequences) {
+  std::vector<BlockPool::Tokens> spans;
+  spans.reserve(sequences);
+  int64_t at = 0;
+  for (py::ssize_t i = 0; i < counts.size(); ++i) {
+    const int64_t count = counts.data()[i], left = int64_t(tokens.size()) - at;
+    if (count < 0 || count > left) break;
+    spans.emplace_back(tokens.data() + at, count);
+    at += count;
+  }
+  if (spans.size() != sequences || at != int64_t(tokens.size()))
+    throw py::value_error("counts must divide the " + std::to_string(tokens.size()) + " tokens among " +
+                          std::to_string(sequences) + " sequences");
+  return spans;
+}
 
 // Block tables int32 [B, most blocks], filled up with -1, and lengths int32 [B].
 std::pair<py::array_t<int32_t>, py::array_t<int32_t>> tables(const BlockPool& pool, const Handles& handles) {
@@ -68,17 +87,23 @@ std::pair<py::array_t<int32_t>, py::array_t<int32_t>> tables(const BlockPool& po
   return {out, lengths};
 }
 
-// Slots of the tokens of each sequence from its start on, one after the other, int64 [T].
-py::array_t<int64_t> slots(const BlockPool& pool, const Handles& handles, const std::vector<int64_t>& starts) {
+// Slots of the last tokens of each sequence, so many of each, one after the other, int64 [T].
+py::array_t<int64_t> slots(const BlockPool& pool, const Handles& handles, const Counts& all_counts) {
+  if (all_counts.size() != py::ssize_t(handles.size())) throw py::value_error("a sequence has no count");
+  const int64_t* counts = all_counts.data();
   int64_t total = 0;
-  for (size_t i = 0; i < handles.size(); ++i)
-    total += std::max<int64_t>(0, int64_t(pool.sequence(handles[i]).tokens.size()) - starts.at(i));
+  for (size_t i = 0; i < handles.size(); ++i) {
+    const int64_t length = int64_t(pool.sequence(handles[i]).tokens.size());
+    if (counts[i] < 0 || counts[i] > length) throw py::value_error("a sequence has fewer tokens than asked for");
+    total += counts[i];
+  }
   py::array_t<int64_t> out(total);
   int64_t* to = out.mutable_data();
   const int64_t size = pool.block_size();
   for (size_t i = 0; i < handles.size(); ++i) {
     const auto& sequence = pool.sequence(handles[i]);
-    for (int64_t t = starts[i]; t < int64_t(sequence.tokens.size()); ++t)
+    const int64_t length = int64_t(sequence.tokens.size());
+    for (int64_t t = length - counts[i]; t < length; ++t)
       *to++ = sequence.table[t / size] * size + t % size;
   }
   return out;
@@ -102,8 +127,9 @@ void bind_block_pool(py::module_& m) {
       .def("open_many", [](BlockPool& pool, const py::sequence& prompts) {
         return pool.open_many(TokenLists(prompts).spans);
       })
-      .def("append", [](BlockPool& pool, const Handles& handles, const py::sequence& tokens) {
-        return pool.append(handles, TokenLists(tokens).spans);
+      .def("append", [](BlockPool& pool, const Handles& handles, const py::object& ids, const Counts& counts) {
+        const Tokens tokens = to_tokens(ids);
+        return pool.append(handles, split(tokens, counts, handles.size()));
       })
       .def("truncate", &BlockPool::truncate)
       .def("fork", &BlockPool::fork)

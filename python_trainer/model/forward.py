@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -124,8 +125,8 @@ def page(
     cache: PagedKVCache,
     sequences: Sequence[CachedSequence],
     slots: torch.Tensor,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
+    query_lens: Sequence[int] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
     *,
     share_from: int | None = None,
 ) -> PagedBatch:
@@ -137,10 +138,9 @@ def page(
         seq_lens: [B] tokens of each sequence up to the last of those.
         share_from: read a beginning of at least so many tokens once for all neighbours that have it; None: never.
     """
-    starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32, device="cpu")
-    torch.cumsum(torch.tensor(query_lens, dtype=torch.int32, device="cpu"), 0, out=starts[1:])
-    query_starts, lens = starts.to(cache.device), torch.tensor(seq_lens, dtype=torch.int32, device=cache.device)
-    longest = max(seq_lens, default=0)
+    query_starts = torch.from_numpy(np.append(0, query_lens).cumsum(dtype=np.int32)).to(cache.device)
+    lens = torch.from_numpy(np.asarray(seq_lens, np.int32)).to(cache.device)
+    longest = int(np.max(seq_lens, initial=0))
     if share_from is not None:
         prefix_tables, prefix_lens, group_starts, tables, _ = cache.group(sequences, min_tokens=share_from)
         if prefix_tables.shape[1]:  # which the host knows, unlike the lengths

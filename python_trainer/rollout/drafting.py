@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from python_trainer.data import Rollout
@@ -19,19 +20,8 @@ class Decoding:
 
     rollout: Rollout
     sample_id: int
-    max_new_tokens: int
+    max_length: int  # tokens at which the answer ends, prompt and prefix included
     sequence: CachedSequence = field(init=False)  # everything but the last drawn token is computed
-    draft: list[int] = field(default_factory=list)  # guesses of the next tokens
-
-    @property
-    def drawn(self) -> int:
-        """Return how many tokens have been generated."""
-        return len(self.rollout.logprobs)
-
-    @property
-    def length(self) -> int:
-        """Count prompt, prefix and all drawn tokens."""
-        return self.rollout.num_tokens
 
     def tokens(self) -> list[int]:
         return [*self.rollout.prompt_ids, *self.rollout.response_ids]
@@ -72,31 +62,51 @@ class Drafter:
                 handle = self.handles[sample] = self.history.track(prompt)
                 self.history.extend(handle, sample.rollout.response_ids)
 
-    def draft(self, samples: Sequence[Decoding], budget: int) -> None:
-        """Give every sample a draft; all drafts have at most ``budget`` tokens."""
-        followed = [sample for sample in samples if sample in self.handles]
-        if not followed:
-            return
+    def draft(self, samples: Sequence[Decoding], room: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draft the next tokens of samples.
+
+        Args:
+            room: int64 [B], most tokens of each draft.
+            budget: most tokens of all drafts.
+
+        Returns:
+            The tokens of all drafts one after the other, int64, and the length of each draft, int64 [B].
+        """
+        lengths = np.zeros(len(samples), np.int64)
+        handles = self._handles(samples)
+        followed = np.flatnonzero(handles >= 0)
+        if not len(followed):
+            return lengths[:0], lengths
         longest = min(self.max_tokens, budget // len(samples))
         cost = self.token_cost(len(samples))
         if longest <= 0 or (cost is not None and cost >= MAX_TRUST):
-            return
-        handles = [self.handles[sample] for sample in followed]
-        ids, lengths = self.history.draft_tracked(handles, max_tokens=longest, token_cost=cost)
-        for sample, row, length in zip(followed, ids.tolist(), lengths.tolist()):
-            # the pass itself draws one token more
-            sample.draft = row[: min(length, sample.max_new_tokens - sample.drawn - 1)]
+            return lengths[:0], lengths
+        ids, available = self.history.draft_tracked(handles[followed], max_tokens=longest, token_cost=cost)
+        lengths[followed] = np.minimum(available.numpy(), room[followed])
+        return ids.numpy()[np.arange(longest) < lengths[followed, None]], lengths
 
-    def learn(self, samples: Sequence[Decoding], accepted: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
-        """Tell the history how many tokens of each draft were accepted, and the new tokens of each sample."""
-        followed = [i for i, sample in enumerate(samples) if sample in self.handles]
-        if not followed:
-            return
-        handles = [self.handles[samples[i]] for i in followed]
-        self.history.observe(handles, [len(samples[i].draft) for i in followed], [accepted[i] for i in followed])
-        self.history.extend_tracked(
-            handles, [t for i in followed for t in new_ids[i]], [len(new_ids[i]) for i in followed]
-        )
+    def learn(
+        self,
+        samples: Sequence[Decoding],
+        offered: np.ndarray,
+        accepted: np.ndarray,
+        new_ids: np.ndarray,
+        num_new: np.ndarray,
+    ) -> None:
+        """Tell the history how many draft tokens were offered and accepted, and the new tokens of each sample.
+
+        Args:
+            new_ids: int64, the new tokens of all samples one after the other.
+            offered, accepted, num_new: int64 [B].
+        """
+        handles = self._handles(samples)
+        followed = handles >= 0
+        self.history.observe(handles[followed], offered[followed], accepted[followed])
+        self.history.extend_tracked(handles[followed], new_ids[followed.repeat(num_new)], num_new[followed])
+
+    def _handles(self, samples: Sequence[Decoding]) -> np.ndarray:
+        """Return the history's handle of each sample, int64 [B], or -1."""
+        return np.array([self.handles.get(sample, -1) for sample in samples], np.int64)
 
     def stop(self, samples: Sequence[Decoding]) -> None:
         for sample in samples:

@@ -14,6 +14,7 @@ blocks never has a child in the tree: eviction always takes a leaf.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -116,10 +117,16 @@ class BlockPool:
             self.misses += len(tokens) - num_cached
         return handles
 
-    def append(self, handles: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Append to all of the sequences or none; return blocks (from, to) whose contents must be copied first."""
+    def append(self, handles: Sequence[int], ids: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Append to all of the sequences or none; return blocks (from, to) whose contents must be copied first.
+
+        Args:
+            ids: the tokens of all sequences, one after the other.
+            counts: how many of them belong to each.
+        """
         sequences = [self._sequences[handle] for handle in handles]
-        tokens = integers(tokens)
+        all_ids = iter(integers([ids])[0])
+        tokens = [list(islice(all_ids, count)) for count in counts]
         num_new = 0
         writers: dict[int, int] = {}  # partly filled block -> how many of these sequences write into it
         for sequence, new_tokens in zip(sequences, tokens):
@@ -216,11 +223,12 @@ class BlockPool:
             row[: len(table)] = torch.tensor(table, dtype=torch.int32, device="cpu")
         return out, torch.tensor([self.length(h) for h in handles], dtype=torch.int32, device="cpu")
 
-    def slots(self, handles: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
-        """Return the slots of the tokens of each sequence from its start on, one after the other, int64 [T]."""
+    def slots(self, handles: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+        """Return the slots of the last tokens of each sequence, so many of each, one after the other, int64 [T]."""
         slots = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for handle, start in zip(handles, starts):
-            position = torch.arange(start, self.length(handle), device="cpu")
+        for handle, count in zip(handles, counts):
+            length = self.length(handle)
+            position = torch.arange(length - count, length, device="cpu")
             table = torch.tensor(self._sequences[handle].table, dtype=torch.int64, device="cpu")
             slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
         return torch.cat(slots)

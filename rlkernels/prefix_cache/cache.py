@@ -3,8 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlkernels import _check
@@ -148,27 +150,40 @@ class PagedKVCache:
         """Add tokens and return their slots, int64. Copies a last block that other sequences share."""
         return self.append_many([seq], [token_ids])
 
-    def append_many(self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]]) -> torch.Tensor:
+    def append_many(
+        self, sequences: Seq[Sequence], token_ids: Seq[Any] | np.ndarray, counts: Seq[int] | np.ndarray | None = None
+    ) -> torch.Tensor:
         """Add tokens to different sequences, all or none, and return all slots one after the other, int64.
 
+        Args:
+            token_ids: a list of tokens for each sequence; with ``counts``, integers [T], one sequence after the other.
+            counts: integers [B], how many of the tokens each sequence gets.
+
         Raises:
-            ValueError: a sequence is given twice, or the lists differ in length.
+            ValueError: a sequence is given twice, or the tokens are for another number of sequences.
         """
         handles = self._handles(sequences)
-        lists = _lists("token_ids", token_ids)
-        if len(handles) != len(lists):
-            raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(lists)}")
+        if counts is None:
+            lists = _lists("token_ids", token_ids)
+            if len(handles) != len(lists):
+                raise ValueError(f"token_ids must have one list per sequence ({len(handles)}), got {len(lists)}")
+            counts = [*map(len, lists)]
+            ids = [*chain.from_iterable(lists)]
+        else:
+            ids = _ids(token_ids)
+            counts = np.asarray(counts)
+            if len(counts) != len(handles) or counts.min(initial=0) < 0 or counts.sum() != len(ids):
+                raise ValueError(f"counts must divide {len(ids)} tokens among {len(handles)} sequences, got {counts}")
         if len(set(handles)) < len(handles):
             second = next(i for i, handle in enumerate(handles) if handle in handles[:i])
             first = handles.index(handles[second])
             raise ValueError(f"sequences must be different ones, got one of them twice, as number {first} and {second}")
-        starts = [self._pool.length(h) for h in handles]
-        slots = torch.empty(sum(map(len, lists)), dtype=torch.int64, device=self.device)  # before anything changes
-        copies = _with_ids(lambda lists: self._pool.append(handles, lists), lists)
+        slots = torch.empty(len(ids), dtype=torch.int64, device=self.device)  # before anything changes
+        copies = _with_ids(lambda lists: self._pool.append(handles, lists[0], counts), [ids])
         for source, target in copies:  # one by one: indexing several blocks would allocate memory
             for blocks in (self.key_cache, self.value_cache):
                 blocks[:, target].copy_(blocks[:, source])
-        return slots.copy_(torch.as_tensor(self._pool.slots(handles, starts), device="cpu"))
+        return slots.copy_(torch.as_tensor(self._pool.slots(handles, counts), device="cpu"))
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Drop all tokens from ``length`` on, and blocks without other tokens."""
@@ -203,7 +218,8 @@ class PagedKVCache:
     def slots(self, sequences: Seq[Sequence]) -> torch.Tensor:
         """Return the slots of each sequence's tokens after ``num_computed``, one after the other, int64 [T]."""
         handles = self._handles(sequences)
-        return self._tensor(self._pool.slots(handles, [self._pool.computed(h) for h in handles]))
+        counts = [self._pool.length(h) - self._pool.computed(h) for h in handles]
+        return self._tensor(self._pool.slots(handles, counts))
 
     def tables(self, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return block_tables int32 [B, most blocks] and seq_lens int32 [B] for :func:`paged_attention`."""
@@ -277,21 +293,18 @@ class PagedKVCache:
     def _handles(self, sequences: Seq[Sequence]) -> list[int]:
         if not hasattr(sequences, "__iter__"):
             raise TypeError(f"sequences must be a list of Sequences, got {sequences!r}")
-        handles = []
-        for i, seq in enumerate(sequences):
-            if not isinstance(seq, Sequence) or seq._cache is not self or seq._handle < 0:
-                self._open_handle(seq, f"sequences[{i}]")
-            handles.append(seq._handle)
-        return handles
+        sequences = list(sequences)
+        handles = [s._handle for s in sequences if type(s) is Sequence and s._cache is self and s._handle >= 0]
+        if len(handles) == len(sequences):
+            return handles
+        return [self._open_handle(seq, f"sequences[{i}]") for i, seq in enumerate(sequences)]
 
 
 def _with_ids(call: Callable[[list[list[int]]], Any], lists: list[list[int]]) -> Any:
     """Call the pool with lists of token ids; an error names the token id that the pool does not accept."""
     try:
-        if any(ids and min(ids) < 0 for ids in lists):
-            raise OverflowError
         return call(lists)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         refused = error
     integers(lists)
     raise refused
@@ -304,6 +317,8 @@ def _lists(name: str, token_lists: Any) -> list[list[Any]]:
 
 
 def _ids(token_ids: Any) -> list[Any]:
+    if type(token_ids) is list:
+        return token_ids
     ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if not hasattr(ids, "__iter__"):
         raise TypeError(f"token_ids must be a list or a tensor [L] of integers, got {token_ids!r}")

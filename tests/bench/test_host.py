@@ -20,3 +20,9 @@ def test_rows(op):
     assert [row.provider for row in rows] == ["torch.add", "rlkernels, cpu", "rlkernels, triton"][: len(rows)]
     assert all(row.op == op and row.median_s > 0 and row.extra.endswith("x torch.add") for row in rows)
     assert len(rows) == 2 + OPS[op].triton
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_row_of_a_pass(with_drafts):
+    row = host.pass_row(6, with_drafts)
+    assert row.op == "decode pass" and 0 < row.q20_s <= row.median_s <= row.q80_s

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from conftest import QUIET, train
@@ -72,9 +73,9 @@ def test_a_right_draft_saves_a_pass_for_each_of_its_tokens(monkeypatch, longest)
     drafter = fed(requests, expected, max_tokens=longest)
     draft = Drafter.draft
 
-    def draft_once(self, samples, budget):
-        if [sample.drawn for sample in samples] == [1]:
-            draft(self, samples, budget)
+    def draft_once(self, samples, room, budget):
+        once = [len(sample.rollout.logprobs) for sample in samples] == [1]
+        return draft(self, samples, room, budget if once else 0)
 
     monkeypatch.setattr(Drafter, "draft", draft_once)
     stats = drafted(model, requests, GREEDY, expected, drafter).stats
@@ -127,9 +128,8 @@ def test_draft_tokens_behind_the_end_of_an_answer_are_not_accepted(monkeypatch):
     eos = free.ids[3]
     assert free.ids.index(eos) == 3
 
-    def draft(self, samples, budget):
-        for sample in samples:  # none before the prompt is computed
-            sample.draft = free.ids[1:7]
+    def draft(self, samples, room, budget):  # no samples before the prompt is computed
+        return np.array(free.ids[1:7] * len(samples)), np.full(len(samples), 6)
 
     monkeypatch.setattr(Drafter, "draft", draft)
     engine = engine_for(model, eos=eos)

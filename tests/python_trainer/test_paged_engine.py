@@ -4,6 +4,8 @@ Requests may come while others are generated, and answers are handed out as they
 weights out once, until they change.
 """
 
+import sys
+from collections import Counter
 from functools import partial
 from unittest.mock import Mock
 
@@ -291,6 +293,25 @@ def test_launches_of_a_decode_pass_are_few(monkeypatch):
         assert not {"sort", "argsort", "topk", "bitwise_xor"} & counts.keys(), "sorts, or random numbers"
         # 3 layers of Transformers with attention, sampling
         assert 100 < counts.total() <= 351, (counts.total(), counts)
+
+
+def test_a_pass_runs_few_lines_of_python_for_each_sequence():
+    """Count the lines of a decoding pass, whose logits are given, with 8 and with 40 sequences."""
+    num_lines = Counter()
+
+    def count(frame, event, arg):
+        num_lines[sequences] += event == "line"
+        return count
+
+    for sequences in (8, 40):
+        engine = engine_for(make())
+        engine.submit([Request([1, 2, 3], num_generations=sequences, max_new_tokens=9)], SamplingParams())
+        for traced in (False, False, True):
+            before = sys.gettrace()
+            sys.settrace(count if traced else before)
+            engine._step(lambda ids, positions, rows, paged: (torch.zeros(len(rows), VOCAB), None))
+            sys.settrace(before)
+    assert 0 < num_lines[40] - num_lines[8] <= 12 * 32
 
 
 def test_recorded_passes_draw_the_same(monkeypatch):

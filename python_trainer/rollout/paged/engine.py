@@ -1,12 +1,11 @@
 """PagedEngine: rollouts of a Transformers model without padding, which computes every common prefix once."""
 
-import itertools
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,6 +19,7 @@ from python_trainer.rollout.drafting import Decoding
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
 from python_trainer.rollout.ordering import longest_first
 from python_trainer.rollout.paged.graphs import DecodeGraphs, padded_size
+from python_trainer.rollout.paged.running import Spans
 from python_trainer.rollout.paged.scheduler import Pass, Scheduler
 from python_trainer.rollout.settings import truncates
 from rlkernels import PagedKVCache, keyed_uniform, sample_tokens, token_logprobs, verify_drafts
@@ -90,7 +90,7 @@ class PagedEngine(Engine):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
-        self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
+        self.eos_token_ids = [eos_token_ids] if isinstance(eos_token_ids, int) else [*eos_token_ids]
         self.share_from: int | None = None
         if rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch":
             self.share_from = MIN_SHARED_ON_GPU if self.device.type == "cuda" else MIN_SHARED_TOKENS
@@ -162,8 +162,9 @@ class PagedEngine(Engine):
         """Queue the samples of a request, one a rollout."""
         context = len(request.prompt_ids) + len(request.prefix_ids)
         limit = min(request.max_new_tokens, self.max_positions - context)
-        samples = [Decoding(rollout, request.sample_id + j, limit) for j, rollout in enumerate(rollouts)]
-        self._longest = max(self._longest, context + limit)
+        longest = context + limit
+        samples = [Decoding(rollout, request.sample_id + j, longest) for j, rollout in enumerate(rollouts)]
+        self._longest = max(self._longest, longest)
         if limit > 0 and samples:
             self._scheduler.add(samples[0].tokens(), samples)
         else:
@@ -189,9 +190,7 @@ class PagedEngine(Engine):
         forward_pass = self._scheduler.next_pass()
         logits = self._forward(run, forward_pass, self._share)
         self._scheduler.fork_prefilled(forward_pass)
-        done = self._draw(forward_pass, logits)
-        self._scheduler.finish(done)
-        return [sample.rollout for sample in done]
+        return [sample.rollout for sample in self._draw(forward_pass, logits)]
 
     def _runner(self, longest: int) -> Forward:
         if self.graphs is not None:
@@ -214,7 +213,7 @@ class PagedEngine(Engine):
             slots = torch.cat([slots, slots[:1].expand(padding)])
         paged = page(
             self.cache,
-            pad(forward_pass.sequences, padding),
+            forward_pass.sequences + forward_pass.sequences[:1] * padding,
             slots,
             query_lens=pad(forward_pass.query_lens, padding),
             seq_lens=pad(forward_pass.seq_lens, padding),
@@ -231,49 +230,58 @@ class PagedEngine(Engine):
             self.graphs = None
         return run(ids, positions, rows, paged)[0]
 
-    def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self.device)
 
     def _draw(self, forward_pass: Pass, logits: torch.Tensor) -> list[Decoding]:
-        """Draw the next tokens of every sample of the pass; return the finished samples."""
-        draws = [sample for samples in forward_pass.row_samples for sample in samples]  # several of one with a draft
-        if not draws:
+        """Draw the next tokens of every running sample; return the finished samples."""
+        running = self._scheduler.running
+        if not len(running):
             return []
-        if len(draws) > len(forward_pass.rows):  # prefilled prompts with several samples
-            counts = torch.tensor([len(samples) for samples in forward_pass.row_samples], device=self.device)
-            logits = logits.repeat_interleave(counts, 0, output_size=len(draws))
-        samples = list(dict.fromkeys(draws))
-        drawn, logprobs, starts, accepted = draw_tokens(samples, logits, self._sampling)
-        done: list[Decoding] = []
-        new_ids: list[list[int]] = []  # of each sample
-        for sample, start, num_accepted in zip(samples, starts, accepted):
-            length_before = len(sample.rollout.response_ids)
-            for draw in range(start, start + num_accepted + 1):
-                if self._extend(sample, drawn[draw], logprobs[draw]):
-                    done.append(sample)
-                    break
-            new_ids.append(sample.rollout.response_ids[length_before:])
-        # draft tokens behind the end of an answer are not used
-        accepted = [min(count, len(ids)) for count, ids in zip(accepted, new_ids)]
+        draws = forward_pass.decoding
+        if forward_pass.prefilled:  # one draw for each sample whose prompt the pass has computed
+            draws = Spans.of(np.append(draws.counts, np.ones(len(running) - len(draws.counts), np.int64)))
+        if len(draws.owner) > len(logits):  # prefilled prompts with several samples
+            sizes = [len(job.samples) for job in forward_pass.prefilled]
+            repeats = torch.tensor([1] * (len(logits) - len(sizes)) + sizes, device=self.device)
+            logits = logits.repeat_interleave(repeats, 0, output_size=len(draws.owner))
+        drafts = forward_pass.ids[(draws.offset > 0).nonzero()[0]]
+        ids, logprobs, accepted = draw_tokens(running.state, draws, drafts, logits, self._sampling)
+        stops = np.isin(ids, self.eos_token_ids)
+        if self._stop is not None:
+            stops |= self._find_stop_strings(self._stop, draws, ids)
+        lengths = running.state["length"][draws.owner] + draws.offset + 1
+        is_end = stops | (lengths == running.state["max_length"][draws.owner])
+        ends = is_end.nonzero()[0]
+        num_new = accepted + 1
+        np.minimum.at(num_new, draws.owner[ends], draws.offset[ends] + 1)  # nothing is used behind the end of an answer
+        last = draws.starts + num_new - 1  # the last new token of each sample
+        done = is_end[last]
+        running.extend(draws, ids, logprobs, num_new)
+        for i in done.nonzero()[0]:
+            running.samples[i].rollout.finish_reason = "stop" if stops[last[i]] else "length"
+        accepted = np.minimum(accepted, num_new)
         if self.drafter:
-            self.drafter.learn(samples, accepted, new_ids)
-        self._stats["generated_tokens"] += sum(map(len, new_ids))
-        self._stats["sample_steps"] += len(samples)
-        self._stats["draft_steps"] += sum(bool(sample.draft) for sample in samples)
-        self._stats["draft_tokens"] += sum(len(sample.draft) for sample in samples)
-        self._stats["accepted_tokens"] += sum(accepted)
-        return done
+            new_ids = ids[draws.offset < num_new[draws.owner]]
+            self.drafter.learn(running.samples, draws.counts - 1, accepted, new_ids, num_new)
+        self._stats["generated_tokens"] += int(num_new.sum())
+        self._stats["sample_steps"] += len(running)
+        if len(drafts):
+            self._stats["draft_steps"] += int((draws.counts > 1).sum())
+            self._stats["draft_tokens"] += len(drafts)
+            self._stats["accepted_tokens"] += int(accepted.sum())
+        return self._scheduler.finish(draws, num_new, done)
 
-    def _extend(self, sample: Decoding, token: int, logprob: float) -> bool:
-        """Add a token to a sample; return whether it was the last."""
-        rollout = sample.rollout
-        rollout.response_ids.append(token)
-        rollout.logprobs.append(logprob)
-        if token in self.eos_token_ids or (self._stop is not None and self._stop.ends(rollout.response_ids)):
-            rollout.finish_reason = "stop"
-        elif sample.drawn == sample.max_new_tokens:
-            rollout.finish_reason = "length"
-        return bool(rollout.finish_reason)
+    def _find_stop_strings(self, stop: StopStrings, draws: Spans, ids: np.ndarray) -> np.ndarray:
+        """Return which accepted draws complete a stop string, bool [D]; the id of others is -1."""
+        completes = np.zeros(len(ids), bool)
+        for sample, start, count in zip(self._scheduler.running.samples, draws.starts, draws.counts):
+            response_ids = sample.rollout.response_ids[-stop.window :]
+            for draw in range(start, start + count):
+                if ids[draw] >= 0:
+                    response_ids.append(int(ids[draw]))
+                    completes[draw] = stop.ends(response_ids)
+        return completes
 
     def pass_seconds(self, sequences: int, tokens: int) -> float | None:
         """Return the quickest time of a pass over ``tokens`` tokens of each of ``sequences``; None: no room."""
@@ -283,15 +291,16 @@ class PagedEngine(Engine):
             return None
         first = self.cache.open([0] * TIMED_CONTEXT)
         opened = [first, *self.cache.fork(first, sequences - 1)]
-        rows = list(range(sequences * tokens))
+        rows = np.arange(sequences * tokens)
         forward_pass = Pass(
-            ids=[0] * len(rows),
-            positions=[*range(TIMED_CONTEXT, length)] * sequences,
+            ids=np.zeros_like(rows),
+            positions=np.tile(np.arange(TIMED_CONTEXT, length), sequences),
             slots=self.cache.append_many(opened, [[0] * tokens] * sequences),
             sequences=opened,
-            seq_lens=[length] * sequences,
-            query_lens=[tokens] * sequences,
+            seq_lens=np.full(sequences, length),
+            query_lens=np.full(sequences, tokens),
             rows=rows,
+            decoding=Spans.of(np.full(sequences, tokens)),
         )
         with torch.no_grad(), attend_by(self.model):
             run = self._runner(length)
@@ -306,9 +315,9 @@ class PagedEngine(Engine):
         return min(seconds)
 
 
-def pad(values: list[T], padding: int) -> list[T]:
+def pad(values: np.ndarray, padding: int) -> np.ndarray:
     """Return the values with so many more copies of the first."""
-    return values + values[:1] * padding
+    return np.append(values, values[:1].repeat(padding)) if padding else values
 
 
 def memory_limit(device: torch.device, reserved: int = 0) -> int:
@@ -325,37 +334,44 @@ def memory_limit(device: torch.device, reserved: int = 0) -> int:
 
 
 def draw_tokens(
-    samples: Sequence[Decoding], logits: torch.Tensor, sampling: SamplingParams
-) -> tuple[list[int], list[float], list[int], list[int]]:
-    """Sample R tokens from logits [R, V]: one at each position of a sample's draft, and one after the draft.
+    state: np.ndarray, draws: Spans, drafts: np.ndarray, logits: torch.Tensor, sampling: SamplingParams
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sample D tokens from logits [D, V]: one at each position of a sample's draft, and one after the draft.
 
-    Returns R tokens, R log-probabilities before top-k and top-p; the first row of each sample, and how many tokens of
-    its draft were accepted: those before its first difference from the sampled tokens.
+    Args:
+        state: [B] of :data:`python_trainer.rollout.paged.running.STATE`.
+        draws: of the B samples.
+        drafts: int64 [D - B], the tokens of all drafts one after the other.
+
+    Returns:
+        D tokens, D log-probabilities before top-k and top-p, and how many tokens of each draft were accepted: those
+        before its first difference from the sampled tokens. Draws behind it have the id -1.
+
+    Raises:
+        NotFinite: logits are NaN or infinite.
     """
-    lengths = [1 + len(sample.draft) for sample in samples]
-    starts = [0, *itertools.accumulate(lengths)]
     # on the host, where the numbers are: a GPU would need a hundred launches
     uniforms = keyed_uniform(
         sampling.seed,
-        torch.tensor([s.sample_id for s, n in zip(samples, lengths) for _ in range(n)], device="cpu"),
-        torch.tensor([s.length + i for s, n in zip(samples, lengths) for i in range(n)], device="cpu"),
+        torch.from_numpy(state["sample_id"][draws.owner]),
+        torch.from_numpy(state["length"][draws.owner] + draws.offset),
     ).to(logits.device)
     settings: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    num_draws = starts[-1]
-    if len(samples) == num_draws:
+    accepted: list[torch.Tensor] = []  # [B] with drafts
+    if not len(drafts):
         ids, logprobs = sample_tokens(logits, uniforms, validate=False, **settings)
-        counts = ids.new_zeros(num_draws)
     else:
-        drafts = [sample.draft for sample in samples]
-        counts, ids, logprobs = verify_drafts(logits, drafts, starts, uniforms, validate=False, **settings)
+        starts = [*draws.starts.tolist(), len(logits)]
+        draft_ids = torch.from_numpy(drafts).to(logits.device)
+        *accepted, ids, logprobs = verify_drafts(logits, draft_ids, starts, uniforms, validate=False, **settings)
     if truncates(sampling) and sampling.temperature:  # the loss uses the whole distribution
         untruncated = token_logprobs(logits, ids.clamp(min=0), temperature=sampling.temperature)
         logprobs = torch.where(ids < 0, logprobs, untruncated.float())
     # one wait for the device; float64 holds all three exactly
-    numbers = torch.cat([ids.double(), counts.double(), logprobs.double()]).tolist()
-    drawn = [int(number) for number in numbers[:num_draws]]
-    accepted = [int(number) for number in numbers[num_draws:-num_draws]]
-    drawn_logprobs = numbers[-num_draws:]
-    if any(map(math.isnan, drawn_logprobs)):
+    numbers = torch.cat([result.double() for result in (ids, logprobs, *accepted)]).cpu().numpy()
+    drawn, drawn_logprobs, num_accepted = np.split(numbers, [len(logits), 2 * len(logits)])
+    if np.isnan(drawn_logprobs).any():
         raise NotFinite("the policy cannot be sampled from: its logits are NaN or infinite")
-    return drawn, drawn_logprobs, starts[:-1], accepted
+    if not accepted:
+        num_accepted = np.zeros(len(logits))
+    return drawn.astype(np.int64), drawn_logprobs, num_accepted.astype(np.int64)

@@ -26,7 +26,7 @@ def padded_size(count: int) -> int:
 
 def copy_into(targets: Numbers, sources: Numbers) -> None:
     for target, source in zip(targets, sources):
-        target[..., : source.shape[-1]].copy_(source)
+        (target if target.shape == source.shape else target[:, : source.shape[1]]).copy_(source)
 
 
 def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:

@@ -10,9 +10,11 @@ oldest sample is never preempted, so there is always progress.
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from python_trainer.rollout.drafting import Decoding, Drafter
+from python_trainer.rollout.paged.running import Running, Spans
 from rlkernels import OutOfBlocks, PagedKVCache
 from rlkernels.prefix_cache import Sequence
 
@@ -29,16 +31,19 @@ class Prefill:
 
 @dataclass
 class Pass:
-    """One forward pass: T tokens of B sequences, flattened, of which R get logits."""
+    """One forward pass: T tokens of B sequences, flattened, of which R get logits.
 
-    ids: list[int]  # [T]
-    positions: list[int]  # [T]
+    First come the samples that decode, in the order of the running ones; each of their tokens gets logits.
+    """
+
+    ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
     slots: torch.Tensor  # int64 [T]
     sequences: list[Sequence]  # [B]
-    seq_lens: list[int]  # [B]
-    query_lens: list[int]  # [B]
-    rows: list[int] = field(default_factory=list)  # [R] the tokens that get logits
-    row_samples: list[list[Decoding]] = field(default_factory=list)  # [R] the samples that draw from these logits
+    seq_lens: np.ndarray  # int64 [B]
+    query_lens: np.ndarray  # int64 [B]
+    rows: np.ndarray  # int64 [R], the tokens that get logits
+    decoding: Spans  # the tokens of the samples that decode
     prefilled: list[Prefill] = field(default_factory=list)  # jobs whose last token is in this pass
 
 
@@ -55,7 +60,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[Prefill] = deque()
         self.filling: list[Prefill] = []
-        self.running: list[Decoding] = []
+        self.running = Running()
 
     def add(self, tokens: list[int], samples: list[Decoding]) -> None:
         for start in range(0, len(samples), self.max_sequences):
@@ -66,13 +71,9 @@ class Scheduler:
         return bool(self.waiting or self.filling or self.running)
 
     def next_pass(self) -> Pass:
-        if self.drafter:
-            # one token a sample is computed anyway, and a prefill needs room for one
-            self.drafter.draft(self.running, self.max_batch_tokens - len(self.running) - 1)
-        slots, preempted = self._append_drawn()
+        forward_pass, preempted = self._decode()
         if not preempted:
             self._admit()
-        forward_pass = self._decode(slots)
         self._add_prefill(forward_pass)
         return forward_pass
 
@@ -87,46 +88,67 @@ class Scheduler:
             for sample, sequence in zip(forked, self.cache.fork(job.sequence, len(forked))):
                 sample.sequence = sequence
             self.stats["cached_tokens"] += len(forked) * len(job.tokens)
-            self.running += job.samples
+            self.running.add(job.samples)
             if self.drafter:
                 self.drafter.start(job.samples)
 
-    def finish(self, done: list[Decoding]) -> None:
-        """Cut off drafts from where they were wrong, and close the samples that are done."""
-        for sample in self.running:
-            if sample.draft and sample.sequence.length >= sample.length:
-                self.cache.truncate(sample.sequence, sample.length - 1)
-            sample.draft = []
-        for sample in done:
+    def finish(self, spans: Spans, num_new: np.ndarray, done: np.ndarray) -> list[Decoding]:
+        """Cut off drafts from where they were wrong, and close the samples that are done; return those.
+
+        Args:
+            spans: the draws of the running samples.
+            num_new: int64 [B], how many of its draws are tokens of a sample.
+            done: bool [B].
+        """
+        for i in (num_new < spans.counts).nonzero()[0]:
+            self.cache.truncate(self.running.samples[i].sequence, self.running.state["length"][i] - 1)
+        if not done.any():
+            return []
+        removed = self.running.remove(done)
+        for sample in removed:
             if self.keep_answers:
                 self.cache.commit(sample.sequence)
             self.cache.close(sample.sequence)
-        finished = set(done)
-        self.running = [sample for sample in self.running if sample not in finished]
         if self.drafter:
-            self.drafter.stop(done)
+            self.drafter.stop(removed)
+        return removed
 
-    def _append_drawn(self) -> tuple[torch.Tensor, bool]:
+    def _draft(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the draft tokens of all running samples, one after the other, and their number of each."""
+        state = self.running.state
+        if self.drafter is None:
+            return np.empty(0, np.int64), np.zeros(len(state), np.int64)
+        # one token a sample is computed anyway, and a prefill needs room for one
+        budget = self.max_batch_tokens - len(state) - 1
+        return self.drafter.draft(self.running.samples, state["max_length"] - state["length"] - 1, budget)
+
+    def _decode(self) -> tuple[Pass, bool]:
         """Append the drawn token and the draft of every running sample to the cache; drafts give way first.
 
         Returns:
-            The slots of these tokens, int64, and whether samples were preempted.
+            A pass of these tokens, and whether samples were preempted.
         """
+        draft_ids, draft_lens = self._draft()
         preempted = False
         while True:
+            state = self.running.state
+            spans = Spans.of(1 + draft_lens)
+            ids = np.empty(len(spans.owner), np.int64)
+            ids[spans.starts] = state["last_id"]
+            ids[spans.offset > 0] = draft_ids
+            sequences = [sample.sequence for sample in self.running.samples]
             try:
-                slots = self.cache.append_many(
-                    [sample.sequence for sample in self.running],
-                    [[sample.rollout.response_ids[-1], *sample.draft] for sample in self.running],
-                )
-                return slots, preempted
+                slots = self.cache.append_many(sequences, ids, spans.counts)
             except OutOfBlocks:
-                if any(sample.draft for sample in self.running):
-                    for sample in self.running:
-                        sample.draft = []
-                else:
+                if not len(draft_ids):
                     self._preempt()
                     preempted = True
+                draft_ids, draft_lens = draft_ids[:0], np.zeros(len(self.running), np.int64)
+                continue
+            positions = state["length"][spans.owner] - 1 + spans.offset
+            lengths = state["length"] + draft_lens
+            rows = np.arange(len(ids))
+            return Pass(ids, positions, slots, sequences, lengths, spans.counts, rows, spans), preempted
 
     def _preempt(self) -> None:
         """Close the youngest work and queue it again in front of the rest."""
@@ -143,6 +165,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open as many waiting jobs as there is room for, with one spare block for every sample."""
+        if not self.waiting:
+            return
         active = len(self.running) + sum(len(job.samples) for job in self.filling)
         stats = self.cache.stats
         blocks = stats["blocks_free"] + stats["blocks_cached"] - active
@@ -161,40 +185,34 @@ class Scheduler:
             self.stats["cached_tokens"] += sequence.num_cached
             self.filling.append(job)
 
-    def _decode(self, slots: torch.Tensor) -> Pass:
-        """Make a pass of the drawn tokens of all running samples and their drafts, which go to these slots."""
-        forward_pass = Pass([], [], slots, [sample.sequence for sample in self.running], [], [])
-        for sample in self.running:
-            count = 1 + len(sample.draft)
-            end = sample.length + len(sample.draft)
-            forward_pass.ids += [sample.rollout.response_ids[-1], *sample.draft]
-            forward_pass.positions += range(end - count, end)
-            forward_pass.seq_lens.append(end)
-            forward_pass.query_lens.append(count)
-            forward_pass.row_samples += [[sample]] * count
-        forward_pass.rows += range(len(forward_pass.ids))
-        return forward_pass
-
     def _add_prefill(self, forward_pass: Pass) -> None:
         """Add the next tokens of the jobs, oldest first, so that a shared block is written before it is read."""
-        slots = [forward_pass.slots]
+        total = len(forward_pass.ids)
+        parts = [(forward_pass.ids, forward_pass.positions, forward_pass.slots)]
+        ends, counts, rows = [], [], []
         for job in self.filling:
-            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - len(forward_pass.ids))
+            count = min(len(job.tokens) - job.computed, self.max_batch_tokens - total)
             if count <= 0:
                 break
             start = job.computed
             end = start + count
             first = job.sequence.num_cached
-            slots.append(job.sequence.slots[start - first : end - first])
-            forward_pass.ids += job.tokens[start:end]
-            forward_pass.positions += range(start, end)
+            slots = job.sequence.slots[start - first : end - first]
+            parts.append((np.array(job.tokens[start:end]), np.arange(start, end), slots))
             forward_pass.sequences.append(job.sequence)
-            forward_pass.seq_lens.append(end)
-            forward_pass.query_lens.append(count)
+            ends.append(end)
+            counts.append(count)
+            total += count
             job.computed = end
             if end == len(job.tokens):
-                forward_pass.rows.append(len(forward_pass.ids) - 1)
-                forward_pass.row_samples.append(job.samples)
+                rows.append(total - 1)
                 forward_pass.prefilled.append(job)
             self.stats["prefill_tokens"] += count
-        forward_pass.slots = torch.cat(slots) if len(slots) > 1 else forward_pass.slots
+        if counts:
+            ids, positions, all_slots = zip(*parts)
+            forward_pass.ids = np.concatenate(ids)
+            forward_pass.positions = np.concatenate(positions)
+            forward_pass.slots = torch.cat(all_slots)
+            forward_pass.seq_lens = np.append(forward_pass.seq_lens, ends)
+            forward_pass.query_lens = np.append(forward_pass.query_lens, counts)
+            forward_pass.rows = np.append(forward_pass.rows, np.array(rows, np.int64))

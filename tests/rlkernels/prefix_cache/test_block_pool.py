@@ -45,7 +45,9 @@ def test_blocks_never_hold_other_tokens_than_their_users_think(run):
 
 def test_wrong_tokens():
     _, pool = PoolPair(4, 2).pools
-    with pytest.raises(ValueError, match="token_ids must fit into 32 bits, got 2147483648"):
+    with pytest.raises(ValueError, match="token_ids must be between 0 and 2147483647, got 2147483648"):
         pool.open_many([[2**31]])
+    with pytest.raises(ValueError, match="token_ids must be between 0 and 2147483647, got -1"):
+        pool.open_many([[-1]])
     with pytest.raises(ValueError, match="no open sequence has the handle 7"):
         pool.close(7)

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from support import take_backend
@@ -194,6 +195,20 @@ def test_append_without_memory_changes_nothing(each_backend):
         except torch.OutOfMemoryError:
             assert (cache.stats, [seq.length for seq in forks]) == state
     assert tensors > 0 and [seq.length for seq in forks] == [7, 9]
+
+
+@pytest.mark.parametrize("as_given", [list, np.array, torch.tensor])
+def test_tokens_of_several_sequences_may_be_given_one_after_the_other(each_backend, as_given):
+    caches = make(), make()
+    sequences = [cache.open_many([[1, 2], [3], [4, 5, 6]]) for cache in caches]
+    by_counts = caches[0].append_many(sequences[0], as_given([7, 8, 9, 10, 11, 12]), as_given([1, 0, 5]))
+    by_lists = caches[1].append_many(sequences[1], [[7], [], [8, 9, 10, 11, 12]])
+    assert by_counts.tolist() == by_lists.tolist()
+    assert [seq.token_ids for seq in sequences[0]] == [[1, 2, 7], [3], [4, 5, 6, 8, 9, 10, 11, 12]]
+    for counts in ([1, 1], [1, 1, 1], [-1, 2, 1]):
+        with pytest.raises(ValueError, match=r"counts must divide 2 tokens among 3 sequences, got \["):
+            caches[0].append_many(sequences[0], [1, 2], as_given(counts))
+    assert [seq.length for seq in sequences[0]] == [3, 1, 8]
 
 
 def test_eviction_takes_the_least_recently_used_tail_first():
