@@ -223,3 +223,12 @@ def test_log_sum_exp_and_its_gradient(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_and_no_gradient(backend):
     check_grouped_without_tokens_or_gradients(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [{"window": 2}, {"softcap": 5.0}], ids=str)
+def test_windows_and_soft_caps_are_refused(backend, mask):
+    layout = TreeLayout.from_sequences([[1, 2, 3], [1, 4]])
+    query = torch.randn(layout.num_tokens, 2, 16)
+    with pytest.raises(ValueError, match=f"backend='{backend}' runs tree_attention without window and softcap"):
+        rlkernels.tree_attention(query, query, query, layout, scale=0.3, backend=backend, **mask)
