@@ -1,7 +1,7 @@
 """What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
 
-Imported with the extension, and the one place for them: ops of csrc/ops have no meta kernels in C++. Arguments are
-those of the op; ``*_`` collects those that do not matter.
+Imported with the extension: ops of csrc/ops have no meta kernels in C++. Fakes of Triton's ops stand beside their
+launchers. Arguments are those of the op; ``*_`` collects those that do not matter.
 """
 
 from collections.abc import Callable

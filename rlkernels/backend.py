@@ -290,8 +290,8 @@ unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _warn_unproved() -> None:
     warnings.warn(
-        "rlkernels takes plain torch on this GPU where no verdict says that a kernel of ours is right and faster: run "
-        "`python -m rlkernels prove`, once, which takes about a minute",
+        "no rlkernels kernel is proved on this GPU, so torch runs instead; `python -m rlkernels prove` (about a "
+        "minute) can change that",
         stacklevel=2,
     )
 

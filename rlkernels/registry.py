@@ -1,6 +1,6 @@
-"""One record an op. Other lists of ops follow from these records or are compared with them by a test.
+"""One entry for each op. Other lists of ops follow from these entries or are compared with them by a test.
 
-Whoever adds an op adds its record. ``tests/rlkernels/test_op_registry.py`` then names every place that lacks the op.
+Whoever adds an op adds its entry. ``tests/rlkernels/test_op_registry.py`` then names every place that lacks the op.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ class Op:
     """An op: where it lives, which backends have been written for it, and what its arguments allow.
 
     Attributes:
-        name: of its public function, and in errors.
-        folder: of ``rlkernels``; it exports the function.
-        cpu, triton, cuda: the backends that have been written; every op has ``torch``.
-        variants: of a backend, "backend/variant": a proof chooses one of them all.
-        regimes: kinds of calls with verdicts of their own, named "op/regime". The op's own verdict holds for other
+        name: The public function, as errors call it.
+        folder: The folder of ``rlkernels`` that exports the function.
+        cpu, triton, cuda: The backends that have been written; every op has ``torch``.
+        variants: Of a backend, named "backend/variant"; a proof chooses one of them all.
+        regimes: Kinds of calls with verdicts of their own, named "op/regime". The op's own verdict holds for other
             calls, and for a regime without one.
-        like: the op whose kernels it runs, and whose verdicts hold for it.
-        gradients: arguments that get a gradient.
-        writes: arguments that it writes to.
-        composite: ``backend="torch"`` is made of torch's differentiable operations, which know all transforms.
-        casts: autocast casts its tensors, as those of ``torch.nn.functional.linear``.
-        needs_values: meta tensors have no result, and the host waits for the GPU.
-        on_host: a data structure in host memory, without tensors; ``name`` is no function.
+        like: The op whose kernels, and so whose verdicts, this op uses.
+        gradients: Arguments that get a gradient.
+        writes: Arguments that it writes to.
+        composite: True if ``backend="torch"`` is made of torch's differentiable operations, which know all transforms.
+        casts: Whether autocast casts the tensors, as in ``torch.nn.functional.linear``.
+        needs_values: True if meta tensors have no result, and the host waits for the GPU.
+        on_host: True for a data structure in host memory; it is no function.
     """
 
     name: str

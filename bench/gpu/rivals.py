@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bench.logprobs import score_by_trl
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
-from rlkernels.proof.problem import Tolerance, Verdict, leaves
+from rlkernels.proof.problem import ErrorBound, Tolerance, leaves
 
 Call = Callable[[], Any]
 WORKSPACE_BYTES = 2**28  # of FlashInfer
@@ -39,10 +39,10 @@ class Rival:
 
     make: Callable[[], Call]
     outputs: Callable[[Any], Any] | None = None
-    judge: Callable[[Any], Verdict] | None = None
+    judge: Callable[[Any], ErrorBound] | None = None
     copy: Call | None = None
 
-    def verdict(self, gate: Tolerance, returned: Any) -> Verdict:
+    def verdict(self, gate: Tolerance, returned: Any) -> ErrorBound:
         """The verdict on what the call returned, which may be in a wider dtype."""
         if self.judge:
             return self.judge(returned)

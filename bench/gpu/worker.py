@@ -89,7 +89,7 @@ def judged(gate: Tolerance, make: Callable[[], Any], rival: Rival | None, device
         gate.problem.reset()
     returned = call()
     synchronize(device)
-    found = finding(rival.verdict(gate, returned) if rival else gate.judge(returned))
+    found = dict(finding(rival.verdict(gate, returned) if rival else gate.judge(returned)))
     return call, {"ok": found.pop("right"), **found}
 
 
@@ -110,7 +110,7 @@ def run_replay(gate: Tolerance, call: Callable[[], Any], rival: Rival | None, de
         gate.problem.reset()
     run()
     synchronize(device)
-    found = finding(rival.verdict(gate, returned[0]) if rival else gate.judge(returned[0]))
+    found = dict(finding(rival.verdict(gate, returned[0]) if rival else gate.judge(returned[0])))
     samples, end = list[float](), time.monotonic() + seconds
     while len(samples) < least or (time.monotonic() < end and len(samples) < MOST_REPLAYS):
         samples.append(seconds_of(run, 1, device) / count)

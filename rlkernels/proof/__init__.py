@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from rlkernels import _check, verdicts
 from rlkernels import backend as backends
 from rlkernels.proof import compiled
 from rlkernels.proof.problem import Case
-from rlkernels.proof.process import DeviceLost, Message, Worker
+from rlkernels.proof.process import Answer, DeviceLost, Message, Worker
 from rlkernels.proof.workload import Workload
 from rlkernels.registry import OPS
 
@@ -69,7 +69,7 @@ class Prover:
         self.worker = Worker([sys.executable, "-c", START, *arguments], os.environ)
         self.cases: list[Case] = pkgutil.resolve_name(cases)(workload)
 
-    def ask(self, job: Message, on_message: Callable[[Message], None] = lambda message: None) -> Message:
+    def ask(self, job: Message, on_message: Callable[[Message], None] = lambda message: None) -> Answer:
         """Return the worker's answer to a job.
 
         Raises:
@@ -77,7 +77,7 @@ class Prover:
             ConnectionError: the worker got no context on the device, or too little memory. This says nothing about
                 kernels.
         """
-        answer = self.worker.ask(job, HANG_S, self.end, on_message)
+        answer = cast(Answer, self.worker.ask(job, HANG_S, self.end, on_message))
         if answer.get("cut"):
             raise TimeoutError
         if answer.get("no_device") or answer.get("no_memory"):
@@ -107,7 +107,7 @@ class Prover:
         for case in self.cases:
             if OPS[op].name in (case.op, OPS[case.op].like) and not case.timed and not entry["reason"]:
                 answer = self.ask({"kind": "check", "op": case.op, "case": case.label, "backend": name})
-                reason = objection(answer)
+                reason = error_message(answer)
                 entry["reason"] = f"{case.label}: {reason}" if reason else ""
                 self.say(f"{case.op} {name}, {case.label}: {reason or 'right, twice the same bits'}")
         return entry
@@ -152,9 +152,9 @@ class Prover:
             launched += answer["launched"]
         return compiled.collect(launched)
 
-    def record_times(self, case: Case, name: str, entry: Message, answer: Message) -> None:
+    def record_times(self, case: Case, name: str, entry: Message, answer: Answer) -> None:
         """Record the result of a candidate in a timed case."""
-        if reason := objection({"ok": True, "repeats": True, **answer["judged"][name]}):
+        if reason := error_message({"ok": True, "repeats": True, **answer["judged"][name]}):
             entry["reason"] = f"{case.label}: {reason}"
             self.say(f"{case.op} {name}, {entry['reason']}")
             return
@@ -174,7 +174,7 @@ def slowness(entry: Message) -> str:
     return ""
 
 
-def objection(answer: Message) -> str:
+def error_message(answer: Answer) -> str:
     """Return what an answer of the worker says against a candidate; empty if nothing."""
     if not answer["ok"]:
         return answer["message"]
@@ -266,27 +266,24 @@ def prove(
     return {"device": facts, "verdicts": by_op, "left_out": left_out}
 
 
-def compile_candidates(
-    result: dict[str, Any], device: torch.device | str | None = None, *, workload: Workload | None = None,
-    say: Callable[[str], Any] = print, cases: str = CASES,
-) -> compiled.Code:  # fmt: skip
-    """Return the PTX of the candidates in a result of :func:`prove` on the same GPU; none of a dry run.
+def compile_candidates(result: dict[str, Any], device: torch.device | str | None = None) -> compiled.Code:
+    """Return the PTX of the candidates in a result of :func:`prove`; none of a dry run.
 
-    ``say`` gets a line about each candidate whose PTX cannot be compiled.
+    The proof was on the same GPU, of the default workload. A line tells each candidate whose PTX cannot be compiled.
     """
     if result["device"].get("gpu", "cpu") == "cpu":
         return {}
-    prover = Prover(torch.device(device or "cuda"), workload or Workload(), COMPILE_S, cases, say)
+    prover = Prover(torch.device(device or "cuda"), Workload(), COMPILE_S, CASES, print)
     code: compiled.Code = {}
     for op, verdict in result["verdicts"].items():
         for name in verdict["candidates"]:
             try:
                 code.setdefault(op, {})[name] = prover.kernels(op, name)
             except DeviceLost as error:
-                say(f"no PTX from {op} {name} on: {error}")
+                print(f"no PTX from {op} {name} on: {error}")
                 return code
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-                say(f"no PTX of {op} {name}: {error}")
+                print(f"no PTX of {op} {name}: {error}")
     prover.worker.close()
     return code
 

@@ -8,7 +8,7 @@ from rlkernels.verdicts import summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the subcommand."""
+    """Declare the arguments."""
     parser.add_argument("--ops", nargs="+", metavar="OP", help="these ops only (default: all that have a GPU kernel)")
     parser.add_argument("--seconds", type=float, default=60, help="time for all of it (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="prove anew what has a verdict")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand -> exit code, 1 where an op was left out."""
+    """Run the subcommand; return 1 if an op was left out, else 0."""
     result = prove(args.ops, device=args.device, seconds=args.seconds, again=args.again)
     for op, verdict in result["verdicts"].items():
         print(f"{op:<24} {verdict['backend']:<7} {summary(verdict)}".rstrip())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 PIECE = 1 << 26  # numbers compared at a time: float64 copies of a whole output would not fit in memory
-Verdict = tuple[float, float]  # largest error, and the error that is allowed
+ErrorBound = tuple[float, float]  # largest error, and the error that is allowed
 
 
 @dataclass
@@ -19,8 +19,8 @@ class Problem:
     # the same from float64 inputs through the reference; None: ``call("torch")`` is exact enough
     exact: Callable[[], Any] | None = None
     reset: Callable[[], Any] | None = None  # restores inputs that the op changes; ``call`` then returns these
-    # (output, output of plain torch) -> verdict, in place of the rule of :class:`Tolerance`
-    judge: Callable[[list[torch.Tensor], list[torch.Tensor]], Verdict] | None = None
+    # (output, output of plain torch) -> error and its bound, in place of :class:`Tolerance`
+    judge: Callable[[list[torch.Tensor], list[torch.Tensor]], ErrorBound] | None = None
     nbytes: float = 0.0  # fewest bytes that the op can move
     flops: float = 0.0  # fewest operations on ``dtype`` that the op can do
     dtype: torch.dtype = torch.float32
@@ -36,7 +36,7 @@ class Case:
     label: str
     make: Callable[[torch.device], Problem]
     timed: bool = False
-    recorded: bool = False  # runs inside CUDA graphs, so that replays are timed if it can be recorded
+    in_cuda_graph: bool = False  # engines capture it, so that replays are timed where it can be captured
 
 
 def leaves(output: Any) -> Iterator[torch.Tensor]:
@@ -107,8 +107,8 @@ class Tolerance:
         if len(self.exact) == len(self.plain):
             self.allowed = [_allowed_error(plain, exact, problem.floor) for plain, exact in zip(self.plain, self.exact)]
 
-    def judge(self, output: Any, dtypes: list[torch.dtype] | None = None) -> Verdict:
-        """Return the verdict on an output of the op; of several tensors that of the one closest to failing.
+    def judge(self, output: Any, dtypes: list[torch.dtype] | None = None) -> ErrorBound:
+        """Return the error of an output and its bound; of several tensors those of the one closest to failing.
 
         ``dtypes``: what the tensors must have, by default the dtypes of plain torch; another number of them is wrong.
         """
@@ -119,11 +119,11 @@ class Tolerance:
             dtypes = [plain.dtype for plain in self.plain]
         if len(results) != len(dtypes):
             return math.inf, 0.0
-        verdicts = []
+        bounds = []
         for result, exact, allowed, dtype in zip(results, self.exact, self.allowed, dtypes):
             error = largest_error(result, exact) if result.dtype == dtype else math.inf
-            verdicts.append((error, allowed))
-        return max(verdicts, key=_share_of_allowed, default=(0.0, 0.0))
+            bounds.append((error, allowed))
+        return max(bounds, key=_share_of_allowed, default=(0.0, 0.0))
 
 
 def _allowed_error(plain: torch.Tensor, exact: torch.Tensor, floor: float) -> float:
@@ -132,8 +132,8 @@ def _allowed_error(plain: torch.Tensor, exact: torch.Tensor, floor: float) -> fl
     return allowed if math.isfinite(allowed) and exact.dtype.is_floating_point else 0.0
 
 
-def _share_of_allowed(verdict: Verdict) -> float:
-    error, allowed = verdict
+def _share_of_allowed(bound: ErrorBound) -> float:
+    error, allowed = bound
     if allowed:
         return error / allowed
     return math.inf if error else 0.0
@@ -145,8 +145,8 @@ def poison(device: torch.device) -> None:
     del blocks
 
 
-def check(problem: Problem, backend: str, device: torch.device) -> tuple[Verdict, bool]:
-    """Run a backend twice on poisoned memory, and judge it -> (verdict, whether both runs gave the same bits)."""
+def check(problem: Problem, backend: str, device: torch.device) -> tuple[ErrorBound, bool]:
+    """Run a backend twice on poisoned memory; return its error and bound, and whether both runs gave the same bits."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # from here on torch.empty gives NaN, in C++ too
     try:
         outputs = []

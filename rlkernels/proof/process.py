@@ -8,9 +8,43 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # a job, or news about it
+
+
+class Comparison(TypedDict):
+    """How a result compares with plain torch's, from ``worker.finding``."""
+
+    right: bool
+    error: float | None  # largest; None: shapes, dtypes, integers, NaN or infinities differ
+    allowed: float
+
+
+class Answer(TypedDict, total=False):
+    """The last message about a job."""
+
+    ok: Required[bool]
+    wall_s: float
+    # Where not ok. The worker sets ``message``, ``no_memory`` and ``traceback`` after an exception; :class:`Worker`
+    # sets ``message``, ``cut`` and ``no_device`` for a process that is silent.
+    message: str
+    cut: bool  # the budget ended first
+    no_device: bool  # the worker did not start: this says nothing about kernels
+    no_memory: bool  # the device had too little: neither does this
+    traceback: str
+    # a check
+    right: bool
+    error: float | None
+    allowed: float
+    repeats: bool  # two runs gave the same bits
+    # a timing: by backend
+    judged: dict[str, Comparison]
+    times: dict[str, list[float]]  # seconds of each round
+    # a compilation
+    launched: list[tuple[str, str]]  # names and PTX of kernels
+
+
 START_S = 300.0  # for the imports of a worker
 AFTER_KILL_S = 10.0  # a process that outlives SIGKILL hangs in the driver: the device is lost
 

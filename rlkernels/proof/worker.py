@@ -12,15 +12,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from rlkernels.proof.compiled import captured
-from rlkernels.proof.problem import Case, Problem, Tolerance, Verdict, check
-from rlkernels.proof.process import Message
+from rlkernels.proof.problem import Case, ErrorBound, Problem, Tolerance, check
+from rlkernels.proof.process import Answer, Comparison, Message
 from rlkernels.proof.workload import Workload
 
 Say = Callable[[Message], None]
@@ -30,9 +30,9 @@ MIN_ROUNDS = 6  # also of a slow backend; fewer give no interval of 95 %
 MAX_MEMORY_BYTES = 12 << 30  # of the GPU; less where less is free
 
 
-def finding(verdict: Verdict) -> Message:
-    """Turn a verdict into a message; an ``error`` of None: shapes, dtypes, integers, NaN or infinities differ."""
-    error, allowed = verdict
+def finding(bound: ErrorBound) -> Comparison:
+    """Turn an error and its bound into a message."""
+    error, allowed = bound
     return {"right": error <= allowed, "error": error if math.isfinite(error) else None, "allowed": allowed}
 
 
@@ -59,7 +59,7 @@ def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> flo
 
 
 def replay(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Record what a call launches, and return a function that replays it; the call itself, if it waits for the GPU."""
+    """Capture what a call launches in a CUDA graph and return its replay; the call itself, if it waits for the GPU."""
     warmup_stream = torch.cuda.Stream()
     warmup_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warmup_stream):
@@ -76,7 +76,7 @@ def replay(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def race(
-    problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, recorded: bool = False,
+    problem: Problem, backends: Sequence[str], device: torch.device, seconds: float, in_cuda_graph: bool = False,
     say: Say = lambda message: None,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Time backends in turns, so that a change of the GPU's clock affects all of them; return seconds by round.
@@ -84,7 +84,7 @@ def race(
     ``say`` gets a message before each round: a slow backend is not one that hangs.
     """
     calls: dict[str, Callable[[], Any]] = {name: partial(problem.call, name) for name in backends}
-    if recorded and device.type == "cuda":
+    if in_cuda_graph and device.type == "cuda":
         calls = {name: replay(call) for name, call in calls.items()}
     repeats = {}
     for name, call in calls.items():
@@ -101,14 +101,14 @@ def race(
     return samples
 
 
-def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Message:
+def run_timing(case: Case, backends: Sequence[str], device: torch.device, seconds: float, say: Say) -> Answer:
     """Judge every backend on the timed inputs, then time those that are right beside plain torch."""
     torch.manual_seed(0)
     say({"begin": "torch"})
     problem = case.make(device)
     tolerance = Tolerance(problem)
     synchronize(device)
-    judged: dict[str, Message] = {}
+    judged: dict[str, Comparison] = {}
     for name in backends:
         say({"begin": name})
         if problem.reset:
@@ -117,17 +117,17 @@ def run_timing(case: Case, backends: Sequence[str], device: torch.device, second
         synchronize(device)
     say({"begin": ""})
     racing = [name for name in backends if judged[name]["right"]]
-    times = race(problem, [*racing, "torch"], device, seconds, case.recorded, say) if racing else {}
+    times = race(problem, [*racing, "torch"], device, seconds, case.in_cuda_graph, say) if racing else {}
     return {"ok": True, "judged": judged, "times": times}
 
 
-def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Message:
+def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Answer:
     """Do a job of kind check, compile or time, and return the answer."""
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
     if job["kind"] == "check":
         torch.manual_seed(0)
-        verdict, repeats = check(case.make(device), job["backend"], device)
-        return {"ok": True, **finding(verdict), "repeats": repeats}
+        bound, repeats = check(case.make(device), job["backend"], device)
+        return {"ok": True, **finding(bound), "repeats": repeats}
     if job["kind"] == "compile":
         problem = case.make(device)
         with captured() as launched:
@@ -136,7 +136,7 @@ def do(job: Message, cases: list[Case], device: torch.device, say: Say) -> Messa
     return run_timing(case, job["backends"], device, job["seconds"], say)
 
 
-def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Message]) -> None:
+def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Mapping[str, Any]]) -> None:
     """Answer the jobs on standard input; the first message says whether ``prepare`` succeeded."""
     if sys.platform == "linux":  # otherwise a kernel that hangs would keep the device when the parent is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

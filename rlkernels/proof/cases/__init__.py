@@ -4,10 +4,10 @@ from rlkernels.proof.cases import attention, logits, rank1, similarity
 from rlkernels.proof.problem import Case
 from rlkernels.proof.workload import Workload
 
-ROOMS = (attention, logits, rank1, similarity)
-SMALL: list[Case] = [case for room in ROOMS for case in room.SMALL]
+CASE_MODULES = (attention, logits, rank1, similarity)
+SMALL: list[Case] = [case for module in CASE_MODULES for case in module.SMALL]
 
 
 def cases_of(workload: Workload) -> list[Case]:
     """Return the small cases, which any workload has to pass, and the timed ones of this workload."""
-    return SMALL + [case for room in ROOMS for case in room.timed(workload)]
+    return SMALL + [case for module in CASE_MODULES for case in module.timed(workload)]

@@ -51,7 +51,7 @@ class Pages:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-exact: Any = reference  # called with tuples of arguments, which types cannot follow
+untyped_reference: Any = reference  # called with tuples of arguments, which types cannot follow
 
 
 def doubled(tensors: Sequence[torch.Tensor]) -> Any:
@@ -73,7 +73,7 @@ def paged(lens: Sequence[int], queries: Sequence[int], heads: Heads, size: int, 
     pairs = sum(q * n - q * (q - 1) / 2 for n, q in zip(lens, queries))
     return Problem(
         lambda backend: rlkernels.paged_attention(*args, scale=dim**-0.5, return_lse=True, backend=backend),
-        lambda: exact.paged_attention(*doubled(args[:3]), *rest, dim**-0.5),
+        lambda: untyped_reference.paged_attention(*doubled(args[:3]), *rest, dim**-0.5),
         nbytes=(sum(lens) * kv_heads + sum(queries) * q_heads) * dim * 2 * query.element_size(),
         flops=4 * pairs * q_heads * dim,
         dtype=dtype,
@@ -86,22 +86,27 @@ def shared(prefixes: Sequence[int], members: int, suffix: Sequence[int], q_len: 
     """Make a problem where each prefix has ``members`` sequences, with suffix lengths from ``suffix`` in turn."""
     q_heads, kv_heads, dim = heads
     count = len(prefixes) * members
-    own = [suffix[i % len(suffix)] for i in range(count)]
-    pages = Pages(_blocks(prefixes, size) + _blocks(own, size) + 3, size, kv_heads, dim, dtype, on)
+    suffix_lens = [suffix[i % len(suffix)] for i in range(count)]
+    pages = Pages(_blocks(prefixes, size) + _blocks(suffix_lens, size) + 3, size, kv_heads, dim, dtype, on)
     groups = (pages.table(prefixes), pages.ints(prefixes), pages.ints(range(0, count + 1, members)))
-    rest: Any = (*groups, pages.table(own), pages.ints(own), pages.ints(range(0, count * q_len + 1, q_len)))
+    rest: Any = (
+        *groups,
+        pages.table(suffix_lens),
+        pages.ints(suffix_lens),
+        pages.ints(range(0, count * q_len + 1, q_len)),
+    )
     query = torch.randn(count * q_len, q_heads, dim, device=on).to(dtype)
     args: Any = (query, *pages.finished(), *rest)
     inputs: dict[str, Any] = {}
-    if len(set(prefixes)) == len(set(own)) == 1 and prefixes[0] % size == 0:  # the same blocks, not grouped
+    if len(set(prefixes)) == len(set(suffix_lens)) == 1 and prefixes[0] % size == 0:  # the same blocks, not grouped
         tables = torch.cat([groups[0][:, : prefixes[0] // size].repeat_interleave(members, 0), rest[3]], 1)
-        lens, queries = [prefixes[0] + own[0]] * count, [q_len] * count
+        lens, queries = [prefixes[0] + suffix_lens[0]] * count, [q_len] * count
         inputs = {"query": query, "caches": args[1:3], "tables": tables, "lens": lens, "queries": queries}
     return Problem(
         lambda backend: rlkernels.shared_prefix_attention(*args, scale=dim**-0.5, return_lse=True, backend=backend),
-        lambda: exact.shared_prefix_attention(*doubled(args[:3]), *rest, dim**-0.5),
-        nbytes=((sum(prefixes) + sum(own)) * kv_heads + len(query) * q_heads) * dim * 2 * query.element_size(),
-        flops=4 * (sum(prefixes) * members + sum(own)) * q_len * q_heads * dim,
+        lambda: untyped_reference.shared_prefix_attention(*doubled(args[:3]), *rest, dim**-0.5),
+        nbytes=((sum(prefixes) + sum(suffix_lens)) * kv_heads + len(query) * q_heads) * dim * 2 * query.element_size(),
+        flops=4 * (sum(prefixes) * members + sum(suffix_lens)) * q_len * q_heads * dim,
         dtype=dtype,
         inputs=inputs,
     )
@@ -218,7 +223,7 @@ def timed(work: Workload) -> Iterator[Case]:
     prefill = min(work.prompts, 8)
     yield Case("paged_attention", f"decode: {sequences} sequences of {whole}",
                partial(paged, [whole] * sequences, [1] * sequences, heads, BLOCK, dtype), timed=True,
-               recorded=True)  # fmt: skip
+               in_cuda_graph=True)  # fmt: skip
     yield Case("paged_attention/prefill", f"prefill: {prefill} prompts of {work.prompt_tokens}",
                partial(paged, [work.prompt_tokens] * prefill, [work.prompt_tokens] * prefill, heads, BLOCK, dtype),
                timed=True)  # fmt: skip
@@ -226,7 +231,7 @@ def timed(work: Workload) -> Iterator[Case]:
                partial(shared, [work.prompt_tokens] * work.prompts, work.samples, [work.completion_tokens // 2], 1,
                        heads, BLOCK, dtype), timed=True)  # fmt: skip
     yield Case("write_kv", f"{sequences} tokens", partial(write, sequences, heads[1:], BLOCK, dtype), timed=True,
-               recorded=True)  # fmt: skip
+               in_cuda_graph=True)  # fmt: skip
     yield Case("write_kv/many", f"{MANY_TOKENS} tokens", partial(write, MANY_TOKENS, heads[1:], BLOCK, dtype),
                timed=True)  # fmt: skip
     yield Case("merge_attention", f"{sequences} tokens", partial(merge, sequences, heads[0], heads[2], dtype),

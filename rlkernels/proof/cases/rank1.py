@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import rlkernels
-from rlkernels.proof.problem import Case, Problem, Verdict
+from rlkernels.proof.problem import Case, ErrorBound, Problem
 from rlkernels.proof.workload import Workload
 
 Device = torch.device
@@ -27,8 +27,8 @@ def _pair(m: int, n: int, dtype: torch.dtype, on: Device) -> tuple[torch.Tensor,
     return (base.float() + delta).to(dtype), base
 
 
-def _worst(*errors: float) -> Verdict:
-    """Return the verdict on the largest error; NaN counts as infinite."""
+def _worst(*errors: float) -> ErrorBound:
+    """Return the largest error and its bound; NaN counts as infinite."""
     return max(math.inf if math.isnan(error) else error for error in errors), 2 * TOL
 
 
@@ -40,7 +40,7 @@ def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
         update = rlkernels.top1_delta(weight, base, tol=TOL, backend=backend)
         return [update.u, torch.tensor(update.sigma, dtype=torch.float64), update.v]
 
-    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         u, sigma, v = (tensor.double() for tensor in plain)
         if m * n <= MAX_SVD_ENTRIES:
             us, sigmas, vs = torch.linalg.svd(weight.double() - base.double(), full_matrices=False)
@@ -65,7 +65,7 @@ def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> 
         vectors = torch.cat([vector.flatten() for update in updates for vector in (update.u, update.v)])
         return [vectors, torch.tensor([update.sigma for update in updates], dtype=torch.float64)]
 
-    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         return _worst((result[0] - plain[0]).abs().max().item(), (result[1] / plain[1] - 1).abs().max().item())
 
     return Problem(call, judge=judge, nbytes=4 * sum(w.nbytes + b.nbytes for w, b in pairs.values()), dtype=dtype)
@@ -88,7 +88,7 @@ def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Pro
     v = torch.randn(n, device=on)
     options: dict[str, Any] = {"stochastic_rounding": stochastic, "seed": 11}
 
-    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> Verdict:
+    def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         """Return the share of numbers that differ: despite keyed random bits, a last bit may change one."""
         value = result[0].double()
         expected = plain[0].double()
