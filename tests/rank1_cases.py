@@ -75,7 +75,7 @@ def check_matvec(backend: str, weight: torch.Tensor, base: torch.Tensor) -> None
 
 
 def check_directions(directions, weight: torch.Tensor, base: torch.Tensor, rank: int) -> None:
-    """Check the result of leading_deltas: the directions are those of the SVD, and the update is the first."""
+    """Check the result of solve_deltas: the directions are those of the SVD, and the update is the first."""
     update, left, right = directions
     _, s, v = exact(weight, base)
     delta = weight.float() - base.float()

@@ -14,7 +14,7 @@ import torch
 from rlkernels import _check
 from rlkernels._precision import without_autocast
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import delta_matvec, leading_deltas
+from rlkernels.rank1.ops import delta_matvec, solve_deltas
 from rlkernels.rank1.update import STATUSES
 
 MAX_POINTS = 64  # most tracked steps; each holds factors of every projection of a model
@@ -119,7 +119,7 @@ class RankOneTrajectory:
         check_weights("weights", weights, self.base)
         starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
-        deltas = leading_deltas(pairs, rank=self.rank, starts=starts)
+        deltas = solve_deltas(pairs, rank=self.rank, starts=starts)
         noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in deltas.items()}
         for name, (update, left, right) in deltas.items():
             self._left[name].append(left)

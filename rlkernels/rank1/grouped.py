@@ -16,7 +16,15 @@ from rlkernels.rank1 import reference, triton_kernels, triton_vectors
 from rlkernels.rank1.layout import Group, Layout, Pair, Tiling, padded, shared_bytes
 from rlkernels.rank1.reference import BLOCK, EPS
 from rlkernels.rank1.triton_vectors import Fact
-from rlkernels.rank1.update import GAP_FLOOR, LEAST, Leading, Rank1Update
+from rlkernels.rank1.update import (
+    GAP_FLOOR,
+    LEAST_SQUARE,
+    MOST_SQUARE,
+    LowRankDelta,
+    Rank1Update,
+    num_directions,
+    status_of,
+)
 
 PLACES = 512  # of a vector that a program of the step processes at a time
 SUM = 32, 128  # slots and columns that a program sums at a time
@@ -24,7 +32,7 @@ MOST_PASSES = 16  # the step holds the Gram matrix in registers; the reference s
 
 
 class Solver:
-    """One call of ``leading_deltas``. Rows of the matrices must be contiguous."""
+    """One call of :func:`solve`. Rows of the matrices must be contiguous."""
 
     def __init__(self, pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tol: float, max_passes: int,
                  min_passes: int, rank: int, seed: int, tiling: Tiling) -> None:  # fmt: skip
@@ -94,13 +102,14 @@ class Solver:
         weight, base = map(triton_kernels.stored, group.pair)
         slots = max(-(-height // tiling.slot_rows(height, width)) for height, width in group.shapes)
         tables = (weight, base, layout.table, self.active)
-        if group.wide:
-            row_bytes = group.wide * (weight.element_size() + base.element_size())
+        if group.register_columns:
+            row_bytes = group.register_columns * (weight.element_size() + base.element_size())
             rows, stages = tiling.block(row_bytes, shared_bytes(self.device))
             triton_kernels._rows_kernel[(slots, count)](
                 *tables, q, y, self.partial, self.stats, group.first, layout.rows, layout.columns,
-                ALIGNED=group.aligned, STATISTICS=statistics, ROWS=rows, WIDE=group.wide, STAGES=stages,
-                num_warps=max(4, group.wide // 256),
+                ALIGNED=group.aligned, STATISTICS=statistics, ROWS=rows,
+                REGISTER_COLUMNS=group.register_columns, STAGES=stages,
+                num_warps=max(4, group.register_columns // 256),
             )  # fmt: skip
             return
         tile = {"ALIGNED": group.aligned, "ROWS": tiling.rows, "COLUMNS": tiling.columns, "STAGES": 3, "num_warps": 8}
@@ -119,7 +128,7 @@ class Solver:
             BLOCK=PLACES, KP=max(16, 1 << (k - 1).bit_length()), num_warps=8,
         )  # fmt: skip
 
-    def solve(self) -> list[Leading | None]:
+    def solve(self) -> list[LowRankDelta | None]:
         """Return each module's result; None if it is not finite, its squares leave float32, or it needs more passes."""
         self.start()
         for passes in range(1, self.max_passes + 1):
@@ -134,42 +143,37 @@ class Solver:
         facts = dict(zip(self.layout.order, self.facts.tolist()))
         return [self._leading(weight.shape, self.outs[i], facts[i]) for i, (weight, _) in enumerate(self.pairs)]
 
-    def _leading(self, shape: torch.Size, out: torch.Tensor, facts: list[float]) -> Leading | None:
+    def _leading(self, shape: torch.Size, out: torch.Tensor, facts: list[float]) -> LowRankDelta | None:
         """Return one module's result from out: v [R, n], u * sigma [R, m], u [m]."""
         m, n = shape
         *_, square, changed, gap, residual, sine, passes = facts[: Fact.THETA]
         is_zero = changed == 0 and square == 0
-        if not is_zero and (not 1e-24 <= square <= 1e24 or (self.cut and passes == MOST_PASSES)):
+        if not is_zero and (not LEAST_SQUARE <= square <= MOST_SQUARE or (self.cut and passes == MOST_PASSES)):
             return None
         sigma = [math.sqrt(value) for value in facts[Fact.THETA :]]
         right = out[: self.rank * n].view(-1, n)
         left = out[self.rank * n : -m].view(-1, m)
         bound = min(math.asin(sine) + EPS, math.pi / 2)
-        if is_zero:
-            status = "zero"
-        elif gap < GAP_FLOOR:
-            status = "ill_defined"
-        else:
-            status = "ok" if bound <= self.tol else "not_converged"
+        status = "zero" if is_zero else status_of(gap, bound, self.tol)
         update = Rank1Update(out[-m:], sigma[0], right[0], math.sqrt(square), gap, residual, bound, int(passes),
                              changed / (m * n), status)  # fmt: skip
-        k = max(sum(value > LEAST * sigma[0] for value in sigma), 1)
-        return Leading(update, left[:k].T, right[:k].T)
+        k = num_directions(sigma)
+        return LowRankDelta(update, left[:k].T, right[:k].T)
 
 
-def leading_deltas(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
-                   **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
-    """Return the result of each pair, or the error that ``reference.leading_delta`` raises for it.
+def solve(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
+                   **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
+    """Return the result of each pair, or the error that ``reference.solve_delta`` raises for it.
 
-    Settings are those of ``reference.leading_delta``; no start is all zeros.
+    Settings are those of ``reference.solve_delta``; no start is all zeros.
     """
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
         results = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
-    out: list[Leading | ValueError] = []
+    out: list[LowRankDelta | ValueError] = []
     for (weight, base), start, leading in zip(pairs, starts, results):
         if leading is None:  # rare, so the slower reference solves it
             try:
-                leading = reference.leading_delta(weight, base, start=start, **settings)
+                leading = reference.solve_delta(weight, base, start=start, **settings)
             except ValueError as error:
                 out.append(error)
                 continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from triton.compiler.compiler import max_shared_mem
 
+from rlkernels.backend import power_of_2
 from rlkernels.rank1.reference import BLOCK
 from rlkernels.rank1.triton_kernels import Module
 
@@ -18,28 +19,30 @@ ALIGN = 16  # elements: alignment of a module's vectors
 class Tiling:
     """Sizes of tiles; they depend on the module's shape only, so its result does not depend on other modules."""
 
-    widest: int = 4096  # most columns of a row in one program's registers; wider matrices are read in tiles
-    held: int = 4  # rows in registers
+    max_register_columns: int = (
+        4096  # most columns of a row in one program's registers; wider matrices are read in tiles
+    )
+    rows_in_registers: int = 4  # rows in registers
     slots: int = 128  # most programs for a module in registers: about the multiprocessors of a large GPU
-    least: int = 32  # fewest rows of such a program
+    min_slot_rows: int = 32  # fewest rows of such a program
     rows: int = 16  # of a tile
     columns: int = 256  # of a tile
     programs: int = 512  # most programs for D^T Y of a module in tiles
 
     def slot_rows(self, m: int, n: int) -> int:
         """Return the rows of a slot, which holds one partial Z [4, n]."""
-        if n <= self.widest:
-            rows = self.held
+        if n <= self.max_register_columns:
+            rows = self.rows_in_registers
             slots = self.slots
         else:
             rows = self.rows
             slots = max(self.programs // -(-n // self.columns), 1)
-        height = max(-(-m // slots), self.least)
+        height = max(-(-m // slots), self.min_slot_rows)
         return -(-height // rows) * rows
 
     def block(self, row_bytes: int, shared: int) -> tuple[int, int]:
         """Return the rows of a block in registers, and the stages, all but one in ``shared`` bytes of memory."""
-        rows = self.held
+        rows = self.rows_in_registers
         stages = 3 if rows * row_bytes <= 2**16 else 2
         while rows * row_bytes * (stages - 1) > shared - SCRATCH:
             rows = rows if stages > 2 else rows // 2
@@ -67,7 +70,7 @@ class Group:
 
     pair: Pair  # of the first module; the others are addressed from there
     aligned: bool
-    wide: int  # columns in registers; 0: too many
+    register_columns: int  # of a row; 0: it is too long for registers
     first: int  # first row in the table
     shapes: list[torch.Size]
 
@@ -89,23 +92,25 @@ class Layout:
                  tiling: Tiling) -> None:  # fmt: skip
         groups: dict[tuple[torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (weight, base) in enumerate(pairs):
-            wide = max(16, 1 << (weight.shape[1] - 1).bit_length())
-            wide = max(wide, 1024) if wide <= tiling.widest else 0
-            key = weight.dtype, base.dtype, _is_aligned(weight) and _is_aligned(base), wide
+            columns = power_of_2(weight.shape[1])
+            register_columns = max(columns, 1024) if columns <= tiling.max_register_columns else 0
+            key = weight.dtype, base.dtype, _is_aligned(weight) and _is_aligned(base), register_columns
             groups.setdefault(key, []).append(i)
         self.order = [i for members in groups.values() for i in members]
         self.groups: list[Group] = []
         self.rows = self.columns = self.partial = self.stats = 0
         table: list[list[int]] = []
-        for (_, _, aligned, wide), members in groups.items():
+        for (_, _, aligned, register_columns), members in groups.items():
             first = pairs[members[0]]
-            self.groups.append(Group(first, aligned, wide, len(table), [pairs[i][0].shape for i in members]))
+            self.groups.append(
+                Group(first, aligned, register_columns, len(table), [pairs[i][0].shape for i in members])
+            )
             for i in members:
                 weight, base = pairs[i]
                 m, n = weight.shape
                 height = tiling.slot_rows(m, n)
                 slots = -(-m // height)
-                items = slots if wide else -(-m // tiling.rows)
+                items = slots if register_columns else -(-m // tiling.rows)
                 row = {
                     Module.WEIGHT: distance(weight, first[0]), Module.BASE: distance(base, first[1]),
                     Module.WEIGHT_STRIDE: weight.stride(0), Module.BASE_STRIDE: base.stride(0),

@@ -10,7 +10,7 @@ from rlkernels import _check
 from rlkernels import backend as _backend
 from rlkernels._contexts import public_op
 from rlkernels.rank1 import reference
-from rlkernels.rank1.update import STATUSES, Leading, Rank1Update, factors
+from rlkernels.rank1.update import STATUSES, LowRankDelta, Rank1Update, factors
 
 
 class _Settings(TypedDict):
@@ -76,7 +76,7 @@ def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with contiguous rows, as the native kernels need it; copy only if necessary."""
+    """Return the matrix with contiguous rows, as the C++ kernels need it; copy only if necessary."""
     matrix = matrix.detach() if matrix.requires_grad else matrix
     return matrix if matrix.is_contiguous() or matrix.stride(1) == 1 else matrix.contiguous()
 
@@ -95,14 +95,14 @@ def _overlaps(matrix: torch.Tensor) -> bool:
     return matrix.numel() > 1 and column_stride // step < m and row_stride // step < n
 
 
-def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
-            min_passes: int, tol: float, max_passes: int, seed: int) -> list[Leading | ValueError]:  # fmt: skip
+def _cpp(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
+            min_passes: int, tol: float, max_passes: int, seed: int) -> list[LowRankDelta | ValueError]:  # fmt: skip
     weights = [_rows(weight) for weight, _ in pairs]
     bases = [_rows(base) for _, base in pairs]
     us, vs, sigmas, facts = torch.ops.rlkernels.top1_deltas(
         weights, bases, starts, tol, max_passes, min_passes, rank, seed
     )
-    out: list[Leading | ValueError] = []
+    out: list[LowRankDelta | ValueError] = []
     for pair, u, v, sigma, row in zip(pairs, us, vs, sigmas.tolist(), facts.tolist()):
         frobenius, gap, residual, bound, passes, changed, status = row
         if status == len(STATUSES):
@@ -110,29 +110,29 @@ def _native(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence
             continue
         update = Rank1Update(u[0], sigma[0], v[0], frobenius, gap, residual, bound, int(passes), changed,
                              STATUSES[int(status)])  # fmt: skip
-        out.append(Leading(update, *factors(u, sigma, v)))
+        out.append(LowRankDelta(update, *factors(u, sigma, v)))
     return out
 
 
 def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
-            **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
+            **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
     from rlkernels.rank1 import grouped
 
-    return grouped.leading_deltas([(_rows(w), _rows(b)) for w, b in pairs], starts, **settings)
+    return grouped.solve([(_rows(w), _rows(b)) for w, b in pairs], starts, **settings)
 
 
 def _torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
-           **settings: Any) -> list[Leading | ValueError]:  # fmt: skip
-    out: list[Leading | ValueError] = []
+           **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
+    out: list[LowRankDelta | ValueError] = []
     for (weight, base), start in zip(pairs, starts):
         try:
-            out.append(reference.leading_delta(weight, base, start=start, **settings))
+            out.append(reference.solve_delta(weight, base, start=start, **settings))
         except ValueError as error:
             out.append(error)
     return out
 
 
-_SOLVERS: dict[str, Callable[..., list[Leading | ValueError]]] = {"cpu": _native, "triton": _triton, "torch": _torch}
+_SOLVERS: dict[str, Callable[..., list[LowRankDelta | ValueError]]] = {"cpu": _cpp, "triton": _triton, "torch": _torch}
 
 
 @public_op("top1_delta", _check_pair)
@@ -191,9 +191,9 @@ def top1_deltas(pairs: Pairs, *,
     return {name: leading.update for name, leading in deltas.items()}
 
 
-def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapping[str, torch.Tensor] | None = None,
+def solve_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapping[str, torch.Tensor] | None = None,
                    tol: float = 1e-2, max_passes: int = 12, seed: int = 0, backend: str = "auto"
-                   ) -> dict[str, Leading]:  # fmt: skip
+                   ) -> dict[str, LowRankDelta]:  # fmt: skip
     """Run :func:`top1_deltas`, and return the rank-k approximation of every delta from the same reads.
 
     Args:
@@ -215,7 +215,7 @@ def leading_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mapp
 @public_op("top1_deltas", lambda **_: None)
 def _leading(
     pairs: Pairs, starts: Mapping[str, torch.Tensor] | None, backend: str, settings: Mapping[str, Any]
-) -> dict[str, Leading]:
+) -> dict[str, LowRankDelta]:
     """Check the matrices and solve; an error names its module."""
     starts = {} if starts is None else starts
     for argument, value, content in (("pairs", pairs, "(weight, base)"), ("starts", starts, "start")):

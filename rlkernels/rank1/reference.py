@@ -2,7 +2,10 @@
 
 The solver is a block Krylov method on D^T D for D = weight - base [m, n], four columns wide. Each step reads both
 matrices once and computes Y = D Q and Z = D^T Y. They give the Ritz pairs of the whole basis, their exact residuals and
-the next block. The native and Triton kernels replace ``read``; everything else is small.
+the next block. Only the reads are large.
+
+``csrc/include/rank1_solve.h`` in C++, ``grouped.py`` and ``triton_vectors.py`` in Triton are the same algorithm: change
+all three.
 """
 
 import math
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlkernels._precision import without_autocast
-from rlkernels.rank1.update import GAP_FLOOR, Leading, Rank1Update, factors
+from rlkernels.rank1.update import GAP_FLOOR, LowRankDelta, Rank1Update, factors, status_of
 from rlkernels.sampling.reference import keyed_uniform, philox_word
 
 BLOCK = 4  # columns of the Krylov block
@@ -113,7 +116,7 @@ def second_eigenvalue(theta: torch.Tensor, first: torch.Tensor, last: torch.Tens
     return bound
 
 
-class Solved(NamedTuple):
+class RitzTriplets(NamedTuple):
     """At most ``rank`` leading directions of the basis, and the quality of the first."""
 
     u: torch.Tensor  # [r, m] float32; zeros where sigma is 0
@@ -124,12 +127,9 @@ class Solved(NamedTuple):
     bound: float
     passes: int
 
-    def status(self, tol: float) -> str:
-        return "ill_defined" if self.gap < GAP_FLOOR else "ok" if self.bound <= tol else "not_converged"
 
-
-def solve(read: Read, m: int, n: int, start: torch.Tensor | None, *, tol: float, max_passes: int, min_passes: int,
-          rank: int, seed: int, device: torch.device) -> Solved:  # fmt: skip
+def iterate(read: Read, m: int, n: int, start: torch.Tensor | None, *, tol: float, max_passes: int, min_passes: int,
+          rank: int, seed: int, device: torch.device) -> RitzTriplets:  # fmt: skip
     """Run block Krylov iteration on a nonzero delta, with ``min_passes`` reads at least."""
     width = min(BLOCK, n)
     randoms = width - (start is not None and n > 1)
@@ -177,7 +177,7 @@ def solve(read: Read, m: int, n: int, start: torch.Tensor | None, *, tol: float,
     leading = ritz[:, :rank].to(device)
     u = y @ leading / sigmas.where(sigmas > 0, 1.0).to(device)
     v = q @ leading
-    return Solved(u.T.float(), sigmas.tolist(), v.T.float(), gap, residual, bound, passes)
+    return RitzTriplets(u.T.float(), sigmas.tolist(), v.T.float(), gap, residual, bound, passes)
 
 
 def angle_bound(theta: torch.Tensor, residual: float, first: torch.Tensor, last: torch.Tensor, floor: float) -> float:
@@ -201,9 +201,9 @@ def not_finite(weight: torch.Tensor, base: torch.Tensor) -> ValueError:
     )
 
 
-def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
-                  max_passes: int = 12, min_passes: int = 1, rank: int = 1, seed: int = 0) -> Leading:  # fmt: skip
-    """See :func:`rlkernels.rank1.ops.leading_deltas`."""
+def solve_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor | None = None, tol: float = 1e-2,
+                  max_passes: int = 12, min_passes: int = 1, rank: int = 1, seed: int = 0) -> LowRankDelta:  # fmt: skip
+    """See :func:`rlkernels.rank1.ops.solve_deltas`."""
     m, n = weight.shape
     frobenius, changed, largest = delta_stats(weight, base)
     if not largest <= torch.finfo(torch.float32).max:
@@ -212,7 +212,7 @@ def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tens
         u = torch.zeros(m, dtype=torch.float32, device=weight.device)
         v = torch.zeros(n, dtype=torch.float32, device=weight.device)
         update = Rank1Update(u, 0.0, v, 0.0, 0.0, 0.0, math.pi / 2, 1, 0.0, "zero")
-        return Leading(update, u[:, None], v[:, None])
+        return LowRankDelta(update, u[:, None], v[:, None])
     if start is not None and not start.any():
         start = None
     scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126)  # squares of tiny or huge deltas stay within float32
@@ -221,21 +221,21 @@ def leading_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tens
         y, z = delta_read(weight, base, q * scale)
         return y, z * scale
 
-    solved = solve(scaled, m, n, start, tol=tol, max_passes=max_passes, min_passes=min_passes, rank=rank, seed=seed,
+    triplets = iterate(scaled, m, n, start, tol=tol, max_passes=max_passes, min_passes=min_passes, rank=rank, seed=seed,
                    device=weight.device)  # fmt: skip
-    largest_entry = solved.v.gather(1, solved.v.abs().argmax(1, keepdim=True))
+    largest_entry = triplets.v.gather(1, triplets.v.abs().argmax(1, keepdim=True))
     sign = (largest_entry >= 0).float() * 2 - 1  # [r, 1]
-    u = solved.u * sign
-    v = solved.v * sign
-    sigma = [value / scale for value in solved.sigma]
-    update = Rank1Update(u[0], sigma[0], v[0], frobenius, solved.gap, solved.residual, solved.bound, solved.passes,
-                         changed, solved.status(tol))  # fmt: skip
-    return Leading(update, *factors(u, sigma, v))
+    u = triplets.u * sign
+    v = triplets.v * sign
+    sigma = [value / scale for value in triplets.sigma]
+    update = Rank1Update(u[0], sigma[0], v[0], frobenius, triplets.gap, triplets.residual, triplets.bound,
+                         triplets.passes, changed, status_of(triplets.gap, triplets.bound, tol))  # fmt: skip
+    return LowRankDelta(update, *factors(u, sigma, v))
 
 
 def top1_delta(weight: torch.Tensor, base: torch.Tensor, **settings: Any) -> Rank1Update:
-    """See :func:`rlkernels.top1_delta`; settings as for :func:`leading_delta`."""
-    return leading_delta(weight, base, **settings).update
+    """See :func:`rlkernels.top1_delta`; settings as for :func:`solve_delta`."""
+    return solve_delta(weight, base, **settings).update
 
 
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -46,20 +46,20 @@ def _float(x):
 
 
 @triton.jit
-def _shape(modules, module, ALIGNED: tl.constexpr):
-    """Load the row of the module in the table, m, n."""
-    facts = modules + module * WIDTH
-    m, n = tl.load(facts + M), tl.load(facts + N)
+def _load_module(modules, module, ALIGNED: tl.constexpr):
+    """Return the module's row of the table, and load m, n."""
+    module_row = modules + module * WIDTH
+    m, n = tl.load(module_row + M), tl.load(module_row + N)
     if ALIGNED:
         n = tl.multiple_of(n, 16)
-    return facts, m, n
+    return module_row, m, n
 
 
 @triton.jit
-def _matrices(facts, weights, bases, ALIGNED: tl.constexpr):
+def _matrices(module_row, weights, bases, ALIGNED: tl.constexpr):
     """Return where weight and base start, and their strides."""
-    weight, base = tl.load(facts + WEIGHT), tl.load(facts + BASE)
-    weight_stride, base_stride = tl.load(facts + WEIGHT_STRIDE), tl.load(facts + BASE_STRIDE)
+    weight, base = tl.load(module_row + WEIGHT), tl.load(module_row + BASE)
+    weight_stride, base_stride = tl.load(module_row + WEIGHT_STRIDE), tl.load(module_row + BASE_STRIDE)
     if ALIGNED:  # a hint holds for the value of the operation right before it
         weight, base = tl.multiple_of(weight, 8), tl.multiple_of(base, 8)
         weight_stride, base_stride = tl.multiple_of(weight_stride, 16), tl.multiple_of(base_stride, 16)
@@ -74,37 +74,37 @@ def _raw(pointer, stride, row, end, column, n):
 
 
 @triton.jit
-def _vectors(pointer, facts, OFFSET: tl.constexpr):
+def _vectors(pointer, module_row, OFFSET: tl.constexpr):
     """Return where the module's vectors start."""
-    return pointer + tl.load(facts + OFFSET)
+    return pointer + tl.load(module_row + OFFSET)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _rows_kernel(
     weights, bases, modules, active, q, y, partial, stats, first, all_rows, all_columns,
     ALIGNED: tl.constexpr, STATISTICS: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, REGISTER_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute Y = D Q and the slot's part of D^T Y. A row of the delta and the sums for Z lie in registers; the next
     block of rows is on its way while one is multiplied. Program (slot, module of the launch)."""
     module = first + tl.program_id(1)
     if tl.load(active + module) == 0:
         return
-    facts, m, n = _shape(modules, module, ALIGNED)
-    slot, height = tl.program_id(0), tl.load(facts + HEIGHT)
+    module_row, m, n = _load_module(modules, module, ALIGNED)
+    slot, height = tl.program_id(0), tl.load(module_row + HEIGHT)
     if slot * height >= m:
         return
-    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
+    weight, base, weight_stride, base_stride = _matrices(module_row, weights, bases, ALIGNED)
     end = tl.minimum((slot + 1) * height, m)
-    q = _vectors(q, facts, Q)
-    y = _vectors(y, facts, Y)
-    column = tl.arange(0, WIDE)
+    q = _vectors(q, module_row, Q)
+    y = _vectors(y, module_row, Y)
+    column = tl.arange(0, REGISTER_COLUMNS)
     inside = column < n
     q0 = tl.load(q + column, mask=inside, other=0.0)[None, :]
     q1 = tl.load(q + all_columns + column, mask=inside, other=0.0)[None, :]
     q2 = tl.load(q + 2 * all_columns + column, mask=inside, other=0.0)[None, :]
     q3 = tl.load(q + 3 * all_columns + column, mask=inside, other=0.0)[None, :]
-    z0 = tl.zeros([WIDE], tl.float32)
+    z0 = tl.zeros([REGISTER_COLUMNS], tl.float32)
     z1, z2, z3 = z0, z0, z0
     square = tl.zeros([ROWS], tl.float32)
     changed = tl.zeros([ROWS], tl.float32)
@@ -130,13 +130,13 @@ def _rows_kernel(
         z1 += tl.sum(delta * y1[:, None], 0)
         z2 += tl.sum(delta * y2[:, None], 0)
         z3 += tl.sum(delta * y3[:, None], 0)
-    partial += tl.load(facts + PARTIAL) + slot * 4 * n
+    partial += tl.load(module_row + PARTIAL) + slot * 4 * n
     tl.store(partial + column, z0, mask=column < n)
     tl.store(partial + n + column, z1, mask=column < n)
     tl.store(partial + 2 * n + column, z2, mask=column < n)
     tl.store(partial + 3 * n + column, z3, mask=column < n)
     if STATISTICS:
-        stats += 2 * (tl.load(facts + STATS) + slot)
+        stats += 2 * (tl.load(module_row + STATS) + slot)
         tl.store(stats, tl.sum(square.to(tl.float64)))
         tl.store(stats + 1, tl.sum(changed.to(tl.float64)))
 
@@ -151,13 +151,13 @@ def _times_kernel(
     module = first + tl.program_id(1)
     if tl.load(active + module) == 0:
         return
-    facts, m, n = _shape(modules, module, ALIGNED)
+    module_row, m, n = _load_module(modules, module, ALIGNED)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0).to(tl.int64) * ROWS >= m:
         return
-    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
+    weight, base, weight_stride, base_stride = _matrices(module_row, weights, bases, ALIGNED)
     four = tl.arange(0, 4)[:, None]
-    offset = tl.load(facts + Q)
+    offset = tl.load(module_row + Q)
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
     q += offset
@@ -173,10 +173,10 @@ def _times_kernel(
         if STATISTICS:
             square += delta * delta
             changed += (delta != 0).to(tl.float32)
-    y = _vectors(y, facts, Y)
+    y = _vectors(y, module_row, Y)
     tl.store(y + four * all_rows + row[None, :], tl.sum(sums, 2), mask=(row < m)[None, :])
     if STATISTICS:
-        stats += 2 * (tl.load(facts + STATS) + tl.program_id(0))
+        stats += 2 * (tl.load(module_row + STATS) + tl.program_id(0))
         tl.store(stats, tl.sum(tl.sum(square, 1).to(tl.float64)))
         tl.store(stats + 1, tl.sum(tl.sum(changed, 1).to(tl.float64)))
 
@@ -190,14 +190,14 @@ def _transpose_kernel(
     module = first + tl.program_id(2)
     if tl.load(active + module) == 0:
         return
-    facts, m, n = _shape(modules, module, ALIGNED)
-    slot, height = tl.program_id(1), tl.load(facts + HEIGHT)
+    module_row, m, n = _load_module(modules, module, ALIGNED)
+    slot, height = tl.program_id(1), tl.load(module_row + HEIGHT)
     if (slot * height >= m) | (tl.program_id(0) * COLUMNS >= n):
         return
-    weight, base, weight_stride, base_stride = _matrices(facts, weights, bases, ALIGNED)
+    weight, base, weight_stride, base_stride = _matrices(module_row, weights, bases, ALIGNED)
     end = tl.minimum((slot + 1) * height, m)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    y = _vectors(y, facts, Y)
+    y = _vectors(y, module_row, Y)
     four = tl.arange(0, 4)[:, None]
     sums = tl.zeros([4, ROWS, COLUMNS], tl.float32)
     for start in tl.range(slot * height, end, ROWS, num_stages=STAGES):
@@ -206,7 +206,7 @@ def _transpose_kernel(
         delta = _float(w) - _float(_raw(base, base_stride, row, end, column, n))
         ys = tl.load(y + four * all_rows + row[None, :], mask=(row < end)[None, :], other=0.0)
         sums += ys[:, :, None] * delta[None, :, :]
-    partial += tl.load(facts + PARTIAL) + slot * 4 * n
+    partial += tl.load(module_row + PARTIAL) + slot * 4 * n
     tl.store(partial + four * n + column[None, :], tl.sum(sums, 1), mask=(column < n)[None, :])
 
 
@@ -217,19 +217,19 @@ def _sum_kernel(modules, active, partial, z, work, all_columns, SLOTS_AT_ONCE: t
     module = tl.program_id(1)
     if tl.load(active + module) == 0:
         return
-    facts, _, n = _shape(modules, module, False)
+    module_row, _, n = _load_module(modules, module, False)
     first, c = tl.program_id(0) // 4 * COLUMNS, tl.program_id(0) % 4
     if first >= n:
         return
     column = first + tl.arange(0, COLUMNS)
-    partial += tl.load(facts + PARTIAL) + c * n
-    slots = tl.load(facts + SLOTS)
+    partial += tl.load(module_row + PARTIAL) + c * n
+    slots = tl.load(module_row + SLOTS)
     total = tl.zeros([SLOTS_AT_ONCE, COLUMNS], tl.float32)
     for start in range(0, slots, SLOTS_AT_ONCE):
         slot = start + tl.arange(0, SLOTS_AT_ONCE)
         mask = (slot < slots)[:, None] & (column < n)[None, :]
         total += tl.load(partial + slot[:, None] * 4 * n + column[None, :], mask=mask, other=0.0)
-    at, total = tl.load(facts + Q) + c.to(tl.int64) * all_columns + column, tl.sum(total, 0)
+    at, total = tl.load(module_row + Q) + c.to(tl.int64) * all_columns + column, tl.sum(total, 0)
     tl.store(z + at, total, mask=column < n)
     tl.store(work + at, total.to(tl.float64), mask=column < n)
 

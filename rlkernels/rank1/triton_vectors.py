@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from rlkernels.rank1.reference import DROP, EPS
-from rlkernels.rank1.triton_kernels import GIVEN, ITEMS, OUT, STATS, Q, Y, _shape, _vectors
-from rlkernels.rank1.update import GAP_FLOOR
+from rlkernels.rank1.triton_kernels import GIVEN, ITEMS, OUT, STATS, Q, Y, _load_module, _vectors
+from rlkernels.rank1.update import GAP_FLOOR, LEAST_SQUARE, MOST_SQUARE
 
 
 class Fact(IntEnum):
@@ -31,7 +31,7 @@ class Fact(IntEnum):
 FLOOR, SINE_LIMIT, FLAT_LIMIT, SQUARE, CHANGED = (tl.constexpr(int(c)) for c in list(Fact)[:5])
 GAP, RESIDUAL, SINE, PASSES, THETA = (tl.constexpr(int(c)) for c in list(Fact)[5:])
 _DROP, _EPS, _GAP_FLOOR = tl.constexpr(DROP), tl.constexpr(EPS), tl.constexpr(GAP_FLOOR)
-LEAST_SQUARE, MOST_SQUARE = tl.constexpr(1e-24), tl.constexpr(1e24)  # beyond, float32 does not hold Z
+_LEAST_SQUARE, _MOST_SQUARE = tl.constexpr(LEAST_SQUARE), tl.constexpr(MOST_SQUARE)
 SWEEPS = tl.constexpr(16)  # most of them; five to eight are usual
 SMALL = tl.constexpr(1e-12)  # times the trace: off-diagonal entries whose squares, after their rotations, are rounding
 
@@ -254,10 +254,10 @@ def _bound_sine(gram, ritz, rest, top, second, residual, floor, given, n, k, str
 
 
 @triton.jit
-def _add_statistics(table, stats, facts, BLOCK: tl.constexpr):
+def _add_statistics(module_row, stats, facts, BLOCK: tl.constexpr):
     """Add up the partial statistics; return the squared norm."""
-    stats += 2 * tl.load(table + STATS)
-    count = tl.load(table + ITEMS)
+    stats += 2 * tl.load(module_row + STATS)
+    count = tl.load(module_row + ITEMS)
     square = tl.zeros([BLOCK], tl.float64)
     changed = tl.zeros([BLOCK], tl.float64)
     for start in range(0, count, BLOCK):
@@ -273,9 +273,9 @@ def _add_statistics(table, stats, facts, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["capacity", "rank"])
 def _start_kernel(modules, q, work, state, all_columns, capacity, rank, seed, BLOCK: tl.constexpr):
     """Set the first block: the start, if given (in work), then random columns as in ``reference.random_block``."""
-    table, _, n = _shape(modules, tl.program_id(0), False)
-    given = tl.load(table + GIVEN)
-    q, work = _vectors(q, table, Q), _vectors(work, table, Q)
+    module_row, _, n = _load_module(modules, tl.program_id(0), False)
+    given = tl.load(module_row + GIVEN)
+    q, work = _vectors(q, module_row, Q), _vectors(work, module_row, Q)
     stride = all_columns.to(tl.int64)
     c = tl.arange(0, 4)[:, None]
     for start in range(0, n, BLOCK):
@@ -302,16 +302,17 @@ def _step_kernel(modules, facts, active, q, z, y, work, stats, state, all_rows, 
     module = tl.program_id(0).to(tl.int64)
     if tl.load(active + module) == 0:
         return
-    table, m, n = _shape(modules, module, False)
+    module_row, m, n = _load_module(modules, module, False)
     facts += module * (THETA + rank)
     usual = k > 0
     if k == 4:
-        square = _add_statistics(table, stats, facts, BLOCK)
-        usual = (square >= LEAST_SQUARE) & (square <= MOST_SQUARE)
+        square = _add_statistics(module_row, stats, facts, BLOCK)
+        usual = (square >= _LEAST_SQUARE) & (square <= _MOST_SQUARE)
     if usual == 0:
         tl.store(active + module, usual)
         return
-    q, z, work, y = _vectors(q, table, Q), _vectors(z, table, Q), _vectors(work, table, Q), _vectors(y, table, Y)
+    q, z = _vectors(q, module_row, Q), _vectors(z, module_row, Q)
+    work, y = _vectors(work, module_row, Q), _vectors(y, module_row, Y)
     stride, rows = all_columns.to(tl.int64), all_rows.to(tl.int64)
     products, gram, ritz, leading = _state(state, module, capacity, rank)
 
@@ -330,8 +331,8 @@ def _step_kernel(modules, facts, active, q, z, y, work, stats, state, all_rows, 
     tl.debug_barrier()
     _project(work, q, stride, products, k, n, BLOCK)
     _store_dots(work, stride, work, stride, n, products, 4, BLOCK)
-    sine = _bound_sine(gram, ritz, products, top, second, residual, tl.load(facts + FLOOR), tl.load(table + GIVEN), n,
-                       k, capacity)  # fmt: skip
+    sine = _bound_sine(gram, ritz, products, top, second, residual, tl.load(facts + FLOOR), tl.load(module_row + GIVEN),
+                       n, k, capacity)  # fmt: skip
     tl.store(facts + GAP, gap)
     tl.store(facts + RESIDUAL, residual)
     tl.store(facts + SINE, sine)
@@ -349,9 +350,9 @@ def _finish_kernel(modules, facts, q, y, state, out, all_rows, all_columns, capa
     """Set out to v [R, n], u * sigma [R, m] and the first u [m]; the largest entry of v is positive. Program (module,
     direction)."""
     module, direction = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table, m, n = _shape(modules, module, False)
+    module_row, m, n = _load_module(modules, module, False)
     facts += module * (THETA + rank)
-    q, y, out = _vectors(q, table, Q), _vectors(y, table, Y), out + tl.load(table + OUT)
+    q, y, out = _vectors(q, module_row, Q), _vectors(y, module_row, Y), out + tl.load(module_row + OUT)
     stride, rows = all_columns.to(tl.int64), all_rows.to(tl.int64)
     _, _, _, leading = _state(state, module, capacity, rank)
     leading += direction

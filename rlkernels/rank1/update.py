@@ -9,11 +9,12 @@ import torch
 STATUSES = ("ok", "zero", "ill_defined", "not_converged")
 GAP_FLOOR = 0.01  # smallest relative gap at which the leading direction is well defined
 LEAST = 1e-7  # smallest share of the leading singular value at which a direction is more than rounding
+LEAST_SQUARE, MOST_SQUARE = 1e-24, 1e24  # squared norms of a delta beyond which float32 does not hold Z
 
 
 @dataclass(frozen=True)
 class Rank1Update:
-    """Leading singular triplet of ``weight - base`` [m, n], with measures of its quality.
+    """LowRankDelta singular triplet of ``weight - base`` [m, n], with measures of its quality.
 
     ``sigma * outer(u, v)`` is the best rank-1 approximation of the delta. The entry of ``v`` largest in magnitude
     is positive. Scalars are Python numbers.
@@ -48,16 +49,28 @@ class Rank1Update:
         return self.frobenius / self.sigma if self.sigma else 0.0
 
 
-class Leading(NamedTuple):
-    """A solver's result: the leading triplet, and the rank-k approximation ``left @ right.T`` of the delta."""
+class LowRankDelta(NamedTuple):
+    """The result of a solver: the leading triplet, and the rank-k approximation ``left @ right.T`` of the delta."""
 
     update: Rank1Update
     left: torch.Tensor  # [m, k] float32, (weight - base) @ right
     right: torch.Tensor  # [n, k] float32, orthonormal columns by descending singular value, the first one v
 
 
+def status_of(gap: float, angle_bound: float, tol: float) -> str:
+    """Return the status of the leading triplet of a nonzero delta."""
+    if gap < GAP_FLOOR:
+        return "ill_defined"
+    return "ok" if angle_bound <= tol else "not_converged"
+
+
+def num_directions(sigma: Sequence[float]) -> int:
+    """Return how many of the descending singular values are more than rounding, at least 1."""
+    return max(sum(s > LEAST * sigma[0] for s in sigma), 1)
+
+
 def factors(u: torch.Tensor, sigma: Sequence[float], v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return left [m, k] and right [n, k] of the nonzero directions of u [r, m], sigma [r] (descending), v [r, n]."""
-    k = max(sum(s > LEAST * sigma[0] for s in sigma), 1)
+    k = num_directions(sigma)
     scale = torch.tensor(sigma[:k], dtype=torch.float32, device=u.device)
     return (u[:k] * scale[:, None]).T, v[:k].T

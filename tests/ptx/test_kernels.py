@@ -200,8 +200,8 @@ KERNELS: dict[str, Kernel] = {  # of several that a launch is of, the first
     "sampling, with filters": ("_sample_kernel", {"BLOCK": 4096, "num_warps": 8}),
     **{f"token log-probabilities, {part}": (f"_{part}_kernel", {"ENTROPY": True, "BLOCK": 4096, "num_warps": 8})
        for part in ("forward", "backward")},
-    "rank-1, rows of up to 4,096": ("_rows_kernel", {"ROWS": 4, "WIDE": 4096, "STATISTICS": False, "ALIGNED": True,
-                                                      "STAGES": 3, "num_warps": 16}),
+    "rank-1, rows of up to 4,096": ("_rows_kernel", {"ROWS": 4, "REGISTER_COLUMNS": 4096, "STATISTICS": False,
+                                                      "ALIGNED": True, "STAGES": 3, "num_warps": 16}),
     "rank-1, longer rows, times": ("_times_kernel", {"STATISTICS": False, **LONGER}),
     "rank-1, longer rows, transpose": ("_transpose_kernel", LONGER),
     "rank-1, step": ("_step_kernel", {"KP": 16, "BLOCK": 512, "num_warps": 8}),

@@ -203,7 +203,7 @@ OTHER_SETTINGS: dict[str, tuple[Case, Kernel, tuple[int, int], int]] = {
                                                 100 * KIB) for part in ("forward", "backward")},
     "rank-1, rows with statistics": (solving((9, 4096)), ("_rows_kernel", STATISTICS), (64, 64), 160 * KIB),
     "rank-1, rows of float32": (solving((9, 4096), F32, F32), ("_rows_kernel", {}), (128, 128), 160 * KIB),
-    "rank-1, rows of float16": (solving((9, 1024), F16, BF16), ("_rows_kernel", {"WIDE": 1024}), (128, 128),
+    "rank-1, rows of float16": (solving((9, 1024), F16, BF16), ("_rows_kernel", {"REGISTER_COLUMNS": 1024}), (128, 128),
                                 160 * KIB),
     "rank-1, longer rows with statistics": (solving((17, 4112)), ("_times_kernel", STATISTICS), (0, 0), 99 * KIB),
     **{f"rank-1, longer rows of float32, {part}": (solving((17, 4112), F32, BF16), (f"_{part}_kernel", {}), (0, 0),
@@ -277,7 +277,7 @@ def test_rows_fit_gpus_with_little_shared_memory(dtypes, wide):
 
     small, row_bytes = 99 * KIB, wide * sum(dtype.itemsize for dtype in dtypes)
     assert Tiling().block(row_bytes, 163 * KIB) == (4, 3 if 4 * row_bytes <= 2**16 else 2)
-    launches = launches_of(("_rows_kernel", {"WIDE": wide}), launched(solving((9, wide), *dtypes), 86))
+    launches = launches_of(("_rows_kernel", {"REGISTER_COLUMNS": wide}), launched(solving((9, wide), *dtypes), 86))
     assert len(launches) == 2
     for launch in launches:
         assert 32 * KIB <= launch.built.metadata.shared <= small

@@ -13,7 +13,7 @@ from scipy import stats
 
 import rlkernels
 from rlkernels.rank1 import reference
-from rlkernels.rank1.ops import leading_deltas
+from rlkernels.rank1.ops import solve_deltas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -249,19 +249,19 @@ def test_further_directions_come_from_the_same_reads(backend):
     shapes = [(1, 1), (1, 7), (7, 1), (7, 5), (60, 90)]
     pairs = {str(shape): planted(*shape, 1e-3) for shape in shapes}
     single = rlkernels.top1_deltas(pairs, backend=backend)
-    for name, (update, *_) in leading_deltas(pairs, rank=4, min_passes=1, backend=backend).items():
+    for name, (update, *_) in solve_deltas(pairs, rank=4, min_passes=1, backend=backend).items():
         assert update.passes == single[name].passes and update.sigma == single[name].sigma
         torch.testing.assert_close(update.v, single[name].v, rtol=0, atol=1e-6)
     pairs["(60, 90)"] = with_spectrum(60, 90, 0.8 ** torch.arange(60))[0], torch.zeros(60, 90)
-    for name, directions in leading_deltas(pairs, rank=4, min_passes=6, backend=backend).items():
+    for name, directions in solve_deltas(pairs, rank=4, min_passes=6, backend=backend).items():
         cases.check_directions(directions, *pairs[name], 4)
     delta, _ = with_spectrum(60, 33, torch.tensor([3.0, 1.0]))
-    _, left, right = leading_deltas({"a": (delta, delta * 0)}, rank=4, backend=backend)["a"]
+    _, left, right = solve_deltas({"a": (delta, delta * 0)}, rank=4, backend=backend)["a"]
     torch.testing.assert_close(left @ right.T, delta, rtol=0, atol=1e-5)  # of rank 2: held entirely
-    update, left, _ = leading_deltas({"a": planted(60, 90, 1e-3)}, rank=58, max_passes=1, backend=backend)["a"]
+    update, left, _ = solve_deltas({"a": planted(60, 90, 1e-3)}, rank=58, max_passes=1, backend=backend)["a"]
     assert update.passes == 15 and left.shape == (60, 58), "four columns a read"
     with pytest.raises(ValueError, match="rank must be between 1 and 2147483647, got 0"):
-        leading_deltas(pairs, rank=0, backend=backend)
+        solve_deltas(pairs, rank=0, backend=backend)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (1, 2053), (2053, 1), (67, 1023), (257, 131)])

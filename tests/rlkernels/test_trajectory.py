@@ -11,7 +11,7 @@ import rlkernels
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import PREDICTORS, Attempt, Limits, Target, extrapolate, refusal, skill
 from rlkernels.extrapolation.trajectory import storage_noise
-from rlkernels.rank1.ops import leading_deltas
+from rlkernels.rank1.ops import solve_deltas
 
 M = 24
 N = 40
@@ -79,11 +79,11 @@ def test_signs_of_singular_vectors_do_not_matter(monkeypatch):
     import rlkernels.extrapolation.trajectory as module
 
     def flipped(*args, **options):
-        directions = leading_deltas(*args, **options)
+        directions = solve_deltas(*args, **options)
         signs = {name: next(flips) for name in directions}
         return {n: (update, left * signs[n], right * signs[n]) for n, (update, left, right) in directions.items()}
 
-    monkeypatch.setattr(module, "leading_deltas", flipped)
+    monkeypatch.setattr(module, "solve_deltas", flipped)
     flipped_trajectory, _ = run(noisy)
     for name in plain.base:
         assert torch.allclose(plain.points(name).x, flipped_trajectory.points(name).x, atol=1e-6)

@@ -18,7 +18,7 @@ from rlkernels.rank1.triton_kernels import Module
 from rlkernels.rank1.triton_vectors import Fact
 
 # Rows of more than 8 columns are too long for one program: tiles of 8 rows and 32 columns, at most four slots
-SMALL = Tiling(widest=8, slots=4, least=8, rows=8, columns=32, programs=8)
+SMALL = Tiling(max_register_columns=8, slots=4, min_slot_rows=8, rows=8, columns=32, programs=8)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -31,7 +31,7 @@ def generated(make, *args, **options):
 
 def solve(pairs, starts=None, tiling=None, tol=1e-2, max_passes=12, seed=0):
     settings = {"tol": tol, "max_passes": max_passes, "min_passes": 1, "rank": 1, "seed": seed}
-    deltas = grouped.leading_deltas(pairs, starts or [None] * len(pairs), tiling=tiling, **settings)
+    deltas = grouped.solve(pairs, starts or [None] * len(pairs), tiling=tiling, **settings)
     return [delta if isinstance(delta, ValueError) else delta.update for delta in deltas]
 
 
@@ -56,7 +56,7 @@ def test_several_directions_from_the_same_reads(tiling):
     delta, _ = generated(with_spectrum, 17, 36, 3.0 ** -torch.arange(9))
     pairs = [generated(planted, 2, 3, 3e-3, share=0.6), (delta, torch.zeros_like(delta)), (delta, delta)]
     settings = {"tol": 1e-2, "max_passes": 4, "min_passes": 4, "rank": 6, "seed": 0}
-    *deltas, zero_delta = grouped.leading_deltas(pairs, [None] * len(pairs), tiling=tiling, **settings)
+    *deltas, zero_delta = grouped.solve(pairs, [None] * len(pairs), tiling=tiling, **settings)
     for result, pair in zip(deltas, pairs):
         cases.check_directions(result, *pair, 6)
     assert zero_delta.update.status == "zero" and zero_delta.left.shape == (17, 1) and not zero_delta.right.any()
