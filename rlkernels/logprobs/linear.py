@@ -18,12 +18,12 @@ from rlkernels import backend as _backend
 from rlkernels.logprobs import reference
 from rlkernels.logprobs._autograd import choose
 
-ROWS = 8192  # tokens that the forward pass scores at a time; the backward pass takes all at a time
-BLOCK = 1 << 22  # logits in a block on a CPU, if the vocabulary is large enough: 16 MiB in float32
-GPU_BLOCK = 1 << 26  # most logits in a block on a GPU, whose matrix products need more at a time
-GPU_SHARE = 256  # a block in float32 is at most 1 / 256 of a GPU's memory
-NARROWEST = 256  # fewest vocabulary entries in a block; matrix products of narrower ones are slow
-FEWEST = 64  # fewest tokens with whole rows of logits at a time, for the gradient of hidden states in bfloat16
+ROWS_PER_PASS = 8192  # tokens that the forward pass scores at a time; the backward pass takes all at a time
+CPU_BLOCK_LOGITS = 1 << 22  # logits in a block on a CPU, if the vocabulary is large enough: 16 MiB in float32
+MAX_GPU_BLOCK_LOGITS = 1 << 26  # most logits in a block on a GPU, whose matrix products need more at a time
+GPU_MEMORY_DIVISOR = 256  # a block in float32 is at most 1 / 256 of a GPU's memory
+MIN_BLOCK_COLUMNS = 256  # fewest vocabulary entries in a block; matrix products of narrower ones are slow
+MIN_GRADIENT_ROWS = 64  # fewest tokens with whole rows of logits, for the gradient of hidden states in 16 bits
 
 
 def _check_types(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
@@ -88,7 +88,7 @@ def linear_token_logprobs(
         return_entropy: also return the entropy in nats.
         chunk: vocabulary entries whose logits exist at one time. None: at least 256, and so many that a block has
             about four million logits on a CPU, 67 million on a GPU of 64 GiB or more, fewer on a smaller GPU.
-        backend: of a block's summary and its gradient.
+        backend: What scores a block of logits; torch multiplies the matrices in any case.
 
     Returns:
         logprobs [...] (and entropy [...]), float32; float64 for float64 inputs.
@@ -123,7 +123,9 @@ def linear_token_logprobs(
     else:
         cuda = hidden.device.type == "cuda"
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if cuda else None
-        forward_chunk, backward_chunk = (block_columns(n, memory) for n in (min(rows.shape[0], ROWS), rows.shape[0]))
+        forward_chunk, backward_chunk = (
+            block_columns(n, memory) for n in (min(rows.shape[0], ROWS_PER_PASS), rows.shape[0])
+        )
     chunks = min(forward_chunk, vocab), min(backward_chunk, vocab)
     logprobs, entropy, _ = _gradients.apply(
         LinearTokenLogprobs, rows, weight, bias, ids.reshape(-1), temperature, return_entropy, *chunks, chosen
@@ -137,10 +139,13 @@ def block_columns(rows: int, gpu_memory: int | None) -> int:
     On a GPU the logits of a block are a power of two that depends on its total memory, not on free memory, so that runs
     repeat.
     """
-    logits = BLOCK
+    logits = CPU_BLOCK_LOGITS
     if gpu_memory is not None:
-        logits = max(BLOCK, min(GPU_BLOCK, 1 << ((gpu_memory // (4 * GPU_SHARE)).bit_length() - 1)))
-    return max(NARROWEST, logits // max(1, rows))
+        logits = max(
+            CPU_BLOCK_LOGITS,
+            min(MAX_GPU_BLOCK_LOGITS, 1 << ((gpu_memory // (4 * GPU_MEMORY_DIVISOR)).bit_length() - 1)),
+        )
+    return max(MIN_BLOCK_COLUMNS, logits // max(1, rows))
 
 
 def _blocks(
@@ -150,20 +155,20 @@ def _blocks(
     rows = hidden.shape[0]
     buffer = hidden.new_empty(rows * chunk)
     for start in range(0, weight.shape[0], chunk):
-        entries = slice(start, min(start + chunk, weight.shape[0]))
-        columns = entries.stop - start
+        block = slice(start, min(start + chunk, weight.shape[0]))
+        columns = block.stop - start
         logits = buffer[: rows * columns].view(rows, columns)
         if bias is None:
-            torch.mm(hidden, weight[entries].T, out=logits)
+            torch.mm(hidden, weight[block].T, out=logits)
         else:
-            torch.addmm(bias[entries], hidden, weight[entries].T, out=logits)
-        yield entries, logits
+            torch.addmm(bias[block], hidden, weight[block].T, out=logits)
+        yield block, logits
 
 
-def _within(ids: torch.Tensor, entries: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(ids: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether each id is in the block, bool [N], and its column there, int64 [N] (any column if not)."""
-    inside = (ids >= entries.start) & (ids < entries.stop)
-    return inside, torch.where(inside, ids - entries.start, 0)
+    inside = (ids >= block.start) & (ids < block.stop)
+    return inside, torch.where(inside, ids - block.start, 0)
 
 
 def _work_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -203,24 +208,24 @@ def _summary(
 
 
 @_backend.kernel_op("rlkernels::linear_token_logprobs")
-def forward(
+def score_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Score hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     _check.indices("ids", ids, weight.shape[0])
     logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
-    for start in range(0, hidden.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
+    for start in range(0, hidden.shape[0], ROWS_PER_PASS):
+        rows = slice(start, start + ROWS_PER_PASS)
         if backend == "triton":
             _score(hidden[rows], weight, bias, ids[rows], temperature, chunk,
                    (logprobs[rows], entropies[rows], stats[rows]))  # fmt: skip
             continue
         chosen = torch.full_like(logprobs[rows], torch.nan)
         summaries = []
-        for entries, logits in _blocks(hidden[rows], weight, bias, chunk):
-            summaries.append(_summary(logits, ids[rows], entries.start, temperature, with_entropy, backend))
-            inside, column = _within(ids[rows], entries)
+        for block, logits in _blocks(hidden[rows], weight, bias, chunk):
+            summaries.append(_summary(logits, ids[rows], block.start, temperature, with_entropy, backend))
+            inside, column = _within(ids[rows], block)
             chosen = torch.where(inside, logits.gather(1, column[:, None])[:, 0], chosen)
         tops, log_sums, block_entropies = map(torch.stack, zip(*summaries))  # [blocks, N] each
         top = tops.amax(0)
@@ -242,13 +247,13 @@ def _score(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     chunk: int, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:  # fmt: skip
-    """Fill the outputs of :func:`forward` with two launches a block."""
+    """Fill the outputs of :func:`score_op` with two launches a block."""
     from rlkernels.logprobs import triton_kernels
 
     state = hidden.new_empty((hidden.shape[0], 4), dtype=torch.float32)
-    for entries, logits in _blocks(hidden, weight, bias, chunk):
-        is_last = entries.stop == weight.shape[0]
-        triton_kernels.score_block(logits, ids, entries.start, is_last, state, *outputs, temperature)
+    for block, logits in _blocks(hidden, weight, bias, chunk):
+        is_last = block.stop == weight.shape[0]
+        triton_kernels.score_block(logits, ids, block.start, is_last, state, *outputs, temperature)
 
 
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -260,13 +265,13 @@ def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tens
     return logprobs, entropies, stats
 
 
-@forward.register_fake
+@score_op.register_fake
 def _(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend):
     return _empty_outputs(hidden, with_entropy)
 
 
 def _logit_gradient(
-    logits: torch.Tensor, ids: torch.Tensor, part: slice, stats: torch.Tensor, entropies: torch.Tensor,
+    logits: torch.Tensor, ids: torch.Tensor, block: slice, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of a block of logits [N, C] in their dtype; it may overwrite them.
@@ -277,12 +282,12 @@ def _logit_gradient(
         from rlkernels.logprobs import triton_kernels
 
         return triton_kernels.differentiate_block(
-            logits, ids, part.start, stats, entropies, grad_logprobs, grad_entropies, temperature
+            logits, ids, block.start, stats, entropies, grad_logprobs, grad_entropies, temperature
         )
     if backend == "cpu":
         differentiate = torch.ops.rlkernels.token_logprobs_backward.default
         grads = grad_logprobs, grad_entropies
-        grad = differentiate(_for_cpu(logits), ids, stats, entropies, *grads, temperature, part.start)
+        grad = differentiate(_for_cpu(logits), ids, stats, entropies, *grads, temperature, block.start)
         return grad.to(logits.dtype)
     log_p = (logits.to(stats.dtype) - stats[:, :1]) / temperature - stats[:, 1:]
     p = log_p.exp()
@@ -290,13 +295,13 @@ def _logit_gradient(
     if entropies.numel():
         factor = factor + grad_entropies[:, None] * (torch.where(p == 0, 0.0, log_p) + entropies[:, None])
     grad = -p * factor / temperature
-    inside, column = _within(ids, part)
+    inside, column = _within(ids, block)
     grad.scatter_add_(1, column[:, None], torch.where(inside, grad_logprobs / temperature, 0.0)[:, None])
     return grad.to(logits.dtype)
 
 
 @_backend.kernel_op("rlkernels::linear_token_logprobs_backward")
-def backward(
+def gradient_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, stats: torch.Tensor,
     entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
     chunk: int, backend: str, wanted: list[bool],
@@ -306,30 +311,32 @@ def backward(
     rounded = hidden.dtype != _work_dtype(hidden)
     by_rows = wanted[0] and rounded and not hidden.is_cuda  # matrix products of a CPU round their results to bfloat16
     if by_rows:
-        step = max(FEWEST, BLOCK // weight.shape[0])
+        step = max(MIN_GRADIENT_ROWS, CPU_BLOCK_LOGITS // weight.shape[0])
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, start + step)
             row_entropies = entropies[rows] if entropies.numel() else entropies
             row_grad_entropies = grad_entropies[rows] if grad_entropies.numel() else grad_entropies
-            for part, logits in _blocks(hidden[rows], weight, bias, weight.shape[0]):
+            for block, logits in _blocks(hidden[rows], weight, bias, weight.shape[0]):
                 grad = _logit_gradient(
-                    logits, ids[rows], part, stats[rows], row_entropies, grad_logprobs[rows], row_grad_entropies,
+                    logits, ids[rows], block, stats[rows], row_entropies, grad_logprobs[rows], row_grad_entropies,
                     temperature, backend,
                 )  # fmt: skip
                 torch.mm(grad, weight, out=grad_hidden[rows])
     if not any(wanted[1:]) and (by_rows or not wanted[0]):
         return grad_hidden, grad_weight, grad_bias
     total = hidden.new_zeros(hidden.shape if wanted[0] and not by_rows else [0], dtype=_work_dtype(hidden))
-    for part, logits in _blocks(hidden, weight, bias, chunk):
-        grad = _logit_gradient(logits, ids, part, stats, entropies, grad_logprobs, grad_entropies, temperature, backend)
+    for block, logits in _blocks(hidden, weight, bias, chunk):
+        grad = _logit_gradient(
+            logits, ids, block, stats, entropies, grad_logprobs, grad_entropies, temperature, backend
+        )
         if total.numel() and rounded:
-            torch.ops.aten.addmm.dtype_out(total, grad, weight[part], torch.float32, out=total)
+            torch.ops.aten.addmm.dtype_out(total, grad, weight[block], torch.float32, out=total)
         elif total.numel():
-            total.addmm_(grad, weight[part])
+            total.addmm_(grad, weight[block])
         if wanted[1]:
-            torch.mm(grad.T, hidden, out=grad_weight[part])
+            torch.mm(grad.T, hidden, out=grad_weight[block])
         if wanted[2]:
-            grad_bias[part] = grad.sum(0, dtype=total.dtype)
+            grad_bias[block] = grad.sum(0, dtype=total.dtype)
     if total.numel():
         grad_hidden.copy_(total)
     return grad_hidden, grad_weight, grad_bias
@@ -344,20 +351,20 @@ def _empty_gradients(
     return grad_hidden, grad_weight, grad_bias
 
 
-@backward.register_fake
+@gradient_op.register_fake
 def _(hidden, weight, bias, ids, stats, entropies, grad_logprobs, grad_entropies, temperature, chunk, backend, wanted):
     return _empty_gradients(hidden, weight, wanted)
 
 
 class LinearTokenLogprobs(torch.autograd.Function):
-    """See :func:`forward`."""
+    """Autograd of :func:`score_op` and :func:`gradient_op`."""
 
     @staticmethod
     def forward(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
         with_entropy: bool, chunk: int, backward_chunk: int, backend: str,
     ) -> Any:  # fmt: skip
-        return forward(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend)
+        return score_op(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -377,7 +384,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
             entropies = grad_entropies = grad_logprobs.new_empty(0)
         wanted = list(ctx.needs_input_grad[:3])
         with _contexts.gathered(weight, bias):
-            gradients = backward(
+            gradients = gradient_op(
                 hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
                 ctx.temperature, ctx.chunk, ctx.backend, wanted,
             )  # fmt: skip

@@ -10,14 +10,18 @@ import triton.language as tl
 
 from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
 
+MIN_EXPONENT = tl.constexpr(-200.0)  # exp of less counts as exp of this, which is 0; 0 times -inf would be NaN
+
 
 @triton.jit(do_not_specialize=["start", "last"])
 def _forward_kernel(
     logits, ids, logprobs, entropies, stats, vocab, row_stride, inverse, state, start, last, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Score a row; or a block of its logits from ``start`` on, after those in ``state`` [N, 4], and if it is the last
-    the row."""
+    """Score a row of logits. With ``state``: add one block of the row, and write the results after the last block.
+
+    state [N, 4]: largest logit, sum of exp(z), sum of exp(z) z, logit of the token (NaN before its block).
+    """
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * row_stride
     # Per lane: largest logit so far, sum of exp(z) and of exp(z) z, with z = (x - largest) / T
@@ -25,46 +29,46 @@ def _forward_kernel(
     exps = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     nan_seen = tl.zeros([BLOCK], tl.int32)
-    before = float("nan")  # the logit of the token, if it was in an earlier block
+    logit_before = float("nan")  # the logit of the token, if it was in an earlier block
     if state is not None:
-        known, lane = state + 4 * program, tl.arange(0, BLOCK) == 0
-        top = tl.load(known, mask=start > 0, other=-float("inf"))
+        state_row, lane = state + 4 * program, tl.arange(0, BLOCK) == 0
+        top = tl.load(state_row, mask=start > 0, other=-float("inf"))
         largest = tl.zeros([BLOCK], tl.float32) + top
         nan_seen = (largest != largest).to(tl.int32)
-        exps = tl.where(lane, tl.load(known + 1, mask=start > 0, other=0.0), 0.0)
-        weighted = tl.where(lane, tl.load(known + 2, mask=start > 0, other=0.0), 0.0)
-        before = tl.load(known + 3, mask=start > 0, other=float("nan"))
+        exps = tl.where(lane, tl.load(state_row + 1, mask=start > 0, other=0.0), 0.0)
+        weighted = tl.where(lane, tl.load(state_row + 2, mask=start > 0, other=0.0), 0.0)
+        logit_before = tl.load(state_row + 3, mask=start > 0, other=float("nan"))
     for first in range(0, vocab, BLOCK):
         at = first + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
         nan_seen |= (x != x).to(tl.int32)
-        new = tl.where(x > largest, x, largest)
-        shift = tl.where(largest == -float("inf"), 0.0, (new - largest) * inverse)
-        z = tl.where(x == -float("inf"), -200.0, (x - new) * inverse)
-        z = tl.where(z > -200.0, z, -200.0)
+        new_largest = tl.where(x > largest, x, largest)
+        shift = tl.where(largest == -float("inf"), 0.0, (new_largest - largest) * inverse)
+        z = tl.where(x == -float("inf"), MIN_EXPONENT, (x - new_largest) * inverse)
+        z = tl.where(z > MIN_EXPONENT, z, MIN_EXPONENT)
         scale, e = tl.exp(-shift), tl.exp(z)
         if ENTROPY:
             weighted = tl.where(scale > 0, scale * (weighted - shift * exps), 0.0) + e * z
         exps = exps * scale + e
-        largest = new
+        largest = new_largest
     top = tl.where(tl.max(nan_seen) == 0, tl.max(largest), float("nan"))
-    shift = tl.where(largest == -float("inf"), 200.0, (top - largest) * inverse)
+    shift = tl.where(largest == -float("inf"), -MIN_EXPONENT, (top - largest) * inverse)
     scale = tl.exp(-shift)
     total = tl.sum(exps * scale)
-    moved = 0.0
+    total_weighted = 0.0
     if ENTROPY:
-        moved = tl.sum(tl.where(scale > 0, scale * (weighted - shift * exps), 0.0))
+        total_weighted = tl.sum(tl.where(scale > 0, scale * (weighted - shift * exps), 0.0))
     index = tl.load(ids + program)
     if state is not None:
         index -= start
     inside = (index >= 0) & (index < vocab)
     chosen = tl.load(row + tl.where(inside, index, 0)).to(tl.float32)
-    chosen = tl.where(inside, chosen, before)
+    chosen = tl.where(inside, chosen, logit_before)
     if state is not None:
-        tl.store(known, top)
-        tl.store(known + 1, total)
-        tl.store(known + 2, moved)
-        tl.store(known + 3, chosen)
+        tl.store(state_row, top)
+        tl.store(state_row + 1, total)
+        tl.store(state_row + 2, total_weighted)
+        tl.store(state_row + 3, chosen)
         if last == 0:
             return
     valid = (top > -float("inf")) & (top < float("inf"))
@@ -73,7 +77,7 @@ def _forward_kernel(
     tl.store(stats + 2 * program + 1, log_sum)
     tl.store(logprobs + program, (chosen - top) * inverse - log_sum)
     if ENTROPY:
-        tl.store(entropies + program, log_sum - moved / total)
+        tl.store(entropies + program, log_sum - total_weighted / total)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -93,7 +97,7 @@ def _backward_kernel(
     log_p = (x - top) * inverse - log_sum
     factor = outer
     if ENTROPY:
-        finite = tl.where(log_p > -200.0, log_p, -200.0)
+        finite = tl.where(log_p > MIN_EXPONENT, log_p, MIN_EXPONENT)
         factor += tl.load(grad_entropies + program) * (finite + tl.load(entropies + program))
     g = (tl.where(at == index, outer, 0.0) - tl.exp(log_p) * factor) * inverse
     g = tl.where(log_sum == log_sum, g, float("nan"))
@@ -109,7 +113,7 @@ def score_block(
     logits: torch.Tensor, ids: torch.Tensor, start: int, last: bool, state: torch.Tensor, logprobs: torch.Tensor,
     entropies: torch.Tensor, stats: torch.Tensor, temperature: float,
 ) -> None:  # fmt: skip
-    """Take the logits [N, C] of the tokens from ``start`` on into state [N, 4]; with the last ones write the rest."""
+    """Add the logits [N, C] of the tokens from ``start`` on to state [N, 4]; write the outputs after the last block."""
     rows, columns = logits.shape
     if rows:
         _forward_kernel[(rows,)](

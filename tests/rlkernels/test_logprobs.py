@@ -215,8 +215,8 @@ def test_error_is_that_of_plain_torch(backend, dtype, rows, vocab, chunk, scale)
 
 def test_error_in_bfloat16_does_not_grow_with_the_number_of_blocks(monkeypatch):
     """A sum of blocks that are rounded before they are added would lose with 64 of them."""
-    monkeypatch.setattr(linear, "FEWEST", 8)
-    monkeypatch.setattr(linear, "BLOCK", 1)
+    monkeypatch.setattr(linear, "MIN_GRADIENT_ROWS", 8)
+    monkeypatch.setattr(linear, "CPU_BLOCK_LOGITS", 1)
     hidden, weight, bias, ids = problem(50, 1024, 64, torch.bfloat16, 0.5)
     exact = outputs(plain(ids, 1.0), *(x.double() for x in (hidden, weight, bias)))
     plain_results = outputs(plain(ids, 1.0), hidden, weight, bias)
@@ -311,10 +311,10 @@ def test_a_named_backend_that_lacks_a_dtype_says_so(call):
 
 
 def test_no_pass_has_more_logits_at_a_time_than_a_block(monkeypatch):
-    """Without a chunk; the forward pass has no more than ROWS tokens at a time, the backward pass all 32."""
-    monkeypatch.setattr(linear, "ROWS", 8)
-    monkeypatch.setattr(linear, "BLOCK", 128)
-    monkeypatch.setattr(linear, "NARROWEST", 2)
+    """Without a chunk; the forward pass has no more than ROWS_PER_PASS tokens at a time, the backward pass all 32."""
+    monkeypatch.setattr(linear, "ROWS_PER_PASS", 8)
+    monkeypatch.setattr(linear, "CPU_BLOCK_LOGITS", 128)
+    monkeypatch.setattr(linear, "MIN_BLOCK_COLUMNS", 2)
     blocks = linear._blocks
     sizes = []
 
@@ -329,7 +329,7 @@ def test_no_pass_has_more_logits_at_a_time_than_a_block(monkeypatch):
 
 
 def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
-    monkeypatch.setattr(linear, "ROWS", 8)
+    monkeypatch.setattr(linear, "ROWS_PER_PASS", 8)
     hidden, weight, bias, ids = problem(29, 53)
     check_linear_logprobs("auto", (hidden, weight, bias), ids, 1.0, 10)
 
@@ -337,8 +337,8 @@ def test_more_tokens_than_are_summed_up_at_one_time(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_no_memory_is_asked_for_that_all_logits_would_need(dtype, monkeypatch):
     """torch allocates, forward and backward, a block, its gradient, the results, and memory for products."""
-    monkeypatch.setattr(linear, "BLOCK", 1)
-    monkeypatch.setattr(linear, "FEWEST", 4)
+    monkeypatch.setattr(linear, "CPU_BLOCK_LOGITS", 1)
+    monkeypatch.setattr(linear, "MIN_GRADIENT_ROWS", 4)
     rows = 800
     vocab = 20_000
     width = 64
@@ -375,7 +375,7 @@ def test_opcheck(with_bias):
     arguments = (hidden, weight, bias if with_bias else None, ids, 0.8, True, 9, "torch")
     torch.library.opcheck(torch.ops.rlkernels.linear_token_logprobs.default, arguments)
     vectors = torch.randn(4), torch.randn(4)
-    _, entropies, stats = linear.forward(*arguments)
+    _, entropies, stats = linear.score_op(*arguments)
     torch.library.opcheck(
         torch.ops.rlkernels.linear_token_logprobs_backward.default,
         (*arguments[:4], stats, entropies, *vectors, 0.8, 9, "torch",
@@ -410,4 +410,4 @@ def test_bad_arguments_of_hidden_states(changes, error, message):
 def test_blocks_suit_the_device(gigabytes, logits):
     memory = None if gigabytes is None else int(gigabytes * 0.99 * 2**30)
     assert linear.block_columns(64, memory) == logits // 64
-    assert linear.block_columns(1 << 16, memory) == max(logits >> 16, linear.NARROWEST)
+    assert linear.block_columns(1 << 16, memory) == max(logits >> 16, linear.MIN_BLOCK_COLUMNS)
