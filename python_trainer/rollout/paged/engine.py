@@ -90,7 +90,7 @@ class PagedEngine(Engine):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
-        self.eos_token_ids = [eos_token_ids] if isinstance(eos_token_ids, int) else [*eos_token_ids]
+        self.eos_token_ids = frozenset([eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids)
         self.share_from: int | None = None
         if rlkernels.backend.choose("shared_prefix_attention", self.device) != "torch":
             self.share_from = MIN_SHARED_ON_GPU if self.device.type == "cuda" else MIN_SHARED_TOKENS
@@ -247,7 +247,7 @@ class PagedEngine(Engine):
             logits = logits.repeat_interleave(repeats, 0, output_size=len(draws.owner))
         drafts = forward_pass.ids[(draws.offset > 0).nonzero()[0]]
         ids, logprobs, accepted = draw_tokens(running.state, draws, drafts, logits, self._sampling)
-        stops = np.isin(ids, self.eos_token_ids)
+        stops = np.isin(ids, [*self.eos_token_ids])
         if self._stop is not None:
             stops |= self._find_stop_strings(self._stop, draws, ids)
         lengths = running.state["length"][draws.owner] + draws.offset + 1
