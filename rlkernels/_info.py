@@ -29,8 +29,9 @@ def info() -> dict[str, Any]:
     Returns:
         A dictionary of plain strings, numbers and lists, ready for ``json.dumps``. ``ops[name]`` has
         ``written`` (backends that exist), ``cpu`` (what ``auto`` takes for CPU tensors) and, where a GPU is
-        present, ``cuda`` (the same for the current one), ``from`` (run, verdict, record or default) and ``verdicts``
-        (text about each that :func:`rlkernels.prove` left). ``missing`` has what is not installed, and what for.
+        present, ``cuda`` (the same for the current one), ``from`` (run, verdict, record, environment or default)
+        and ``verdicts`` (text about each that :func:`rlkernels.prove` left). ``missing`` has what is not installed,
+        and what for.
     """
     extension_error = _backend.extension_error()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -47,7 +48,8 @@ def info() -> dict[str, Any]:
         row["cpu"] = _backend.choose(name, torch.device("cpu"))
         if devices:
             row["cuda"] = _backend.choose(name, torch.device("cuda"))
-            row["from"] = _backend.gpu_choice(name, torch.cuda.current_device())[1]
+            backend, source = _backend.gpu_choice(name, torch.cuda.current_device())
+            row["from"] = source if row["cuda"] == backend else "environment"
             verdicts = load(name, torch.cuda.current_device()) if op.on_gpu else []
             row["verdicts"] = [summary(verdict) for verdict in verdicts]
         ops[name] = row

@@ -296,6 +296,9 @@ def test_order_of_precedence(monkeypatch):
     monkeypatch.setenv("RLKERNELS_BACKEND", "triton")
     monkeypatch.setattr(backend, "_check_environment", str)
     assert choice()[0] == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    row = rlkernels.info()["ops"][OP]
+    assert (row["cuda"], row["from"]) == ("triton", "environment")
     assert backend.choose(OP, torch.device("cuda"), "torch") == "torch", "an explicit choice comes first"
 
 
