@@ -54,6 +54,14 @@ def _rows(pointer, token, valid, heads, head, DIM: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
+def _row_pair(a, b, token, valid, heads, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
+    """Load the same rows of two tensors."""
+    x = _rows(a, token, valid, heads, head, DIM, BLOCK_D, UPCAST)
+    y = _rows(b, token, valid, heads, head, DIM, BLOCK_D, UPCAST)
+    return x, y
+
+
+@triton.jit
 def _store_rows(pointer, x, token, valid, heads, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     dim = tl.arange(0, BLOCK_D)
     at = pointer + (token.to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
@@ -150,8 +158,7 @@ def _forward_kernel(
             n = _whole_block(at, whole, prefix, part, BLOCK_N)
         else:
             n = _listed_block(whole_blocks, at, BLOCK_N)
-        k = _rows(key, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        v = _rows(value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         largest, total, acc = _attend(q, k, v, None, largest, total, acc, scale * LOG2_E)
     for at in range(0, masked_keys, BLOCK_N):
         if blocks is None:
@@ -159,8 +166,7 @@ def _forward_kernel(
         else:
             n = _listed_block(masked_blocks, at, BLOCK_N)
             valid = n <= tl.load(masked_blocks + at // BLOCK_N * 2 + 1)
-        k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         seen = _seen(token, n, valid, ends)
         largest, total, acc = _attend(q, k, v, seen, largest, total, acc, scale * LOG2_E)
     acc = acc / tl.where(inside, total, 1.0)[:, None]
@@ -183,12 +189,12 @@ def _delta_kernel(out, grad, grad_lse, delta, rows, DIM: tl.constexpr, BLOCK_R: 
 
 
 @triton.jit
-def _score_gradients(q, k, v, grad, seen, natural, correction, scale):
+def _score_gradients(q, k, v, grad, seen, lse2, row_delta, scale):
     """Compute gradients of the scores, [BLOCK_M, BLOCK_N], without their ``scale``; ``seen`` None: all keys."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-    weight = tl.exp2(score - natural[:, None])
+    weight = tl.exp2(score - lse2[:, None])
     outer = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    gradients = weight * (outer - correction[:, None])
+    gradients = weight * (outer - row_delta[:, None])
     return gradients if seen is None else tl.where(seen, gradients, 0.0)  # a mask of the weights takes more registers
 
 
@@ -203,19 +209,17 @@ def _query_kernel(
     first, stop, begin, middle, end = _tile(tiles + tl.program_id(0) * 5)
     token = first + tl.arange(0, BLOCK_M)
     inside = token < stop
-    q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
-    g = _rows(grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
+    q, g = _row_pair(query, grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
     at = token.to(tl.int64) * heads + head
-    natural = tl.load(lse + at, mask=inside, other=0.0) * LOG2_E
-    correction = tl.load(delta + at, mask=inside, other=0.0)
+    lse2 = tl.load(lse + at, mask=inside, other=0.0) * LOG2_E
+    row_delta = tl.load(delta + at, mask=inside, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ends is not None:  # elsewhere a mask costs less than a second loop
         whole_blocks = blocks + begin * 2
         for at in range(0, (middle - begin) * BLOCK_N, BLOCK_N):
             n = _listed_block(whole_blocks, at, BLOCK_N)
-            k = _rows(key, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-            v = _rows(value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-            ds = _score_gradients(q, k, v, g, None, natural, correction, scale)
+            k, v = _row_pair(key, value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+            ds = _score_gradients(q, k, v, g, None, lse2, row_delta, scale)
             acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
         begin = middle
     if blocks is None:
@@ -232,24 +236,23 @@ def _query_kernel(
         else:
             n = _listed_block(blocks, at, BLOCK_N)
             valid = n <= tl.load(blocks + at // BLOCK_N * 2 + 1)
-        k = _rows(key, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
-        v = _rows(value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
         seen = _seen(token, n, valid, ends)
-        ds = _score_gradients(q, k, v, g, seen, natural, correction, scale)
+        ds = _score_gradients(q, k, v, g, seen, lse2, row_delta, scale)
         acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     _store_rows(grad_query, acc * scale, token, inside, heads, head, DIM, BLOCK_D)
 
 
 @triton.jit
-def _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale):
+def _key_gradients(k, v, q, g, seen, lse2, row_delta, dk, dv, scale):
     """Add one block of queries to the gradients of a tile of keys; ``scale`` multiplies that of the keys later."""
     # [keys, queries], so that the products below take it as their first operand, from registers
     score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-    weight = tl.exp2(score - natural[None, :])
+    weight = tl.exp2(score - lse2[None, :])
     if seen is not None:
         weight = tl.where(seen, weight, 0.0)
     outer = tl.dot(v, tl.trans(g), input_precision="ieee")
-    ds = weight * (outer - correction[None, :])
+    ds = weight * (outer - row_delta[None, :])
     dv += tl.dot(weight.to(g.dtype), g, input_precision="ieee")
     dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
     return dk, dv
@@ -271,8 +274,7 @@ def _key_kernel(
     if ends is not None:
         until = tl.load(ends + n, mask=valid, other=2**31 - 1)
         whole_end = tl.minimum(whole_end, tl.min(until, 0))
-    k = _rows(key, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
-    v = _rows(value, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
+    k, v = _row_pair(key, value, n, valid, kv_heads, kv_head, DIM, BLOCK_D, UPCAST)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # the blocks of queries on the diagonal, those that see all keys of the tile, and what is left of a block
@@ -283,11 +285,10 @@ def _key_kernel(
     for at in range(0, GROUP * whole):
         head = kv_head * GROUP + at // per_head
         token = queries + (diagonal + at % per_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = _rows(query, token, None, heads, head, DIM, BLOCK_D, UPCAST)
-        g = _rows(grad, token, None, heads, head, DIM, BLOCK_D, UPCAST)
+        q, g = _row_pair(query, grad, token, None, heads, head, DIM, BLOCK_D, UPCAST)
         row = token.to(tl.int64) * heads + head
-        natural, correction = tl.load(lse + row) * LOG2_E, tl.load(delta + row)
-        dk, dv = _key_gradients(k, v, q, g, None, natural, correction, dk, dv, scale * LOG2_E)
+        lse2, row_delta = tl.load(lse + row) * LOG2_E, tl.load(delta + row)
+        dk, dv = _key_gradients(k, v, q, g, None, lse2, row_delta, dk, dv, scale * LOG2_E)
     masked = blocks - whole
     per_head = tl.maximum(masked, 1)
     for at in range(0, GROUP * masked):
@@ -295,15 +296,14 @@ def _key_kernel(
         block = at % per_head
         token = queries + tl.where(block < diagonal, block, block + whole) * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = token < queries_end
-        q = _rows(query, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
-        g = _rows(grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
+        q, g = _row_pair(query, grad, token, inside, heads, head, DIM, BLOCK_D, UPCAST)
         row = token.to(tl.int64) * heads + head
-        natural = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
-        correction = tl.load(delta + row, mask=inside, other=0.0)
+        lse2 = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
+        row_delta = tl.load(delta + row, mask=inside, other=0.0)
         seen = inside[None, :] & (n[:, None] <= token[None, :])
         if ends is not None:
             seen &= token[None, :] < until[:, None]
-        dk, dv = _key_gradients(k, v, q, g, seen, natural, correction, dk, dv, scale * LOG2_E)
+        dk, dv = _key_gradients(k, v, q, g, seen, lse2, row_delta, dk, dv, scale * LOG2_E)
     dk *= scale
     if piece < 0:
         _store_rows(grad_key, dk, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
