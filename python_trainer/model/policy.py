@@ -27,7 +27,7 @@ from python_trainer.model.traits import find_traits, longest_sequence
 from python_trainer.model.turns import encode_texts, find_stop_tokens, find_turn_end
 from python_trainer.model.weights import checkpoint_weights, copy_weights, full, named_weights
 from rlkernels import linear_token_logprobs, token_logprobs
-from rlkernels.integrations.vllm_worker import merged_weight
+from rlkernels.weights import merged_weight
 
 # Most bytes of logits in a micro-batch. Larger logits are recomputed block by block in the backward pass; models with
 # softcapped logits cannot do that.

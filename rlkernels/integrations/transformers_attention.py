@@ -22,7 +22,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from rlkernels.integrations.transformers_recurrence import followed_layers
 from rlkernels.prefix_cache import TreeLayout
 
-__all__: list[str] = []  # for the cache beside it and for the trainer
+__all__ = [
+    "IMPLEMENTATION", "Attention", "attention_layers", "logit_factor", "mixing_layers", "other_layers", "probe_layers",
+    "rotary_limit", "sliding_window",
+]  # fmt: skip
 
 IMPLEMENTATION = "rlkernels"
 NO_INTERFACE = "its layers do not call Transformers' attention interface"
@@ -59,13 +62,26 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torc
 def other_layers(config: PretrainedConfig | None) -> list[str]:
     """List the kinds of layers other than full causal attention and sliding windows.
 
-    Chunked attention is one, although only its mask differs. ``config`` is that of the decoder.
+    Chunked attention is one, although only its mask differs.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        Kinds, sorted, as the config's ``layer_types`` names them.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - PLAIN)
 
 
 def attention_layers(config: PretrainedConfig) -> list[int]:
-    """List the layers that are attention; ``config`` is that of the decoder."""
+    """List the layers that are attention.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        Their indices, in order.
+    """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [layer for layer, kind in enumerate(kinds) if kind in PLAIN]
 
@@ -76,6 +92,9 @@ def mixing_layers(config: PretrainedConfig | None, modules: Iterable[torch.nn.Mo
     Args:
         config: of the decoder.
         modules: all modules of the decoder, or at least one of each modeling file.
+
+    Returns:
+        Kinds, sorted, as the config's ``layer_types`` names them.
     """
     if not (kinds := other_layers(config)):
         return []
@@ -84,10 +103,15 @@ def mixing_layers(config: PretrainedConfig | None, modules: Iterable[torch.nn.Mo
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:
-    """Return the length up to which rotary factors do not depend on the length; None without a limit.
+    """Return the length up to which rotary factors do not depend on the length.
 
     Beyond it the factors of all tokens follow the longest sequence of a pass, so that cached keys do not fit any more.
-    ``config`` is that of the decoder.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        Tokens; None without a limit.
     """
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     limits = []
@@ -104,6 +128,12 @@ def logit_factor(config: PretrainedConfig) -> float:
     """Return the factor by which a decoder's config scales logits.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        The factor; 1 if the config has none.
     """
 
     def setting(name: str) -> float:
@@ -133,7 +163,14 @@ class _Probe:
 
 @torch.no_grad()
 def probe_layers(model: PreTrainedModel, layers: Collection[int]) -> tuple[int, int, int | None]:
-    """Return (heads, dimensions) of keys and values, and the smallest sliding window, by a forward pass on one token.
+    """Find the shape of keys and values, and the smallest sliding window, by a forward pass on one token.
+
+    Args:
+        model: attends by :data:`IMPLEMENTATION`.
+        layers: indices of those that attend.
+
+    Returns:
+        Heads of keys and values, their dimensions, and the window in tokens, None without one.
 
     Raises:
         ValueError: keys or values differ among the layers, or a layer does not attend once.
@@ -165,7 +202,15 @@ def check_layers(times: Mapping[int, int], layers: Collection[int], name: str) -
 
 
 def sliding_window(config: Any, layer: int | None = None) -> int | None:
-    """Return the window in tokens, of one layer or of all sliding layers; None without a window."""
+    """Return the sliding window that a config states.
+
+    Args:
+        config: of the decoder.
+        layer: index of a layer; None: that of all sliding layers.
+
+    Returns:
+        Tokens; None without a window.
+    """
     if not hasattr(type(config), "sliding_window"):  # a Llama's config may hold one, which the model ignores
         return None
     kinds = getattr(config, "layer_types", None)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rlkernels.weights.adapter import merged_weight
 from rlkernels.weights.delta import apply_, has_zstandard
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
@@ -108,20 +109,6 @@ class PolicyWorker:
             "dtype": str(config.dtype).removeprefix("torch."),
             "deltas": has_zstandard(),
         }
-
-
-def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """Add a low-rank adapter to a weight.
-
-    Args:
-        base: floating point [out, in].
-        down, up: floating point [r, in] and [out, r].
-        scale: of their product.
-
-    Returns:
-        ``base`` + ``scale`` x ``up`` ``down``, float32 [out, in].
-    """
-    return base.float() + scale * (up.float() @ down.float())
 
 
 def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,8 @@ A step of reinforcement learning changes few bits of weights in bfloat16, so a d
 bytes. ``pip install 'rlkernels[weights]'`` brings zstandard, which nothing else needs.
 """
 
+from rlkernels.weights.adapter import merged_weight
 from rlkernels.weights.checkpoints import History
 from rlkernels.weights.delta import Delta, apply_, encode
 
-__all__ = ["Delta", "History", "apply_", "encode"]
+__all__ = ["Delta", "History", "apply_", "encode", "merged_weight"]

@@ -23,7 +23,7 @@ from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from python_trainer.run.logger import Logger
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
-from rlkernels.integrations.vllm_worker import merged_weight
+from rlkernels.weights import merged_weight
 
 
 def merged_weights(model):

@@ -28,7 +28,8 @@ from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
 from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
-from rlkernels.integrations.vllm_worker import PolicyWorker, merged_weight
+from rlkernels.integrations.vllm_worker import PolicyWorker
+from rlkernels.weights import merged_weight
 
 
 @pytest.fixture(scope="module")
