@@ -15,7 +15,7 @@ from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import Config, load_config
 from python_trainer.data import Rollout
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "task.test_size=1", "save.save_steps=0"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from bench._runner import reset_resident_peak, resident_peak
 from bench._turns import Turns
 from python_trainer import Callback, Config, Trainer, load_config
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.precision import set_matmul_precision
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from python_trainer.callbacks import Callback
 from python_trainer.errors import Interrupted
+from python_trainer.run.callbacks import Callback
 
 
 class Turns(Callback):

@@ -31,7 +31,7 @@ from bench._trl import Step, run_ours, run_trl
 from bench._turns import Worker
 from bench._vllm_server import VLLMServer
 from python_trainer import Config, load_config
-from python_trainer.hub import SHIPPED
+from python_trainer.model.hub import SHIPPED
 from python_trainer.model.loading import described_model
 
 WARM_UP_STEPS = 3  # after which accelerators have seen every prompt

@@ -25,7 +25,7 @@ from bench._case import Provider
 from bench.gpu.updates import attend_by_flex
 from bench.logprobs import score_by_trl
 from bench.tree_attention import copied, flex
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 from rlkernels.prefix_cache import TreeLayout
 
 VOCAB = 49152

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 from rlkernels import linear_token_logprobs
 from rlkernels.integrations.transformers import pack
 

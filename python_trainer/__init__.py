@@ -10,10 +10,10 @@ import rlkernels._waiting  # noqa: F401 before torch
 if TYPE_CHECKING:
     from python_trainer.accelerators.base import Accelerator as Accelerator
     from python_trainer.accelerators.settings import AcceleratorSettings as AcceleratorSettings
-    from python_trainer.callbacks import Callback as Callback
     from python_trainer.config import Config as Config
     from python_trainer.config import load_config as load_config
     from python_trainer.data import Example as Example
+    from python_trainer.run.callbacks import Callback as Callback
     from python_trainer.tasks.base import Task as Task
     from python_trainer.tasks.settings import TaskSettings as TaskSettings
     from python_trainer.trainer import Trainer as Trainer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Accelerator": "accelerators.base",
     "AcceleratorSettings": "accelerators.settings",
-    "Callback": "callbacks",
+    "Callback": "run.callbacks",
     "Config": "config",
     "Example": "data",
     "Task": "tasks.base",

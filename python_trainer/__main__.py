@@ -15,7 +15,7 @@ from python_trainer.errors import (
     tell,
     tell_error,
 )
-from python_trainer.terminal import surviving
+from python_trainer.process.terminal import surviving
 from rlkernels._folder import folder_problem
 
 # the user's to mend: a full, small, read-only or broken disk, a file of others

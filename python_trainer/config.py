@@ -15,11 +15,11 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from python_trainer.accelerators import AcceleratorsConfig
 from python_trainer.algorithms.settings import AlgorithmConfig
-from python_trainer.callbacks import CALLBACKS
 from python_trainer.errors import UserError, hide_passwords, problem_line
-from python_trainer.launch import DDP_TIMEOUT
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
+from python_trainer.process.launch import DDP_TIMEOUT
 from python_trainer.rollout.settings import LEAST_VLLM_TEMPERATURE, RolloutConfig
+from python_trainer.run.callbacks import CALLBACKS
 from python_trainer.settings import LOCAL, Bytes, Row, Section, copy_nested, describe_section, did_you_mean, section_in
 from python_trainer.tasks.settings import TaskSettings
 

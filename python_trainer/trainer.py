@@ -7,7 +7,8 @@ list. Everything else is a part of the trainer, with a file of its own.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,13 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
-from python_trainer.callbacks import Callback, make_callbacks
 from python_trainer.config import Config
 from python_trainer.data import Group, Request, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.keyed import keyed_seed
-from python_trainer.loop.checkpointer import Checkpointer
+from python_trainer.loop.checkpointer import Checkpointer, UnloggedStep
 from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.loop.origin import compare_settings
 from python_trainer.loop.parts import build_parts
@@ -29,31 +28,16 @@ from python_trainer.model.loading import dtype_name
 from python_trainer.model.schedule import schedule
 from python_trainer.model.turns import missing_stop_token
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run.callbacks import Callback, make_callbacks
 from python_trainer.run.logger import Logger, choose_samples, group_spread, rollout_statistics
 from python_trainer.run.run_state import RunState, summarise
 from python_trainer.tasks.base import Task
+from rlkernels.sampling.keys import keyed_seed
 
 STORED_WARMUP_UPDATES = 5  # updates on stored answers alone, over which their learning rate rises to the full one
 MAX_LOGPROB_GAP = 0.5  # largest gap between sampler and trainer that rounding to 4 or 8 bits explains
 CUT_OFF_SHARE = 0.5  # of the answers, from which on they may lack a stop token
 ENGINE_COUNTERS = ("generated_tokens", "prefill_tokens", "cached_tokens")  # that a run adds up
-
-
-@dataclass
-class UnloggedStep:
-    """A step whose update is over and whose row is not written yet, because an evaluation may follow.
-
-    Attributes:
-        row: its metrics so far.
-        samples: prompts and answers for the log.
-        since: the state at the row before, from which this row counts seconds and tokens.
-        trained_on_stored: whether the step began with updates on stored answers.
-    """
-
-    row: dict[str, float]
-    samples: list[dict[str, Any]]
-    since: dict[str, Any]
-    trained_on_stored: bool
 
 
 class Trainer:
@@ -135,7 +119,7 @@ class Trainer:
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()
-        self.state_at_last_row = asdict(self.state)
+        self.state_at_last_row = deepcopy(self.state)
 
     def make_run_context(self) -> RunContext:
         """Return the parts of the run that accelerators may use."""
@@ -378,7 +362,7 @@ class Trainer:
         """Add totals to a row of metrics and write it; the next row counts from here."""
         row |= self.totals()
         self.logger.log(self.state.step, row)
-        self.state_at_last_row = asdict(self.state)
+        self.state_at_last_row = deepcopy(self.state)
 
     def totals(self) -> dict[str, float]:
         """Return seconds, tokens and bytes since the run began, as metrics."""
@@ -425,8 +409,8 @@ class Trainer:
         for accelerator in self.accelerators:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
-        if saved.get("unlogged"):
-            self.unlogged = UnloggedStep(**saved["unlogged"])
+        run = self.checkpointer.saved_run
+        self.unlogged = run and run.unlogged
         if self.engine.lengths and saved["lengths"]:
             self.engine.lengths.load_state_dict(saved["lengths"])
 

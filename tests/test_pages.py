@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.__main__ import main
 from python_trainer.config import describe_settings
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- needs: (\w+) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

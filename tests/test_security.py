@@ -11,7 +11,7 @@ from support import ROOT
 from python_trainer.__main__ import main
 from python_trainer.config import changed_settings, dump_config, load_config
 from python_trainer.errors import UserError, hide_passwords
-from python_trainer.run_directory import read_evaluations
+from python_trainer.run.directory import read_evaluations
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}

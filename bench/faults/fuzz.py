@@ -37,7 +37,7 @@ from python_trainer.accelerators.rhyme.database import (
 from python_trainer.config import describe_settings, dump_config, load_config
 from python_trainer.errors import UserError
 from python_trainer.run.checkpoint import CHECKSUMS, checksums, load_checkpoint, save_checkpoint
-from python_trainer.run_directory import read_evaluations, read_metrics, read_samples
+from python_trainer.run.directory import read_evaluations, read_metrics, read_samples
 from python_trainer.tasks.files import FileTaskSettings
 
 CASE_TIMEOUT = 20  # seconds

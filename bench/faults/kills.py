@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.faults.case import VARIANTS, Case, Outcome, Place
 from bench.faults.training import STEPS, Ended, Training, saved_steps
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 KILLS = 3  # of one run, in succession
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)

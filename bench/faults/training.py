@@ -23,9 +23,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.errors import UserError
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 from python_trainer.run.checkpoint import SHARDS, encode, list_checkpoints, load_checkpoint, read_shards, step_of
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 RUN_TIMEOUT = 120.0  # seconds, many times what a run takes
 RANK_TIMEOUT = 30.0  # seconds for the other ranks to end after one of them failed

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench.gpu.build import Build
 from bench.gpu.journal import ROOT, call_facts, record_path
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from rlkernels._files import replace_file
 from rlkernels.backend import extension_error
 from rlkernels.proof.process import AFTER_KILL_S

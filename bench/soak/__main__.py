@@ -25,7 +25,7 @@ from bench._runner import cpu_model
 from bench.faults.records import append_row, read_rows
 from bench.soak import operations
 from python_trainer import Trainer, load_config
-from python_trainer.callbacks import Callback
+from python_trainer.run.callbacks import Callback
 
 RECORDS = Path(__file__).parents[1] / "results" / "soak.jsonl"
 WARM_UP = 0.2  # share of the steps in which caches fill

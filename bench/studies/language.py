@@ -32,8 +32,8 @@ from python_trainer.accelerators.base import Accelerator, RunContext, StepContex
 from python_trainer.accelerators.rhyme.accelerator import REHEARSAL_BATCH, REHEARSALS
 from python_trainer.accelerators.rhyme.replay import in_batches
 from python_trainer.accelerators.rhyme.sampling import MAX_IMPORTANCE_WEIGHT
+from python_trainer.command_line.sft import Sft
 from python_trainer.data import Rollout, by_group
-from python_trainer.sft import Sft
 from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
 
 CONFIG = "configs/gsm8k_smollm2.yaml"

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from python_trainer import Trainer, load_config
-from python_trainer.callbacks import Callback
-from python_trainer.run_directory import read_evaluations, write_text
+from python_trainer.run.callbacks import Callback
+from python_trainer.run.directory import read_evaluations, write_text
 from rlkernels import RankOneTrajectory
 from rlkernels.extrapolation import PREDICTORS, TRY_ANYWAY, Attempt, Points
 from rlkernels.extrapolation.extrapolator import SMOOTHING_STEPS

@@ -20,7 +20,7 @@ from python_trainer import Trainer
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.sampling import Candidate, GroupSampler
 from python_trainer.data import Rollout
-from python_trainer.keyed import keyed_unit
+from rlkernels.sampling.keys import keyed_unit
 from tools.policies import lattice_paths
 
 DATABASE = "accelerators.rhyme.database"

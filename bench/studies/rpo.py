@@ -19,7 +19,7 @@ from transformers import Qwen2ForCausalLM
 
 from bench.studies.harness import Arm, Study, fewer_prompts
 from python_trainer import Trainer, load_config
-from python_trainer.hub import policy_folder
+from python_trainer.model.hub import policy_folder
 from python_trainer.tasks.sums import prompt_of
 from tools.policies.sums import SLIPS
 from tools.policies.training import EOS_ID, Corpus, Stretch, save, train

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from python_trainer.database_url import parse_database_url
+from python_trainer.accelerators.database_url import parse_database_url
 from python_trainer.errors import UserError
 from python_trainer.settings import LOCAL, Section
 from python_trainer.tasks.base import Task

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import Config, describe_settings, dump_config, load_config
 from python_trainer.errors import UserError, tell, wait_for_first_rank
-from python_trainer.hub import policy_folder
-from python_trainer.launch import read_launch
-from python_trainer.run_directory import check_run_directory, write_text
+from python_trainer.model.hub import policy_folder
+from python_trainer.process.launch import read_launch
+from python_trainer.run.directory import check_run_directory, write_text
 from rlkernels._text import escape_controls
 
 
@@ -152,7 +152,7 @@ def run_sft(args: argparse.Namespace) -> None:
     """Train on reference answers, those of the task's training examples (settings: section sft), for models that
     hardly ever answer right. OUTPUT_DIR/model can then be the model.path of train."""
     config = load_checked(args, resume=args.resume)
-    from python_trainer.sft import Sft
+    from python_trainer.command_line.sft import Sft
 
     if args.resume:
         note_beginning(args.output_dir)

@@ -1,7 +1,7 @@
 """Difficulty and cost of a task, from answers to a sample of training prompts: ``python -m python_trainer probe``."""
 
 import time
-from dataclasses import asdict
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,9 +12,10 @@ from rich.console import Console
 from python_trainer.config import Config
 from python_trainer.data import Rollout, by_group
 from python_trainer.errors import UserError
-from python_trainer.keyed import keyed_seed, prompt_order
 from python_trainer.run.run_state import device_name, versions
+from python_trainer.tasks.prompt_order import prompt_order
 from python_trainer.trainer import Trainer
+from rlkernels.sampling.keys import keyed_seed
 
 FIRST_PROMPTS = 4  # few, so that a short time is enough
 SHARE = 0.6  # of the seconds, for answers; the rest is for an update
@@ -37,7 +38,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
     while len(groups) < num_prompts and (not groups or time.perf_counter() - start < seconds):
         requests = trainer.prompts.groups(order[len(groups) : len(groups) + size], len(groups))
         if len(groups) in (0, FIRST_PROMPTS):
-            state_before = asdict(state)
+            state_before = deepcopy(state)
             num_untimed = len(groups)
         with state.measure("rollout"):
             rollouts = trainer.generate(requests, keyed_seed(trainer.config.seed, "probe"))

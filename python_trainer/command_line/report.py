@@ -26,7 +26,7 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import settings_used
 from python_trainer.data import is_right
 from python_trainer.errors import UserError
-from python_trainer.run_directory import (
+from python_trainer.run.directory import (
     ENDS,
     first_problem,
     on_all_prompts,

@@ -12,8 +12,8 @@ from torch.distributed.rendezvous import rendezvous
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.watch import Watch
 from python_trainer.errors import Interrupted, UserError, is_shared, is_timed_out
-from python_trainer.launch import DDP_TIMEOUT, Launch, meeting_point, read_launch
 from python_trainer.model.loading import choose_device
+from python_trainer.process.launch import DDP_TIMEOUT, Launch, meeting_point, read_launch
 
 __all__ = ["RankGroup", "start"]
 

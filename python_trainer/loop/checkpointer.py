@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -20,6 +20,9 @@ from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import Origin, check_origin
 from python_trainer.model.loading import base_name, dtype_name
 from python_trainer.model.lora import adapter_weights, save_adapter
+from python_trainer.model.weights import set_usual_mode
+from python_trainer.process.signals import StopSignal
+from python_trainer.process.terminal import log_into
 from python_trainer.run.checkpoint import (
     checkpoint_path,
     list_checkpoints,
@@ -29,14 +32,12 @@ from python_trainer.run.checkpoint import (
     save_checkpoint,
     step_of,
 )
+from python_trainer.run.directory import check_run_directory, locked, unusable_output_dir, write_text
 from python_trainer.run.last_step import LastStep, copy_to_host
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, best_evaluated
 from python_trainer.run.weight_history import WeightHistory
-from python_trainer.run_directory import check_run_directory, locked, unusable_output_dir, usual_mode, write_text
 from python_trainer.settings import copy_nested
-from python_trainer.signals import StopSignal
-from python_trainer.terminal import log_into
 from rlkernels._files import draft_of, remove_folder, replace_folder
 from rlkernels.weights.checkpoints import BASE
 
@@ -45,8 +46,16 @@ WEIGHTS = "weights"  # folder of the weight history
 INITIAL_WEIGHTS = f"{WEIGHTS}/{BASE}"
 
 
-class Unlogged(BaseModel):
-    """A step whose row is not written yet, since its evaluation may follow."""
+@dataclass
+class UnloggedStep:
+    """A step whose update is over and whose row is not written yet, because an evaluation may follow.
+
+    Attributes:
+        row: its metrics so far.
+        samples: prompts and answers for the log.
+        since: the state at the row before, from which this row counts seconds and tokens.
+        trained_on_stored: whether the step began with updates on stored answers.
+    """
 
     row: dict[str, float]
     samples: list[dict[str, Any]]
@@ -64,7 +73,7 @@ class SavedRun(BaseModel):
     accelerators: dict[str, dict[str, Any]] = {}
     lengths: dict[str, dict[str, FiniteFloat]] | None = None
     origin: Origin | None = None
-    unlogged: Unlogged | None = None
+    unlogged: UnloggedStep | None = None
 
 
 def check_saved(path: Path, saved: Any) -> SavedRun:
@@ -435,7 +444,7 @@ class Checkpointer:
             try:
                 draft = draft_of(folder)
                 write(draft)
-                usual_mode(draft)
+                set_usual_mode(draft)
                 replace_folder(folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{folder} cannot be written: {error}; {self.how_to_go_on()}") from error

@@ -8,13 +8,13 @@ from statistics import fmean
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.data import Rollout
-from python_trainer.keyed import keyed_seed
 from python_trainer.loop.prompts import PromptSet
 from python_trainer.loop.scoring import Scorer
 from python_trainer.rollout.engine import Engine, SamplingParams
+from python_trainer.run.directory import EVALUATIONS, append_row
 from python_trainer.run.logger import SAMPLES, Logger, clip
-from python_trainer.run_directory import EVALUATIONS, append_row
 from python_trainer.tasks.rewards import Scores
+from rlkernels.sampling.keys import keyed_seed
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -22,8 +22,8 @@ from python_trainer.config import Config, flatten
 from python_trainer.data import Example
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.hub import policy_folder
 from python_trainer.loop.prompts import Prompts
+from python_trainer.model.hub import policy_folder
 from python_trainer.model.loading import adapter_base, choose_device, tokenizer_fingerprint
 from python_trainer.model.policy import Policy
 from python_trainer.run.run_state import versions

@@ -10,11 +10,11 @@ from python_trainer.config import Config, EvaluationConfig
 from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.keyed import prompt_order
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.episodes import initial_prompt
 from python_trainer.run.run_state import RunState
 from python_trainer.tasks.base import Task
+from python_trainer.tasks.prompt_order import prompt_order
 
 
 def load_tasks(config: Config, device: torch.device) -> list[Task]:

@@ -15,8 +15,8 @@ from transformers.utils import WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from python_trainer.errors import UserError
-from python_trainer.hub import FILES, hub_model, policy_folder
 from python_trainer.model.fused import MAX_BYTES
+from python_trainer.model.hub import FILES, hub_model, policy_folder
 from python_trainer.model.lora import merge_adapter
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import META, named_weights

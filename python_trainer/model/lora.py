@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from python_trainer.errors import UserError
-from python_trainer.keyed import keyed_seed
 from python_trainer.model.settings import LoraSettings
 from python_trainer.model.weights import full
+from rlkernels.sampling.keys import keyed_seed
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"

@@ -1,7 +1,9 @@
 """Weights of a module, plain or in shards (DTensor). Only those who shard import torch.distributed."""
 
 import copy
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,3 +81,12 @@ def copy_weights(module: torch.nn.Module, values: Iterable[tuple[str, torch.Tens
     targets = dict(named_weights(module))
     for name, value in values:
         targets[name].copy_(like(value.detach(), targets[name]))
+
+
+def set_usual_mode(folder: Path) -> None:
+    """Set the usual permissions on the files of a folder; safetensors lets only the owner read them."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError, is_lost_connection, mark_shared
-from python_trainer.run_directory import usual_mode
+from python_trainer.model.weights import set_usual_mode
 from rlkernels._files import draft_of, remove_folder, replace_folder
 
 CHECKSUMS = "checksums.json"
@@ -93,7 +93,7 @@ def save_checkpoint(
         with ranks.fail_together():
             if ranks.rank == 0:
                 (draft / CHECKSUMS).write_text(json.dumps(checksums(draft), indent=1) + "\n", encoding="utf-8")
-                usual_mode(draft)
+                set_usual_mode(draft)
                 replace_folder(target)
                 for old in list_checkpoints(folder)[:-keep]:
                     if step_of(old) != spare:

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter  # takes a second, which no ru
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, filter_scores, select_fresh
-from python_trainer.run_directory import EVALUATIONS, append_row, read_rows, write_text
+from python_trainer.run.directory import EVALUATIONS, append_row, read_rows, write_text
 from rlkernels._text import escape_controls
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import transformers
 from pydantic import ConfigDict, Field, FiniteFloat
 
 import rlkernels
-from python_trainer.run_directory import ENDS, on_all_prompts
+from python_trainer.run.directory import ENDS, on_all_prompts
 
 # generated; of prompts and prefixes computed; of those taken from the KV cache instead; in forward-backward passes
 TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
@@ -89,14 +89,14 @@ class RunState:
     def count(self, name: str, amount: float) -> None:
         self.counts[name] = self.counts.get(name, 0) + int(amount)
 
-    def metrics_since(self, earlier: Mapping[str, Any]) -> dict[str, float]:
-        """Return seconds and tokens since an ``earlier`` state, given as a dictionary.
+    def metrics_since(self, earlier: "RunState") -> dict[str, float]:
+        """Return seconds and tokens since an ``earlier`` state of the run.
 
         The rates are those of training: evaluations and saving, which comes after a row is written, do not count.
         """
-        spent = {name: seconds - earlier["seconds"].get(name, 0.0) for name, seconds in self.seconds.items()}
+        spent = {name: seconds - earlier.seconds.get(name, 0.0) for name, seconds in self.seconds.items()}
         training = sum(spent.values()) - spent.get("eval", 0.0) - spent.get("checkpoint", 0.0)
-        tokens = {name: count - earlier["counts"].get(name, 0) for name, count in self.counts.items()}
+        tokens = {name: count - earlier.counts.get(name, 0) for name, count in self.counts.items()}
         generated = tokens["generated_tokens"]
         return {
             **{f"tokens/{name.removesuffix('_tokens')}": count for name, count in tokens.items()},

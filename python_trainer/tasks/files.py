@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.hub import snapshot
+from python_trainer.model.hub import snapshot
 from python_trainer.settings import LOCAL
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, check_columns

@@ -16,8 +16,8 @@ from typing import Any
 
 from python_trainer.data import Example, Messages, is_right
 from python_trainer.errors import UserError
+from python_trainer.process.signals import OutOfTime, call_within
 from python_trainer.settings import Registry, copy_nested
-from python_trainer.signals import OutOfTime, call_within
 from python_trainer.tasks.base import OF_THE_TRAINER, RewardFunction, Task
 from python_trainer.tasks.mathematics import math_reward
 

@@ -11,7 +11,7 @@ import torch
 from bench.gpu import model, train
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import load_config
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.tasks.sums import SumsSettings
 from tools.policies import sums as pretrain
 

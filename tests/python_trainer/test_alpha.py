@@ -17,7 +17,7 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.settings import OptimizerConfig
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.extrapolation import PREDICTORS, Attempt, Comparison, Gate
 

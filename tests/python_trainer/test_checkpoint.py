@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.faults.training import differences
 from python_trainer.accelerators import drafts
-from python_trainer.callbacks import Callback
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
 from python_trainer.loop.evaluation import Evaluator
+from python_trainer.run.callbacks import Callback
 from python_trainer.run.checkpoint import decode, encode, list_checkpoints, load_checkpoint, save_checkpoint
+from python_trainer.run.directory import locked, read_metrics
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, best_evaluated
-from python_trainer.run_directory import locked, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 
@@ -190,7 +190,7 @@ def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
 
 HOLD = """
 import pathlib, sys
-from python_trainer.run_directory import locked
+from python_trainer.run.directory import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -19,7 +19,7 @@ from support import ROOT
 from python_trainer.__main__ import main
 from python_trainer.command_line.report import find_runs, report, summary_rows
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_evaluations, read_metrics
+from python_trainer.run.directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
 

@@ -10,13 +10,13 @@ from tiny import save_tiny_policy
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from python_trainer.command_line.sft import Sft
 from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.turns import find_turn_end
 from python_trainer.rollout.episodes import continued, encode_after, encode_observation
-from python_trainer.sft import Sft
 
 TURNS = ("12+72", "is </calc>", "=84\n", "so 84 it is.", "why 84 \u00e9?")  # of the user and the policy in turn
 

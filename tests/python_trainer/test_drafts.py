@@ -14,7 +14,7 @@ from python_trainer.accelerators.settings import DraftsSettings
 from python_trainer.data import Request
 from python_trainer.rollout.drafting import EXPENSIVE_PASS, Drafter, pass_overhead
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 

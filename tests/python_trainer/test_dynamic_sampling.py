@@ -6,10 +6,10 @@ from conftest import QUIET, record_updates
 
 from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.data import Rollout
-from python_trainer.keyed import prompt_order
 from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.rollout.settings import RolloutConfig
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
+from python_trainer.tasks.prompt_order import prompt_order
 from python_trainer.trainer import Trainer
 
 

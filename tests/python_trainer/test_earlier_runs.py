@@ -26,7 +26,7 @@ from python_trainer.accelerators.rhyme.replay import (
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 
 def odd(prompts, completions, completion_ids, **_):

@@ -22,8 +22,8 @@ from python_trainer.errors import UserError
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.episodes import EpisodeEngine, initial_prompt
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import rollout_statistics
-from python_trainer.run_directory import read_metrics
 from python_trainer.tasks.rewards import REWARDS
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory

@@ -13,7 +13,7 @@ from rich.console import Console
 from python_trainer.command_line.report import draw_curves, find_runs, summary_rows
 from python_trainer.config import EvaluationConfig
 from python_trainer.loop.evaluation import by_prompt, metrics_of, pass_at_k
-from python_trainer.run_directory import read_evaluations, read_metrics
+from python_trainer.run.directory import read_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 

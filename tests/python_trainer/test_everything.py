@@ -10,7 +10,7 @@ from fake_vllm import draw, install, serving
 
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 # what else a run does, as sections of its settings; several processes are in test_parallel.py and test_alpha.py
 OTHERS = {

@@ -17,7 +17,7 @@ from bench.faults.training import Ended, differences
 from python_trainer.accelerators.rhyme.database import unpack_tensors
 from python_trainer.errors import UserError
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from python_trainer.run_directory import append_row, read_metrics
+from python_trainer.run.directory import append_row, read_metrics
 
 
 def test_records_say_what_ran():

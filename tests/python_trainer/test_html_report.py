@@ -27,8 +27,8 @@ from python_trainer.command_line.report import (
 from python_trainer.config import flatten, load_config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
+from python_trainer.run.directory import read_metrics, read_samples
 from python_trainer.run.logger import SAMPLES, Logger, choose_samples
-from python_trainer.run_directory import read_metrics, read_samples
 
 VOID = {"meta", "img"}
 EVIL = "<script>alert(1)</script>&<b>\x1b[2J"

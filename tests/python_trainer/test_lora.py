@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from python_trainer.callbacks import Callback
 from python_trainer.distributed import start
 from python_trainer.errors import UserError
 from python_trainer.model.lora import adapted_layers, adapted_weight, is_adapter, without_adapters
 from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy, load_policy, recomputes
 from python_trainer.model.settings import ModelConfig
+from python_trainer.run.callbacks import Callback
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import Logger
-from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.weights import merged_weight
 

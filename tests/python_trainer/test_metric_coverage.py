@@ -13,8 +13,8 @@ from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.loop.batch import Minibatch, mean_metrics
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import rollout_statistics
-from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 SPREAD = {"reward_std", "frac_reward_zero_std"}

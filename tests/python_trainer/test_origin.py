@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.data import Example
 from python_trainer.errors import UserError, is_shared
@@ -22,7 +23,6 @@ from python_trainer.loop.origin import digest_examples, digest_weights
 from python_trainer.model.loading import tokenizer_fingerprint
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.settings import shared_values
-from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
 from python_trainer.model import policy
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 pytestmark = pytest.mark.slow  # sets up two processes for a minute
 TWICE = {"num_iterations": 2, "num_minibatches": 2}

@@ -21,7 +21,7 @@ from python_trainer.loop.batch import Minibatch
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run.checkpoint import SHARDS, list_checkpoints, load_checkpoint, read_shards, write_shards
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # two processes train a minute
@@ -80,7 +80,7 @@ def generation_that_fails(settings, folder):
 
     But for a bug: it does in the process where it came up.
     """
-    changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.callbacks:Callback"], "max_steps": 2}
+    changes = {"save": {"save_steps": 0}, "callbacks": ["python_trainer.run.callbacks:Callback"], "max_steps": 2}
     original = PagedEngine._work
     settings = merged(settings, changes)
     for parallel, name in FAILURES:

@@ -20,7 +20,7 @@ from python_trainer.__main__ import main
 from python_trainer.distributed import start
 from python_trainer.errors import UserError, mark_shared
 from python_trainer.run.checkpoint import list_checkpoints
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 HERE = Path(__file__).parent
 TRAIN = ["-m", "python_trainer", "train"]

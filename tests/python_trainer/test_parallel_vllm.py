@@ -22,7 +22,7 @@ from python_trainer.model.settings import ModelConfig
 from python_trainer.model.weights import checkpoint_weights
 from python_trainer.rollout.vllm.engine import InProcess
 from python_trainer.rollout.vllm.servers import Servers
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 
 pytestmark = pytest.mark.slow  # two processes train for a minute
 

@@ -16,7 +16,7 @@ from python_trainer.model.critic import Critic
 from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.settings import CriticConfig, OptimizerConfig
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 CPU = torch.device("cpu")

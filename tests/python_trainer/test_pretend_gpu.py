@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.faults.tensors import OPS
 from python_trainer.command_line.probe import probe
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.loop import kernels
@@ -23,8 +24,7 @@ from python_trainer.model.policy import load_policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged.engine import PagedEngine
-from python_trainer.run_directory import read_metrics
-from python_trainer.sft import Sft
+from python_trainer.run.directory import read_metrics
 
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8}
 RUNS = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from python_trainer.data import Rollout, filter_scores, select_good
 from python_trainer.errors import UserError
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.tasks import Example, Task, reward_model
 from python_trainer.tasks.rewards import REWARDS, score
 from python_trainer.trainer import Trainer

@@ -15,13 +15,13 @@ from python_trainer.accelerators import ACCELERATORS
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import LOSS_TYPES, Advantage
-from python_trainer.callbacks import CALLBACKS
 from python_trainer.command_line.compare import compare
 from python_trainer.command_line.report import find_runs, summary_rows
 from python_trainer.config import dump_config
 from python_trainer.errors import UserError
+from python_trainer.run.callbacks import CALLBACKS
 from python_trainer.run.checkpoint import list_checkpoints
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.settings import PluginError, Registry, Section
 from python_trainer.tasks import TASKS
 

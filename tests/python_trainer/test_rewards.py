@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from python_trainer.data import Example
 from python_trainer.errors import UserError
-from python_trainer.signals import OutOfTime
+from python_trainer.process.signals import OutOfTime
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import REWARDS, score
 

@@ -14,7 +14,7 @@ from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Group, Rollout, filter_scores
 from python_trainer.loop.batch import Batch
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels.history import suffixes
 from rlkernels.history.suffixes import length_factors

@@ -14,6 +14,7 @@ from test_packing import plain_score
 
 from python_trainer.__main__ import main
 from python_trainer.command_line.report import find_runs, summary_rows
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.data import Request
 from python_trainer.distributed import RankGroup
@@ -23,7 +24,6 @@ from python_trainer.loop.parts import make_engine
 from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
 

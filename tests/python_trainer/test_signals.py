@@ -26,11 +26,11 @@ from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
+from python_trainer.process.signals import SIGNALS, StopSignal
 from python_trainer.run import last_step
 from python_trainer.run.checkpoint import list_checkpoints
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.last_step import LastStep, copy_to_host, free_memory
-from python_trainer.run_directory import read_metrics
-from python_trainer.signals import SIGNALS, StopSignal
 from python_trainer.trainer import Trainer
 
 MAX_WAIT_S = 120  # seconds that a test waits for a checkpoint

@@ -7,7 +7,7 @@ import pytest
 from scipy.integrate import quad
 
 from python_trainer.command_line.report import difference_of_runs
-from python_trainer.run_directory import EVALUATIONS, append_row, read_evaluations
+from python_trainer.run.directory import EVALUATIONS, append_row, read_evaluations
 from rlkernels.extrapolation import Gate
 from rlkernels.extrapolation.gate import count_changes, improvement_e_value
 

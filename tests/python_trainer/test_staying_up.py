@@ -14,10 +14,10 @@ from python_trainer.command_line import commands
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.settings import OptimizerConfig
+from python_trainer.process.signals import SIGNALS, StopSignal
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run.checkpoint import list_checkpoints
-from python_trainer.run_directory import EVALUATIONS, read_evaluations, read_metrics
-from python_trainer.signals import SIGNALS, StopSignal
+from python_trainer.run.directory import EVALUATIONS, read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
 

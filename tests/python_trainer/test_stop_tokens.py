@@ -9,6 +9,7 @@ from conftest import QUIET, merged, save_tiny_policy, train
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
@@ -17,7 +18,6 @@ from python_trainer.loop.parts import make_engine
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.model.turns import missing_stop_token
-from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 
 CHATML = (

@@ -22,8 +22,8 @@ from python_trainer.data import Rollout
 from python_trainer.loop.batch import Batch
 from python_trainer.loop.dynamic_sampling import StepSampler
 from python_trainer.rollout.settings import RolloutConfig
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import group_spread, rollout_statistics
-from python_trainer.run_directory import read_metrics
 from python_trainer.trainer import Trainer
 
 RIGHT = {"finish_reason": "stop", "accuracy": 1.0}

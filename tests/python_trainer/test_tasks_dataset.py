@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 
 from python_trainer.accelerators.rhyme.database import prompt_hash
 from python_trainer.errors import UserError
-from python_trainer.hub import policy_folder
 from python_trainer.loop.memory import read_shape
+from python_trainer.model.hub import policy_folder
 from python_trainer.model.loading import base_name
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
@@ -246,7 +246,7 @@ def test_a_hub_out_of_reach_is_one_line(settings, tmp_path):
 
 def test_a_model_path_may_name_a_revision(monkeypatch, tmp_path):
     requests = []
-    monkeypatch.setattr("python_trainer.hub.snapshot", lambda *place, **_: requests.append(place) or tmp_path)
+    monkeypatch.setattr("python_trainer.model.hub.snapshot", lambda *place, **_: requests.append(place) or tmp_path)
     for path in ("someone/tiny@refs/pr/1", "someone/tiny"):
         assert policy_folder(path) == tmp_path
         assert base_name(ModelConfig(path=path)) == requests[-1]
@@ -258,7 +258,7 @@ def test_the_size_of_a_model_on_the_hub_is_read_without_its_weights(monkeypatch,
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/tiny"}')
     folders = {"someone/adapter": tmp_path, "someone/tiny": tiny_policy}
     snapshot = Mock(side_effect=lambda name, *_, **__: folders[name])
-    monkeypatch.setattr("python_trainer.hub.snapshot", snapshot)
+    monkeypatch.setattr("python_trainer.model.hub.snapshot", snapshot)
     assert read_shape(ModelConfig(path="someone/adapter"), "cpu").vocab == 64
     requests = {call.args[0]: call.kwargs["files"] for call in snapshot.call_args_list}
     assert requests == dict.fromkeys(folders, ("*.json", "*.py"))

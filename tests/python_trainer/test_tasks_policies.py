@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_trainer.config import load_config, read_yaml
 from python_trainer.data import Request
-from python_trainer.hub import SHIPPED, policy_folder
+from python_trainer.model.hub import SHIPPED, policy_folder
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
 from python_trainer.rollout.engine import SamplingParams

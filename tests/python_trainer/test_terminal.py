@@ -11,9 +11,9 @@ from conftest import merged
 from support import ROOT
 
 from python_trainer.__main__ import main
+from python_trainer.process.terminal import LOG, log_into, surviving
 from python_trainer.run.checkpoint import list_checkpoints
-from python_trainer.run_directory import read_metrics
-from python_trainer.terminal import LOG, log_into, surviving
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 
@@ -86,7 +86,7 @@ def test_a_log_that_cannot_be_written_ends_nothing_either(tmp_path, monkeypatch,
 CLOSED = """
 import os, sys
 from pathlib import Path
-from python_trainer.terminal import log_into, surviving
+from python_trainer.process.terminal import log_into, surviving
 with surviving():
     assert Path("other").open("w").fileno() > 2
     log_into(Path("."))

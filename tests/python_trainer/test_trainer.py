@@ -14,7 +14,7 @@ from tiny import copy_weights
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.loop.batch import Batch
-from python_trainer.run_directory import read_evaluations, read_metrics
+from python_trainer.run.directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny import generate_greedy
 
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
 from python_trainer.distributed import RankGroup
@@ -33,7 +34,6 @@ from python_trainer.model.traits import ModelTraits, find_traits
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from python_trainer.sft import Sft
 from python_trainer.trainer import Trainer
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
 

@@ -18,10 +18,10 @@ from python_trainer.accelerators.rpo import RPO
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import LOSS_TYPES
 from python_trainer.data import Group, Rollout
-from python_trainer.keyed import keyed_seed, keyed_unit
 from python_trainer.loop.batch import Batch, Minibatch
 from python_trainer.model.packing import micro_batches
 from python_trainer.trainer import Trainer
+from rlkernels.sampling.keys import keyed_seed, keyed_unit
 
 GROUPS = 3
 NUM_GENERATIONS = 4  # as in tiny.grpo_trainer

@@ -23,7 +23,7 @@ from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.settings import RolloutConfig
 from python_trainer.rollout.vllm.servers import Server
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 

@@ -11,11 +11,11 @@ from gloo import train as train_here
 from rich.console import Console
 from safetensors.torch import load_file
 
-from python_trainer.callbacks import Callback
+from python_trainer.command_line.sft import Sft
 from python_trainer.config import load_config
 from python_trainer.errors import UserError
 from python_trainer.model.weights import checkpoint_weights
-from python_trainer.sft import Sft
+from python_trainer.run.callbacks import Callback
 from python_trainer.trainer import Trainer
 from rlkernels.__main__ import main as rlkernels
 from rlkernels.weights import History

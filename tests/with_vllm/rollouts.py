@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from python_trainer.config import load_config
 from python_trainer.rollout.engine import SamplingParams
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 MEMORY = 8 << 20

@@ -11,7 +11,7 @@ from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 

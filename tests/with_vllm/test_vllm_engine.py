@@ -25,7 +25,7 @@ from python_trainer.rollout.paged.engine import PagedEngine
 from python_trainer.rollout.settings import vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import InProcess, VLLMEngine
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 from rlkernels import RolloutHistory
 from rlkernels.integrations.vllm_worker import PolicyWorker

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
 
-from python_trainer.database_url import FORMS, parse_database_url, show_database_url
+from python_trainer.accelerators.database_url import FORMS, parse_database_url, show_database_url
 from python_trainer.errors import UserError
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers

@@ -23,9 +23,9 @@ from python_trainer.accelerators.rhyme.matching import WINDOW, sketch_of
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Rollout, by_group, select_fresh, select_good
 from python_trainer.errors import tell
-from python_trainer.keyed import keyed_seed
 from python_trainer.model.loading import tokenizer_fingerprint
-from python_trainer.run_directory import write_text
+from python_trainer.run.directory import write_text
+from rlkernels.sampling.keys import keyed_seed
 
 Pair = tuple[int, StoredAnswer]  # index of a training prompt, and an answer to it
 NOTE = "rhyme_run.json"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from python_trainer.data import Rollout
-from python_trainer.keyed import prompt_order
+from python_trainer.tasks.prompt_order import prompt_order
 
 FIRST_GROUPS = 128  # that decide whether right answers are rare: a share to within 0.09, 95 % certain
 MEMORY = 60  # steps after which an answer weighs 1/e in the rate of its prompt, and is not replayed any more

@@ -21,8 +21,8 @@ from python_trainer.accelerators.rhyme.retrodiction import MIN_EXAMPLES, Retrodi
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.losses import importance_weights
 from python_trainer.data import Group, Rollout, by_group, is_right, select_good
-from python_trainer.keyed import keyed_unit
 from python_trainer.model.packing import micro_batches, pack_rollouts
+from rlkernels.sampling.keys import keyed_unit
 
 BANK_SIZE = 8192  # answers
 BANK_PER_PROMPT = 16

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from python_trainer.data import Request, Rollout
 from python_trainer.errors import UserError
-from python_trainer.keyed import keyed_seed
 from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
@@ -24,6 +23,7 @@ from python_trainer.rollout.ordering import longest_first
 from python_trainer.rollout.settings import vllm_logprobs_modes
 from rlkernels import RolloutHistory
 from rlkernels.integrations.transformers_attention import rotary_limit
+from rlkernels.sampling.keys import keyed_seed
 
 OLDEST_VERSION = (0, 32)  # of vLLM
 SLEEPLESS = ("cpu",)  # types of devices on which vLLM keeps its memory

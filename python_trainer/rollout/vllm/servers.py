@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from python_trainer.errors import UserError
 from python_trainer.model.lora import AdaptedWeight
-from python_trainer.model.weights import checkpoint_weights
+from python_trainer.model.weights import checkpoint_weights, set_usual_mode
 from python_trainer.rollout.ordering import balance
 from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import COUNTERS, WORKER, Backend, Continuation, Drawn, check_version
@@ -37,7 +37,6 @@ from python_trainer.rollout.vllm.replies import (
     Version,
     read_reply,
 )
-from python_trainer.run_directory import usual_mode
 from rlkernels.integrations.transformers_attention import rotary_limit
 from rlkernels.integrations.vllm_worker import DELTA
 from rlkernels.weights.delta import encode, has_zstandard
@@ -354,7 +353,7 @@ class Servers(Backend):
             if self.adapters is None:
                 return self._send(model)
             sent, places = self.adapters.write(model)
-            usual_mode(self.folder)  # a server may be another user's
+            set_usual_mode(self.folder)  # a server may be another user's
             self._each(lambda server: server.load_policy(*places))
         except (OSError, SafetensorError) as error:
             raise UserError(f"the weights for rollout.vllm_server cannot be written: {error}") from error
@@ -378,7 +377,7 @@ class Servers(Backend):
         if behind:
             model.save_pretrained(self.folder)
             written += sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-            usual_mode(self.folder)  # a server may be another user's
+            set_usual_mode(self.folder)  # a server may be another user's
             further = {True: (None, True), False: ()}
             self._each(lambda server: server.load_policy(str(self.folder), *further[server in takers]), behind)
         if takers:

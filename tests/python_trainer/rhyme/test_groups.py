@@ -12,10 +12,11 @@ from python_trainer.accelerators.rhyme.database import StoredAnswer
 from python_trainer.accelerators.rhyme.sampling import begins_with
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Rollout, by_group
-from python_trainer.keyed import keyed_unit, prompt_order
 from python_trainer.loop.batch import Batch, Minibatch
-from python_trainer.run_directory import read_metrics
+from python_trainer.run.directory import read_metrics
+from python_trainer.tasks.prompt_order import prompt_order
 from python_trainer.trainer import Trainer
+from rlkernels.sampling.keys import keyed_unit
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from python_trainer.errors import UserError
 
-SHIPPED = Path(__file__).parent / "tasks" / "policies"
+SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
 FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
 
 

@@ -1,16 +1,14 @@
-"""Random numbers that depend on their key alone, and the order of the prompts, which does too."""
+"""The order of the prompts of a run."""
 
 import torch
 
-from rlkernels.sampling.keys import keyed_choice, keyed_seed, keyed_unit
-
-__all__ = ["keyed_choice", "keyed_seed", "keyed_unit", "prompt_order"]
+from rlkernels.sampling.keys import keyed_seed
 
 
 def prompt_order(seed: int, first: int, count: int, size: int) -> list[int]:
     """Return entries ``first`` .. ``first + count - 1`` of an endless sequence of prompt numbers.
 
-    Every epoch visits each of ``size`` prompts once, in an order of its own.
+    Every epoch visits each of ``size`` prompts once, in another order, which depends on the seed and the epoch alone.
     """
     order: list[int] = []
     for epoch in range(first // size, (first + count - 1) // size + 1):

@@ -65,15 +65,6 @@ def write_text(path: Path, text: str) -> None:
     replace_file(path, text.encode())
 
 
-def usual_mode(folder: Path) -> None:
-    """Set the usual permissions on the files of a folder; safetensors lets only the owner read them."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run directory, which must exist, for this process; the lock ends with the process."""

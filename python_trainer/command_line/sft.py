@@ -15,17 +15,17 @@ from python_trainer.config import Config
 from python_trainer.data import Example, Messages, Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
-from python_trainer.keyed import prompt_order
 from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import digest_value
 from python_trainer.loop.parts import load_run_policy, resolve_settings
 from python_trainer.model.packing import micro_batches, pack_rollouts
 from python_trainer.rollout.episodes import encode_after
+from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, summarise
-from python_trainer.run_directory import read_metrics
 from python_trainer.tasks.base import check_text
+from python_trainer.tasks.prompt_order import prompt_order
 
 HELD_OUT = 64  # test examples whose loss is measured before and after
 
