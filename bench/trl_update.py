@@ -128,9 +128,9 @@ def pack_alone(rows: Sequence[Any], scored: Any, *, prefix_lens: Any) -> Any:
 def attend_with_copies(self: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                        scale: float, window: int | None, **options: Any) -> torch.Tensor:  # fmt: skip
     """Stand in for ``TreeLayout.attend``: SDPA for each segment, with copies of its path's keys and values."""
-    if "copies" not in self.tiles:
-        self.tiles["copies"] = copied(self, scale)
-    return self.tiles["copies"].attend(query, key, value)
+    if "copies" not in self.kernel_tables:
+        self.kernel_tables["copies"] = copied(self, scale)
+    return self.kernel_tables["copies"].attend(query, key, value)
 
 
 SHARED = "rlkernels.integrations.trl_shared"

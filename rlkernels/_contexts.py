@@ -46,34 +46,34 @@ def public_op(name: str, check_types: Callable[..., Any]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        rule = Rule(OPS[name], function, check_types)
-        plain = rule.plain
-        signature = backend.signature()
+        op_call = OpCall(OPS[name], function, check_types)
+        plain_signatures = op_call.plain_signatures
+        signature = backend.signature_function()
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                return rule.call_compiled(args, kwargs)
+                return op_call.call_compiled(args, kwargs)
             key = signature(args, kwargs)
-            if key in plain:
+            if key in plain_signatures:
                 return function(*args, **kwargs)
-            return rule.call_checked(key, args, kwargs)
+            return op_call.call_checked(key, args, kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
 
 
-class Rule:
-    """The rule for one op; arguments as for :func:`public_op`."""
+class OpCall:
+    """Calls of one op, whatever context or kind of tensor they meet; arguments as for :func:`public_op`."""
 
     def __init__(self, op: Op, function: Callable[..., Any], check_types: Callable[..., Any]):
         self.op = op
         self.function = function
         self.check_types = check_types
-        self.signature = inspect.signature(function)
-        self.names = tuple(self.signature.parameters)
-        self.plain: set[Any] = set()  # signatures of calls that go straight to the function
+        self.parameters = inspect.signature(function)
+        self.names = tuple(self.parameters.parameters)
+        self.plain_signatures: set[Any] = set()  # signatures of calls that go straight to the function
 
     def call_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call inside ``torch.compile``."""
@@ -82,7 +82,7 @@ class Rule:
     def call_checked(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call where the signature ``key`` is new or not plain."""
         try:
-            values = self.signature.bind(*args, **kwargs).arguments
+            values = self.parameters.bind(*args, **kwargs).arguments
         except TypeError:
             return self.function(*args, **kwargs)  # Python's own message
         tensors = dict(named_tensors(values))
@@ -91,7 +91,7 @@ class Rule:
         if backend.are_plain(tensors.values()):
             self.check_types(**values)
             if not any(isinstance(value, Mapping) for value in values.values()):  # signatures see no tensors in them
-                self.plain.add(key)
+                self.plain_signatures.add(key)
             return self.function(*args, **kwargs)
         with gathered(*tensors.values()):
             try:

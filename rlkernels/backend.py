@@ -6,7 +6,7 @@ GPU it uses the kernels of torch's libraries if they fit. An explicit choice tha
 ``auto`` takes the environment variable ``RLKERNELS_BACKEND`` for the ops that have that backend. Else it takes our
 kernels on a CPU. On a GPU it asks, in this order:
 
-1. the verdicts of a run, see :func:`use`;
+1. the verdicts of a run, see :func:`set_run_backends`;
 2. the verdicts of ``rlkernels.prove`` on this GPU;
 3. the records that come with the package, of GPUs with the same compute capability.
 
@@ -86,12 +86,12 @@ def triton_interpreted() -> bool:
     return _environ.get(_INTERPRET_KEY) == _ONE
 
 
-def power_of_2(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """Return the least power of two that a number >= 1 does not exceed; Triton's own function takes 10 µs."""
     return 1 << (number - 1).bit_length()
 
 
-def runs_on(device: torch.device) -> str:
+def device_kind(device: torch.device) -> str:
     """Return the type of a device; "cpu" for "meta", on which our ops compute shapes."""
     return "cpu" if device.type == "meta" else device.type
 
@@ -150,8 +150,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def signature() -> Callable[..., Any]:
-    """Return the function whose key holds all facts that :func:`are_plain` and checks of types depend on."""
+def signature_function() -> Callable[..., Any]:
+    """Return the function that makes a call's key: all facts that :func:`are_plain` and checks of types depend on."""
     if extension_error() is not None:
         return _signature
     from rlkernels import _C
@@ -172,7 +172,7 @@ def _signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return (*facts, *kwargs)
 
 
-_plain: set[Any] = set()  # signatures of plain calls of launchers
+_plain_signatures: set[Any] = set()  # signatures of plain calls of launchers
 _NO_NAMES: dict[str, Any] = {}
 
 
@@ -192,11 +192,11 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return op(*args)
-            key = signature()(args, _NO_NAMES)
-            if key not in _plain:
+            key = signature_function()(args, _NO_NAMES)
+            if key not in _plain_signatures:
                 if not are_plain(a for a in args if isinstance(a, torch.Tensor)):
                     return op(*args)
-                _plain.add(key)
+                _plain_signatures.add(key)
             out = launcher(*args) if args[0].get_device() == current_device() else launch(*args)
             if written:
                 mark_written(*[args[i] for i in written])
@@ -216,7 +216,7 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
         return f"{OPS[op].name} has no {backend} implementation"
     backend = backend.partition("/")[0]
     if backend == "cpu":
-        return f"the tensors are on {device}" if runs_on(device) != "cpu" else extension_error()
+        return f"the tensors are on {device}" if device_kind(device) != "cpu" else extension_error()
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install triton`"
@@ -232,15 +232,15 @@ _run_backends: dict[str, str] = {}  # by op: what a run chose
 _choices: dict[tuple[Any, ...], str] = {}  # chosen backends, by all facts that they depend on
 
 
-def use(table: Mapping[str, str]) -> None:
+def set_run_backends(table: Mapping[str, str]) -> None:
     """Make ``auto`` choose these backends on a GPU, by op; other ops do not change, and {} undoes it."""
     _run_backends.clear()
     _run_backends.update(table)
-    forget()
+    clear_choices()
 
 
-def forget() -> None:
-    """Forget the verdicts; the next choice reads them again."""
+def clear_choices() -> None:
+    """Drop the cached choices; the next choice reads the verdicts again."""
     gpu_choice.cache_clear()
     _choices.clear()
 
@@ -250,8 +250,13 @@ def gpu_choice(op: str, index: int | None) -> tuple[str, str]:
     """Return the backend of an op on a GPU, and its source: run, verdict, record or default."""
     device = torch.device("cuda") if index is None else torch.device("cuda", index)
     for backend, source in _gpu_candidates(op, index):
-        if backend is not None and unavailable(op, backend, device) is None:
+        if backend is None:
+            continue
+        reason = unavailable(op, backend, device)
+        if reason is None:
             return backend, source
+        if source == "run":
+            warnings.warn(f"torch runs {op}, though the run chose {backend}: {reason}", stacklevel=2)
     return "torch", "default"
 
 
@@ -345,6 +350,6 @@ def _choose(op: str, device: torch.device, backend: str) -> str:
     requested = environment_backend()  # for ops and devices that it can run; it changes no other choice
     if requested != "auto" and unavailable(op, requested, device) is None:
         return requested
-    if runs_on(device) == "cpu":
+    if device_kind(device) == "cpu":
         return "cpu" if unavailable(op, "cpu", device) is None else "torch"
     return _gpu_backend(op, device.index) if device.type == "cuda" else "torch"

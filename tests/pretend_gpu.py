@@ -245,8 +245,8 @@ def pretended() -> Iterator[Counter[str]]:
             monkeypatch.setattr(torch.nn.Module, "_apply", move_module)
             monkeypatch.setattr(backend, "RECORDS", {})  # no kernel of ours runs there
             monkeypatch.setenv("RLKERNELS_PROVE", "off")
-            backend.use({})
+            backend.set_run_backends({})
             yield GPUTensor.waits
     finally:
-        backend.use({})
+        backend.set_run_backends({})
         torch.__future__.set_overwrite_module_params_on_conversion(False)

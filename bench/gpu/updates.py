@@ -49,13 +49,13 @@ def attend_by_flex(self: Any, layer: int, query: torch.Tensor, key: torch.Tensor
     from bench.gpu.rivals import flex_on
 
     place = "FlexAttention", query.device
-    if place not in self.tiles:
+    if place not in self.kernel_tables:
         end = self.end.to(query.device)
-        self.tiles[place] = create_block_mask(
+        self.kernel_tables[place] = create_block_mask(
             lambda b, h, i, j: (j <= i) & (i < end[j]), None, None, len(end), len(end), device=query.device
         )
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    out = flex_on(query.device)(q, k, v, block_mask=self.tiles[place], scale=scale, enable_gqa=True)
+    out = flex_on(query.device)(q, k, v, block_mask=self.kernel_tables[place], scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

@@ -44,14 +44,14 @@ def settle_kernels(
     if chosen is None:
         chosen = ranks.on_rank0(lambda: prove_kernels(config, note))
     table = {op: chosen.get(op, chosen.get(OPS[op].name, "torch")) for op in PROVABLE}
-    backend.use(table)
+    backend.set_run_backends(table)
     return {"device": device, "backends": table}
 
 
 def prove_kernels(config: Config, note: Callable[[str], None]) -> dict[str, str]:
     """Prove the kernels of this run's shapes; return the backend of every op, for other ops the known one."""
     device = torch.device("cuda", torch.cuda.current_device())
-    backend.use({})
+    backend.set_run_backends({})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is proved yet
         table = {op: backend.choose(op, device) for op in PROVABLE}

@@ -114,9 +114,9 @@ def _plan(layout: TreeLayout, row: torch.Tensor, tokens: int) -> _Plan:
             f"input_ids must be [1, {layout.num_tokens}], the tokens of the layout, got [{row.shape[0]}, {tokens}]"
         )
     key = "recurrence", row.device
-    if key not in layout.tiles:
-        layout.tiles[key] = _Plan(layout, row.device)
-    plan: _Plan = layout.tiles[key]
+    if key not in layout.kernel_tables:
+        layout.kernel_tables[key] = _Plan(layout, row.device)
+    plan: _Plan = layout.kernel_tables[key]
     return plan
 
 

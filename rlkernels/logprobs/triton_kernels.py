@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
+from rlkernels.backend import kernel_op, next_power_of_2, triton_interpreted
 
 MIN_EXPONENT = tl.constexpr(-200.0)  # exp of less counts as exp of this, which is 0; 0 times -inf would be NaN
 
@@ -105,7 +105,7 @@ def _backward_kernel(
 
 
 def _block_size(columns: int) -> dict[str, int]:
-    block = min(4096, power_of_2(columns))
+    block = min(4096, next_power_of_2(columns))
     return {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
 
 

@@ -1,13 +1,13 @@
 """Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rlkernels import _check, _gradients
 from rlkernels import backend as _backend
 from rlkernels._contexts import public_op, transform_of
-from rlkernels.prefix_cache import library, reference
+from rlkernels.prefix_cache import reference, torch_flash
 from rlkernels.prefix_cache.cache import OutOfBlocks, PagedKVCache, Sequence
 from rlkernels.prefix_cache.layout import GroupedLayout, TreeLayout
 from rlkernels.prefix_cache.packing import Packed, pack, packs_tries
@@ -33,6 +33,14 @@ __all__ = [
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MANY_TOKENS = 2048  # beyond them a GPU writes longer than it launches
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class _Scores(NamedTuple):
+    """How scores are made of products; arguments as of :func:`tree_attention`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 def _check_write(
@@ -79,14 +87,13 @@ def write_kv(
     _check.shape("slots", slots, key.shape[:1])
     regime = "write_kv/many" if key.shape[0] > MANY_TOKENS else "write_kv"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, key, value)
+    if chosen != "cpu" and slots.numel() and _check.on_host(slots):
+        num_slots = shape[0] * shape[1]
+        if not (slots.min() >= 0 and slots.max() < num_slots):
+            raise ValueError(f"slots must be between 0 and {num_slots - 1}, got {slots.min()} .. {slots.max()}")
+    _ops_of(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
     if chosen == "cpu":
-        torch.ops.rlkernels.write_kv(key, value, key_cache, value_cache, slots.contiguous())
         _backend.mark_written(key_cache, value_cache)
-        return
-    num_slots = shape[0] * shape[1]
-    if slots.numel() and _check.on_host(slots) and not (slots.min() >= 0 and slots.max() < num_slots):
-        raise ValueError(f"slots must be between 0 and {num_slots - 1}, got {slots.min()} .. {slots.max()}")
-    _kernels(chosen).write_kv(key, value, key_cache, value_cache, slots.contiguous())
 
 
 def _check_paged(
@@ -150,12 +157,9 @@ def paged_attention(
     chosen = _without_mask("paged_attention", chosen, backend, window, softcap)
     options = () if window is None and softcap is None else (window, softcap)
     args = query, key_cache, value_cache, *sequences, float(scale), *options
-    if chosen == "cpu":
-        out, lse = torch.ops.rlkernels.paged_attention(*args)
-    else:
-        if _check.on_host(query):
-            _check_lengths(query, key_cache, sequences)
-        out, lse = _attention(chosen, query, key_cache).paged_attention(*args)
+    if chosen != "cpu" and _check.on_host(query):
+        _check_lengths(query, key_cache, sequences)
+    out, lse = _attention_of(chosen, query, key_cache).paged_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -216,13 +220,10 @@ def shared_prefix_attention(
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     args = (query, key_cache, value_cache, *groups, *sequences, float(scale))
     chosen = _choose_for_cache("shared_prefix_attention", backend, key_cache, value_cache, query)
-    if chosen == "cpu":
-        out, lse = torch.ops.rlkernels.shared_prefix_attention(*args)
-    else:
-        if _check.on_host(query):
-            _check_lengths(query, key_cache, sequences)
-            _check_values(_GROUPS, groups, len(seq_lens), key_cache)
-        out, lse = _attention(chosen, query, key_cache).shared_prefix_attention(*args)
+    if chosen != "cpu" and _check.on_host(query):
+        _check_lengths(query, key_cache, sequences)
+        _check_values(_GROUPS, groups, len(seq_lens), key_cache)
+    out, lse = _attention_of(chosen, query, key_cache).shared_prefix_attention(*args)
     return (out, lse) if return_lse else out
 
 
@@ -260,8 +261,8 @@ def merge_attention(
     _check.shape("lse_a", lse_a, out_a.shape[:2])
     _check.shape("lse_b", lse_b, lse_a.shape)
     chosen = _choose("merge_attention", backend, out_a)
-    kernels = torch.ops.rlkernels if chosen == "cpu" else _kernels(chosen)
-    return kernels.merge_attention(out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous())
+    sides = out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous()
+    return _ops_of(chosen).merge_attention(*sides)
 
 
 def _check_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> None:
@@ -310,8 +311,8 @@ def tree_attention(
     _check_mask(window, softcap)
     if window is not None and window >= layout.longest:
         window = None
-    options = return_lse, backend, window, softcap
-    out, lse = _attend_packed("tree_attention", query, key, value, layout, scale, *options)
+    scores = _Scores(scale, window, softcap)
+    out, lse = _attend_packed("tree_attention", query, key, value, layout, scores, return_lse, backend)
     return (out, lse) if return_lse else out
 
 
@@ -339,7 +340,7 @@ def grouped_attention(
     """
     if not isinstance(layout, GroupedLayout):
         raise TypeError(f"layout must be a GroupedLayout, got {type(layout).__name__}")
-    return _attend_packed("grouped_attention", query, key, value, layout, scale, False, backend)[0]
+    return _attend_packed("grouped_attention", query, key, value, layout, _Scores(scale), False, backend)[0]
 
 
 def _attend_packed(
@@ -348,34 +349,33 @@ def _attend_packed(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: TreeLayout,
-    scale: float,
+    scores: _Scores,
     return_lse: bool,
     backend: str,
-    window: int | None = None,
-    softcap: float | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Return out and the log-sum-exp, which may be None unless it is asked for."""
     for name, t in (("key", key), ("value", value)):
         _check.shape(name, t, (query.shape[0], key.shape[1], query.shape[2]))
     _check_heads(query, key.shape[1])
-    _check_scale(scale)
+    _check_scale(scores.scale)
     if layout.num_tokens != query.shape[0]:
         raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
-    chosen = _without_mask(op, chosen, backend, window, softcap)
-    args = (query, key, value, layout, float(scale), window)
+    chosen = _without_mask(op, chosen, backend, scores.window, scores.softcap)
+    scale = float(scores.scale)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
-        return _gradients.apply(_TreeAttention, *tensors, *args[3:], softcap, chosen)
+        return _gradients.apply(_TreeAttention, *tensors, layout, scale, scores.window, scores.softcap, chosen)
     compiling = torch.compiler.is_compiling()  # where no tensor is part of a transform
     in_transform = not compiling and any(transform_of(tensor) for tensor in (query, key, value))
-    if softcap is None and not in_transform and library.suits_training(query, return_lse):
-        return library.tree_attention(*args)
-    on_cpu = _backend.runs_on(query.device) == "cpu"
-    if return_lse or softcap is not None or not layout.num_tokens or on_cpu or in_transform:
+    args = query, key, value, layout, scale, scores.window
+    if scores.softcap is None and not in_transform and torch_flash.supports_training(query, return_lse):
+        return torch_flash.tree_attention(*args)
+    on_cpu = _backend.device_kind(query.device) == "cpu"
+    if return_lse or scores.softcap is not None or not layout.num_tokens or on_cpu or in_transform:
         recompute = not (on_cpu or torch._C._are_functorch_transforms_active())
-        return reference.tree_attention(*args, softcap, recompute=recompute)
-    return reference.tree_attention_by_kernels(*args), None
+        return reference.tree_attention(*args, scores.softcap, recompute=recompute)
+    return reference.tree_attention_by_sdpa(*args), None
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -391,7 +391,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, ctx.layout, *ctx.options, ctx.backend = inputs
+        query, key, value, ctx.layout, ctx.scale, ctx.window, ctx.softcap, ctx.backend = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.set_materialize_grads(False)
 
@@ -405,14 +405,17 @@ class _TreeAttention(torch.autograd.Function):
         if ctx.backend != "cpu":
             from rlkernels.prefix_cache import triton_tree
 
-            grads = triton_tree.backward(*given, ctx.layout, ctx.options[0], ctx.backend == "triton/crossing")
+            grads = triton_tree.backward(*given, ctx.layout, ctx.scale, ctx.backend == "triton/crossing")
         else:
-            grads = torch.ops.rlkernels.tree_attention_backward(*given, ctx.layout.nodes, *ctx.options)
+            scores = ctx.scale, ctx.window, ctx.softcap
+            grads = torch.ops.rlkernels.tree_attention_backward(*given, ctx.layout.nodes, *scores)
         return *grads, None, None, None, None, None
 
 
-def _kernels(chosen: str) -> Any:
-    """Return the module with the implementations for "triton" or "torch"."""
+def _ops_of(chosen: str) -> Any:
+    """Return what holds the ops of a backend."""
+    if chosen == "cpu":
+        return torch.ops.rlkernels
     if chosen == "torch":
         return reference
     from rlkernels.prefix_cache import triton_kernels
@@ -420,9 +423,9 @@ def _kernels(chosen: str) -> Any:
     return triton_kernels
 
 
-def _attention(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
-    """Return the module for attention; for "torch" the kernels of torch's libraries where they fit."""
-    return library if chosen == "torch" and library.takes(query, cache) else _kernels(chosen)
+def _attention_of(chosen: str, query: torch.Tensor, cache: torch.Tensor) -> Any:
+    """Return what holds the attention of a backend; for "torch" the kernels of torch's libraries where they fit."""
+    return torch_flash if chosen == "torch" and torch_flash.accepts_cache(query, cache) else _ops_of(chosen)
 
 
 def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:

@@ -27,7 +27,7 @@ class TreeLayout:
         nodes: int64 [N, 3], start, stop and end of each run of tokens without a fork, depth first.
         num_tokens: T.
         longest: tokens of the longest sequence.
-        tiles: tables of kernels for this layout, which all layers use, by sizes and device.
+        kernel_tables: what kernels need of this layout, made once for all layers, by kernel, sizes and device.
         attended: during a pass of a model of Transformers, whether a layer has attended by this layout; else None.
 
     All tensors are on the CPU. The constructor makes them, so torch.compile need not trace how.
@@ -50,7 +50,7 @@ class TreeLayout:
         starts = torch.cat([end[:1] * 0, (end[1:] != end[:-1]).nonzero().flatten() + 1])
         stops = torch.cat([starts[1:], end.new_tensor([len(end)])])[: len(starts)]
         self.nodes = torch.stack([starts, stops, end[starts]], 1)
-        self.tiles: dict[tuple[Any, ...], Any] = {}
+        self.kernel_tables: dict[tuple[Any, ...], Any] = {}
         self.attended: bool | None = None
 
     @staticmethod

@@ -188,7 +188,7 @@ def tree_attention(
     return out.to(query.dtype), lse
 
 
-def tree_attention_by_kernels(
+def tree_attention_by_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TreeLayout, scale: float,
     window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip

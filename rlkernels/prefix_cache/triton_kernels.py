@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, power_of_2, triton_interpreted
+from rlkernels.backend import kernel_op, next_power_of_2, triton_interpreted
 from rlkernels.prefix_cache.reference import apart
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -21,12 +21,12 @@ WAVES = 4  # split until so many programs per multiprocessor are there
 
 
 @triton.jit
-def _find(bounds, sources, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Find the source that owns this tile: source i owns those from bounds[i] * GROUP // BLOCK_M + i on."""
+def _find(bounds, sources, tile, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Find the source that owns this tile: source i owns those from bounds[i] * HEADS_PER_KV // BLOCK_M + i on."""
     low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + sources
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(bounds + middle) * GROUP // BLOCK_M + middle <= tile:
+        if tl.load(bounds + middle) * HEADS_PER_KV // BLOCK_M + middle <= tile:
             low = middle
         else:
             high = middle
@@ -56,7 +56,7 @@ def _attend_kernel(
     sources, heads, part_rows, scale, split_keys, table_width,
     query_token, query_head, query_dim, key_block, key_slot, key_head, key_dim,
     value_block, value_slot, value_head, value_dim,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attend queries bounds[i] .. bounds[i + 1] to source i's first lens[i] keys -> out [splits, T, heads, DIM], lse.
@@ -64,15 +64,15 @@ def _attend_kernel(
     split_keys: fewest keys of a split; the splits share the keys of a source evenly. lse is the natural logarithm.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    source = _find(bounds, sources, tile, GROUP, BLOCK_M)
+    source = _find(bounds, sources, tile, HEADS_PER_KV, BLOCK_M)
     first = tl.load(bounds + source)
     queries = tl.load(bounds + source + 1) - first
     keys = tl.load(lens + source)
-    first_row = (tile - (first * GROUP // BLOCK_M + source)) * BLOCK_M
-    if first_row >= queries * GROUP:
+    first_row = (tile - (first * HEADS_PER_KV // BLOCK_M + source)) * BLOCK_M
+    if first_row >= queries * HEADS_PER_KV:
         return
     row = first_row + tl.arange(0, BLOCK_M)
-    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    token, head = row // HEADS_PER_KV, kv_head * HEADS_PER_KV + row % HEADS_PER_KV
     inside = token < queries
     dim = tl.arange(0, BLOCK_D)
     in_dim = dim < DIM
@@ -87,8 +87,8 @@ def _attend_kernel(
     end = tl.minimum(keys, (split + 1) * span)
     position = keys - queries + token  # the last key that a row sees
     if CAUSAL:
-        last_row = tl.minimum(first_row + BLOCK_M, queries * GROUP) - 1
-        end = tl.minimum(end, keys - queries + last_row // GROUP + 1)
+        last_row = tl.minimum(first_row + BLOCK_M, queries * HEADS_PER_KV) - 1
+        end = tl.minimum(end, keys - queries + last_row // HEADS_PER_KV + 1)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -185,7 +185,7 @@ def processors(device: torch.device) -> int:
 
 
 def _block_d(dim: int) -> int:
-    return max(16, power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -210,14 +210,14 @@ def _plan(tokens: int, heads: int, dim: int, kv_heads: int, block_size: int, sou
     rows = tokens * group
     block_d = _block_d(dim)
     tallest = max(16, min(128, (2048 if wide else 16384) // block_d))
-    block_m = min(tallest, max(16, power_of_2(-(-rows // sources))))
+    block_m = min(tallest, max(16, next_power_of_2(-(-rows // sources))))
     block_n = max(16, min(64, (4096 if wide else 8192) // block_d))
     tiles = rows // block_m + sources
     busy = max(sources, rows // block_m) * kv_heads
     wanted = -(-WAVES * processors(device) // busy)
     splits = max(1, min(wanted, columns * block_size // MIN_SPLIT_KEYS))
     options = {
-        "GROUP": group, "DIM": dim, "BLOCK_SIZE": block_size, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "HEADS_PER_KV": group, "DIM": dim, "BLOCK_SIZE": block_size, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "BLOCK_D": block_d, "UPCAST": upcast, "num_warps": 8 if wide or block_m * block_d >= 8192 else 4,
         "num_stages": 3 if block_m <= 64 else 2,
     }  # fmt: skip

@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import on_its_device, power_of_2, triton_interpreted
+from rlkernels.backend import next_power_of_2, on_its_device, triton_interpreted
 from rlkernels.prefix_cache.layout import TreeLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 PIECES = 8  # into which a long stretch of queries is cut
-SHORT = 4096  # queries times heads that one program may go through in any case
-AT_ONCE = 256  # programs that a GPU runs side by side, about
+MAX_UNCUT = 4096  # queries times heads that one program may go through in any case
+CONCURRENT_PROGRAMS = 256  # programs that a GPU runs side by side, about
 
 
 class Tiles(NamedTuple):
@@ -128,7 +128,7 @@ def _attend(q, k, v, seen, largest, total, acc, scale):
 @triton.jit
 def _forward_kernel(
     query, key, value, out, lse, tiles, blocks, ends, heads, kv_heads, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of queries of a head; tiles: first query, end, start of the node, start, end of the prefix.
@@ -158,7 +158,7 @@ def _forward_kernel(
             n = _whole_block(at, whole, prefix, part, BLOCK_N)
         else:
             n = _listed_block(whole_blocks, at, BLOCK_N)
-        k, v = _row_pair(key, value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, None, kv_heads, head // HEADS_PER_KV, DIM, BLOCK_D, UPCAST)
         largest, total, acc = _attend(q, k, v, None, largest, total, acc, scale * LOG2_E)
     for at in range(0, masked_keys, BLOCK_N):
         if blocks is None:
@@ -166,7 +166,7 @@ def _forward_kernel(
         else:
             n = _listed_block(masked_blocks, at, BLOCK_N)
             valid = n <= tl.load(masked_blocks + at // BLOCK_N * 2 + 1)
-        k, v = _row_pair(key, value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, valid, kv_heads, head // HEADS_PER_KV, DIM, BLOCK_D, UPCAST)
         seen = _seen(token, n, valid, ends)
         largest, total, acc = _attend(q, k, v, seen, largest, total, acc, scale * LOG2_E)
     acc = acc / tl.where(inside, total, 1.0)[:, None]
@@ -201,7 +201,7 @@ def _score_gradients(q, k, v, grad, seen, lse2, row_delta, scale):
 @triton.jit
 def _query_kernel(
     query, key, value, grad, lse, delta, grad_query, tiles, blocks, ends, heads, kv_heads, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one tile of queries; tiles as for the forward kernel."""
@@ -218,7 +218,7 @@ def _query_kernel(
         whole_blocks = blocks + begin * 2
         for at in range(0, (middle - begin) * BLOCK_N, BLOCK_N):
             n = _listed_block(whole_blocks, at, BLOCK_N)
-            k, v = _row_pair(key, value, n, None, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+            k, v = _row_pair(key, value, n, None, kv_heads, head // HEADS_PER_KV, DIM, BLOCK_D, UPCAST)
             ds = _score_gradients(q, k, v, g, None, lse2, row_delta, scale)
             acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
         begin = middle
@@ -236,7 +236,7 @@ def _query_kernel(
         else:
             n = _listed_block(blocks, at, BLOCK_N)
             valid = n <= tl.load(blocks + at // BLOCK_N * 2 + 1)
-        k, v = _row_pair(key, value, n, valid, kv_heads, head // GROUP, DIM, BLOCK_D, UPCAST)
+        k, v = _row_pair(key, value, n, valid, kv_heads, head // HEADS_PER_KV, DIM, BLOCK_D, UPCAST)
         seen = _seen(token, n, valid, ends)
         ds = _score_gradients(q, k, v, g, seen, lse2, row_delta, scale)
         acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
@@ -260,12 +260,12 @@ def _key_gradients(k, v, q, g, seen, lse2, row_delta, dk, dv, scale):
 
 @triton.jit
 def _key_kernel(
-    query, key, value, grad, lse, delta, grad_key, grad_value, parts, tiles, ends, heads, kv_heads, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    query, key, value, grad, lse, delta, grad_key, grad_value, piece_sums, tiles, ends, heads, kv_heads, scale,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A tile (first key, end, first of the queries that may see it and their end, -1) and a KV head; or a piece of a
-    tile: its queries, and where its sums go in ``parts`` [pieces, 2, BLOCK_N, kv_heads, DIM]."""
+    tile: its queries, and where its sums go in ``piece_sums`` [pieces, 2, BLOCK_N, kv_heads, DIM]."""
     tile, kv_head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     first, stop, queries, queries_end, piece = _tile(tile)
     n = first + tl.arange(0, BLOCK_N)
@@ -282,8 +282,8 @@ def _key_kernel(
     blocks = tl.cdiv(queries_end - queries, BLOCK_M)
     whole = tl.maximum((whole_end - queries) // BLOCK_M - diagonal, 0)
     per_head = tl.maximum(whole, 1)  # a division by 0 would let the compiler assume that the loop has a turn
-    for at in range(0, GROUP * whole):
-        head = kv_head * GROUP + at // per_head
+    for at in range(0, HEADS_PER_KV * whole):
+        head = kv_head * HEADS_PER_KV + at // per_head
         token = queries + (diagonal + at % per_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         q, g = _row_pair(query, grad, token, None, heads, head, DIM, BLOCK_D, UPCAST)
         row = token.to(tl.int64) * heads + head
@@ -291,8 +291,8 @@ def _key_kernel(
         dk, dv = _key_gradients(k, v, q, g, None, lse2, row_delta, dk, dv, scale * LOG2_E)
     masked = blocks - whole
     per_head = tl.maximum(masked, 1)
-    for at in range(0, GROUP * masked):
-        head = kv_head * GROUP + at // per_head
+    for at in range(0, HEADS_PER_KV * masked):
+        head = kv_head * HEADS_PER_KV + at // per_head
         block = at % per_head
         token = queries + tl.where(block < diagonal, block, block + whole) * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = token < queries_end
@@ -310,24 +310,24 @@ def _key_kernel(
         _store_rows(grad_value, dv, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
     else:
         row = piece * 2 * BLOCK_N + tl.arange(0, BLOCK_N)
-        _store_rows(parts, dk, row, valid, kv_heads, kv_head, DIM, BLOCK_D)
-        _store_rows(parts, dv, row + BLOCK_N, valid, kv_heads, kv_head, DIM, BLOCK_D)
+        _store_rows(piece_sums, dk, row, valid, kv_heads, kv_head, DIM, BLOCK_D)
+        _store_rows(piece_sums, dv, row + BLOCK_N, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
 @triton.jit
 def _sum_kernel(
-    parts, grad_key, grad_value, cut, kv_heads,
+    piece_sums, grad_key, grad_value, cut, kv_heads,
     PIECES: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of a tile that is cut, for a KV head: its gradient of the keys, or of the values."""
     tile, kv_head, of_values = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, part_end = tl.load(cut + tile * 2), tl.load(cut + tile * 2 + 1)
+    first, stop = tl.load(cut + tile * 2), tl.load(cut + tile * 2 + 1)
     n = first + tl.arange(0, BLOCK_N)
-    valid = n < part_end
+    valid = n < stop
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for piece in range(PIECES):
         row = ((tile * PIECES + piece) * 2 + of_values) * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc += _rows(parts, row, valid, kv_heads, kv_head, DIM, BLOCK_D, False)
+        acc += _rows(piece_sums, row, valid, kv_heads, kv_head, DIM, BLOCK_D, False)
     if of_values == 0:
         _store_rows(grad_key, acc, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
     else:
@@ -343,7 +343,7 @@ def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim = query.shape[2]
-    block_d, wide = max(16, power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
+    block_d, wide = max(16, next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
     warps = 8 if wide or (block * block_d >= 8192 and _generation(query) != 9) else 4
     return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": triton_interpreted(),
@@ -423,14 +423,13 @@ def key_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``keys`` and ``cut`` of :class:`Tiles`; a program goes through ``group`` heads of queries.
 
-    Cut is what would be gone through for more than twice the mean, so less than half of the tiles, and for longer than
-    all of it takes ``AT_ONCE`` programs: of more, a long one hides behind the others. So ``parts`` holds less than
-    ``AT_ONCE`` tiles, however long the batch.
+    Cut a tile if its queries exceed all of: ``MAX_UNCUT`` / ``group``; twice the mean; and the work of one program when
+    ``CONCURRENT_PROGRAMS`` share it. So at most ``CONCURRENT_PROGRAMS`` tiles are cut, however long the batch.
     """
     first, stop = _cut(layout, block, crosses)
     end = np.maximum.reduceat(layout.end.numpy(), first) if len(first) else first
     length = end - first
-    most = max(SHORT / group, 2 * length.sum() / max(len(length), 1), length.sum() * kv_heads / AT_ONCE)
+    most = max(MAX_UNCUT / group, 2 * length.sum() / max(len(length), 1), length.sum() * kv_heads / CONCURRENT_PROGRAMS)
     short, cut = (length <= most).nonzero()[0], (length > most).nonzero()[0]
     step = -(-length[cut] // (16 * PIECES)) * 16
     starts = np.minimum(first[cut] + step * np.arange(PIECES + 1)[:, None], end[cut]).T  # [cut, PIECES + 1]
@@ -449,7 +448,7 @@ def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool
     rows = int(_blocks(query)["BLOCK_M"])
     ahead, back = (int(choose(query, crosses)["BLOCK_N"]) for choose in (_forward_blocks, _query_blocks))
     group, device = query.shape[1] // kv_heads, query.device
-    if (place := (crosses, rows, ahead, back, group, kv_heads, device)) not in layout.tiles:
+    if (cache_key := (crosses, rows, ahead, back, group, kv_heads, device)) not in layout.kernel_tables:
         table = None if crosses else two_level_tiles(layout, rows)
         queries = {
             block: (table, None) if table is not None else query_tiles(layout, rows, block, crosses)
@@ -458,8 +457,8 @@ def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool
         keys = key_tiles(layout, rows, group, kv_heads, crosses)
         tables = (*queries[ahead], *queries[back], *keys, layout.end.int() if crosses else None)
         on_device: list[Any] = [None if table is None else table.to(device) for table in tables]
-        layout.tiles[place] = Tiles(*on_device)
-    return layout.tiles[place]
+        layout.kernel_tables[cache_key] = Tiles(*on_device)
+    return layout.kernel_tables[cache_key]
 
 
 @on_its_device
@@ -475,7 +474,7 @@ def forward(
     if out.numel():
         _forward_kernel[(len(tiles.queries), heads)](
             query, key, value, out, lse, tiles.queries, tiles.blocks, tiles.ends, heads, kv_heads, scale,
-            GROUP=heads // kv_heads, **_forward_blocks(query, crosses),
+            HEADS_PER_KV=heads // kv_heads, **_forward_blocks(query, crosses),
         )  # fmt: skip
     return out.to(query.dtype), lse
 
@@ -490,7 +489,7 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():
-        sizes: dict[str, Any] = {"GROUP": heads // kv_heads, **_blocks(query)}
+        sizes: dict[str, Any] = {"HEADS_PER_KV": heads // kv_heads, **_blocks(query)}
         whole = {name: sizes[name] for name in ("DIM", "BLOCK_D")}
         delta, rows = torch.empty_like(lse), max(1, 4096 // sizes["BLOCK_D"])
         _delta_kernel[(triton.cdiv(lse.numel(), rows),)](out, grad, grad_lse, delta, lse.numel(), BLOCK_R=rows, **whole)
@@ -500,12 +499,12 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
             *shared, grads[0], *back, heads, kv_heads, scale, **sizes | _query_blocks(query, crosses)
         )
         sizes["BLOCK_M"] = max(16, sizes["BLOCK_M"] // 2)  # two accumulators leave registers for fewer queries
-        parts = lse.new_empty(len(tiles.cut), PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
+        piece_sums = lse.new_empty(len(tiles.cut), PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
         _key_kernel[(len(tiles.keys), kv_heads)](
-            *shared, grads[1], grads[2], parts, tiles.keys, tiles.ends, heads, kv_heads, scale, **sizes
+            *shared, grads[1], grads[2], piece_sums, tiles.keys, tiles.ends, heads, kv_heads, scale, **sizes
         )
         if len(tiles.cut):
             _sum_kernel[(len(tiles.cut), kv_heads, 2)](
-                parts, grads[1], grads[2], tiles.cut, kv_heads, PIECES=PIECES, BLOCK_N=sizes["BLOCK_N"], **whole
+                piece_sums, grads[1], grads[2], tiles.cut, kv_heads, PIECES=PIECES, BLOCK_N=sizes["BLOCK_N"], **whole
             )
     return tuple(t.to(query.dtype) for t in grads)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from triton.compiler.compiler import max_shared_mem
 
-from rlkernels.backend import power_of_2
+from rlkernels.backend import next_power_of_2
 from rlkernels.rank1.reference import BLOCK
 from rlkernels.rank1.triton_kernels import Module
 
@@ -92,7 +92,7 @@ class Layout:
                  tiling: Tiling) -> None:  # fmt: skip
         groups: dict[tuple[torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (weight, base) in enumerate(pairs):
-            columns = power_of_2(weight.shape[1])
+            columns = next_power_of_2(weight.shape[1])
             register_columns = max(columns, 1024) if columns <= tiling.max_register_columns else 0
             key = weight.dtype, base.dtype, _is_aligned(weight) and _is_aligned(base), register_columns
             groups.setdefault(key, []).append(i)

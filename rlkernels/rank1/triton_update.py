@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, power_of_2
+from rlkernels.backend import kernel_op, next_power_of_2
 from rlkernels.rank1.triton_kernels import _float, _raw, stored
 
 
@@ -78,7 +78,7 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
     """Compute ``reference.delta_matvec``; rows must be contiguous."""
     m, n = weight.shape
     out = torch.empty(m, dtype=torch.float32, device=weight.device)
-    block, rows = min(1024, power_of_2(n)), 4
+    block, rows = min(1024, next_power_of_2(n)), 4
     _matvec_kernel[(-(-m // rows),)](
         stored(weight), stored(base), v, out, m, n, weight.stride(0), base.stride(0),
         ROWS=rows, BLOCK=block,
@@ -98,7 +98,7 @@ def add_rank1_(
     """Compute ``reference.add_rank1_``, for contiguous rows; the same random bits."""
     m, n = weight.shape
     if weight.numel():
-        block, rows = min(1024, power_of_2(n)), 4
+        block, rows = min(1024, next_power_of_2(n)), 4
         rounded = stochastic_rounding and weight.dtype != torch.float32
         _add_kernel[(-(-m // rows), -(-n // block))](
             stored(weight), u, v, m, n, weight.stride(0), scale, seed, STOCHASTIC=rounded, ROWS=rows, BLOCK=block

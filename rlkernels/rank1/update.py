@@ -14,7 +14,7 @@ LEAST_SQUARE, MOST_SQUARE = 1e-24, 1e24  # squared norms of a delta beyond which
 
 @dataclass(frozen=True)
 class Rank1Update:
-    """LowRankDelta singular triplet of ``weight - base`` [m, n], with measures of its quality.
+    """Leading singular triplet of ``weight - base`` [m, n], with measures of its quality.
 
     ``sigma * outer(u, v)`` is the best rank-1 approximation of the delta. The entry of ``v`` largest in magnitude
     is positive. Scalars are Python numbers.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, power_of_2
+from rlkernels.backend import kernel_op, next_power_of_2
 from rlkernels.sampling import reference
 
 LOG2_E = tl.constexpr(reference.LOG2_E)
@@ -262,7 +262,7 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        block = min(4096, max(128, power_of_2(vocab)))
+        block = min(4096, max(128, next_power_of_2(vocab)))
         groups = torch.empty(rows, block // GROUP.value, dtype=torch.int32, device=logits.device) if filtered else None
         _sample_kernel[(rows,)](
             logits, uniforms, temperature, top_p, top_k, groups, ids, logprobs, vocab, logits.stride(0),

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, power_of_2
+from rlkernels.backend import kernel_op, next_power_of_2
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def dtw_pairs(
     """Compute costs (and starts, ends) of all pairs of x [N, L, D], y [M, K, D] without an empty trajectory."""
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
     cost, start, end = _empty_results(x, y, subsequence)
-    rows = min(128, max(32, power_of_2(x.shape[1])))
+    rows = min(128, max(32, next_power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
     shape = (programs, columns) if x.shape[1] > rows else (1,)  # one strip has no border
     border = x.new_empty(shape)

@@ -56,8 +56,8 @@ def train(dim, short=4096, layout=None, backend="triton"):
 
     layout = layout or GroupedLayout([70, 0], [33, 65, 3], [0, 2, 3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_tree, "SHORT", short)
-        patch.setattr(triton_tree, "AT_ONCE", 10**6)
+        patch.setattr(triton_tree, "MAX_UNCUT", short)
+        patch.setattr(triton_tree, "CONCURRENT_PROGRAMS", 10**6)
         check_grouped(partial(rlkernels.tree_attention, backend=backend), layout, 8, 2, dim, BF16)
         assert len(triton_tree.key_tiles(layout, 64, 4, 2, backend == "triton/crossing")[1]) == (short < 4096)
 
@@ -164,7 +164,7 @@ def warp(length=140, dims=1):
 
 def tile(rows: int, warps: int, stages: int) -> dict[str, Any]:
     """Of an attention kernel."""
-    return {"GROUP": 4, "BLOCK_M": rows, "UPCAST": False, "num_warps": warps, "num_stages": stages}
+    return {"HEADS_PER_KV": 4, "BLOCK_M": rows, "UPCAST": False, "num_warps": warps, "num_stages": stages}
 
 
 # kernels of attention on tries -> the rows of their tiles, and what only that variant is compiled with

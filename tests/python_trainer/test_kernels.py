@@ -39,9 +39,9 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "RECORDS", {})
     monkeypatch.setattr(verdicts, "device_facts", lambda index: facts)
     monkeypatch.setattr(kernels, "prove", prove)
-    backend.use({})
+    backend.set_run_backends({})
     yield SimpleNamespace(proofs=proofs, facts=facts)
-    backend.use({})
+    backend.set_run_backends({})
 
 
 def settle(*overrides, saved=None, ranks=None):
@@ -70,7 +70,7 @@ def test_shapes_may_have_other_names(gpu, tmp_path):
 def test_a_run_that_goes_on_keeps_its_kernels(gpu, tmp_path):
     first, _ = settle()
     saved = load_checkpoint(save_checkpoint(tmp_path, 1, {"kernels": first}, keep=1))
-    backend.use({})
+    backend.set_run_backends({})
     resumed, notes = settle(saved=saved)
     assert resumed == first and len(gpu.proofs) == 1 and not notes
     assert backend.choose("paged_attention", CUDA) == "triton"

@@ -31,7 +31,7 @@ from python_trainer.rollout.paged import graphs
 from python_trainer.rollout.paged.engine import PagedEngine
 from rlkernels import keyed_uniform, prefix_cache
 from rlkernels.integrations.transformers_attention import IMPLEMENTATION
-from rlkernels.prefix_cache import library
+from rlkernels.prefix_cache import torch_flash
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -272,10 +272,10 @@ def test_launches_of_a_decode_pass_are_few(monkeypatch):
     """
     engine = engine_for(make(), fused=False)
     monkeypatch.setenv("RLKERNELS_BACKEND", "torch")
-    monkeypatch.setattr(library, "takes", lambda query, cache: True)
-    monkeypatch.setattr(library, "suits", lambda *tensors: True)
+    monkeypatch.setattr(torch_flash, "accepts_cache", lambda query, cache: True)
+    monkeypatch.setattr(torch_flash, "supports", lambda *tensors: True)
     lse = torch.zeros(4, 256)
-    monkeypatch.setattr(library, "_flash", lambda query, *_: (query.clone(), lse[:, : len(query)], None, None))
+    monkeypatch.setattr(torch_flash, "_flash", lambda query, *_: (query.clone(), lse[:, : len(query)], None, None))
     for check in ("_check_lengths", "_check_values"):  # a CPU looks at all numbers
         monkeypatch.setattr(prefix_cache, check, lambda *_: None)
     monkeypatch.setattr(engine_module, "keyed_uniform", partial(keyed_uniform, backend="cpu"))  # one call on the host

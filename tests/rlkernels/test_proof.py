@@ -37,9 +37,9 @@ def interpreted(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "_memory", {})
     monkeypatch.setattr(verdicts, "device_facts", lambda index: FACTS)
     monkeypatch.setattr(proof, "HANG_S", 600.0)  # of a busy machine, with the interpreter
-    backend.use({})
+    backend.set_run_backends({})
     yield
-    backend.use({})
+    backend.set_run_backends({})
 
 
 def prove(*ops, workload=TINY, **options):
@@ -273,11 +273,11 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None if name != "cpu" else "a GPU")
     monkeypatch.setattr(backend, "RECORDS", {})
     backend._warn_unproved.cache_clear()
-    backend.forget()
+    backend.clear_choices()
 
 
 def choice(op=OP):
-    backend.forget()
+    backend.clear_choices()
     return backend.choose(op, CUDA), backend.gpu_choice(op, 0)[1]
 
 
@@ -291,7 +291,7 @@ def test_order_of_precedence(monkeypatch):
     assert choice("dtw_topk") == ("cuda", "record"), "it runs the kernels of dtw"
     verdicts.store(verdict(chosen="torch"), 0)
     assert choice() == ("torch", "verdict")
-    backend.use({OP: "cuda"})
+    backend.set_run_backends({OP: "cuda"})
     assert choice() == ("cuda", "run")
     monkeypatch.setenv("RLKERNELS_BACKEND", "triton")
     monkeypatch.setattr(backend, "_check_environment", str)
@@ -300,6 +300,13 @@ def test_order_of_precedence(monkeypatch):
     row = rlkernels.info()["ops"][OP]
     assert (row["cuda"], row["from"]) == ("triton", "environment")
     assert backend.choose(OP, torch.device("cuda"), "torch") == "torch", "an explicit choice comes first"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_choice_of_the_run_that_cannot_work_is_told():
+    backend.set_run_backends({OP: "cpu"})
+    with pytest.warns(UserWarning, match=f"torch runs {OP}, though the run chose cpu: a GPU"):
+        assert choice() == ("torch", "default")
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -314,7 +321,7 @@ def test_a_regime_has_a_verdict_of_its_own_or_that_of_the_op(monkeypatch):
     assert choice(regime) == ("cuda", "verdict"), "of this machine, before a record of another"
     verdicts.store(verdict(regime), 0)
     assert choice(regime) == ("triton", "verdict") and choice() == ("cuda", "verdict")
-    backend.use({OP: "torch"})
+    backend.set_run_backends({OP: "torch"})
     assert choice(regime) == ("torch", "run")
 
 
@@ -423,7 +430,7 @@ def test_a_compiled_function_takes_the_verdict(monkeypatch):
     """What is looked up, in files, is no part of the graph."""
     monkeypatch.setattr(backend, "_gpu_candidates", lambda op, index: [(json.loads('"triton"'), "verdict")])
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None)
-    backend.forget()
+    backend.clear_choices()
     torch.compiler.reset()
 
     def scale(x):

@@ -33,7 +33,7 @@ def check(layout, heads, kv_heads, dim, dtype, strides=torch.clone, function=Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_stands_in_on_a_gpu_equals_the_reference(name, dtype):
-    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.tree_attention_by_kernels)
+    check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.tree_attention_by_sdpa)
 
 
 def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):

@@ -63,11 +63,11 @@ def test_tries_are_packed_on_a_gpu_where_a_proof_says_so(monkeypatch):
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: None)
     try:
         for chosen, tries in (("triton/crossing", True), ("triton", True), ("torch", False)):
-            backend.use({"tree_attention": chosen})
+            backend.set_run_backends({"tree_attention": chosen})
             assert packs_tries(torch.device("cpu")) and packs_tries(gpu) == tries
             assert backend.choose("tree_attention", gpu) == chosen
     finally:
-        backend.use({})
+        backend.set_run_backends({})
     assert not packs_tries(gpu)
 
 

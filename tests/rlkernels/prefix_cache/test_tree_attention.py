@@ -131,7 +131,7 @@ def test_the_reference_is_attention_by_a_mask(found):
     wanted = with_gradients(partial(attend_by_mask, layout=layout, scale=0.3), tensors, grad, grad[..., 0])
     ours = with_gradients(partial(attend, layout=layout, scale=0.3), tensors, grad, grad[..., 0])
     torch.testing.assert_close(ours, wanted)
-    torch.testing.assert_close(reference.tree_attention_by_kernels(*tensors, layout, 0.3), wanted[0])
+    torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3), wanted[0])
 
 
 @given(sequences(), st.integers(1, 14), st.sampled_from([None, 0.5]))
@@ -143,7 +143,7 @@ def test_the_reference_with_a_window_and_a_soft_cap(found, window, softcap):
     wanted = with_gradients(partial(attend_by_mask, **options), tensors, grad, grad[..., 0])
     torch.testing.assert_close(with_gradients(partial(attend, **options), tensors, grad, grad[..., 0]), wanted)
     if softcap is None:
-        torch.testing.assert_close(reference.tree_attention_by_kernels(*tensors, layout, 0.3, window), wanted[0])
+        torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3, window), wanted[0])
     for seen, whole in zip(layout.seen_by_nodes(window), layout.seen_by_nodes(), strict=True):
         above = [i for s in whole[:-1] for i in range(s.start, s.stop)]
         assert [i for s in seen[:-1] for i in range(s.start, s.stop)] == above[max(len(above) - window + 1, 0) :]

@@ -210,7 +210,7 @@ def test_tables_are_made_once_and_grow_with_the_pairs_of_blocks(crosses):
     assert len(blocks) == 64 * 65 // 2 and int((tiles[:, 4] - tiles[:, 3]).sum()) == 64
     query = torch.randn(4096, 4, 64)
     made = triton_tree._tiles(layout, query, 2, crosses)
-    assert triton_tree._tiles(layout, query.clone(), 2, crosses) is made and len(layout.tiles) == 1
+    assert triton_tree._tiles(layout, query.clone(), 2, crosses) is made and len(layout.kernel_tables) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,8 +22,8 @@ HALVES = (torch.bfloat16, torch.float16)  # dtypes of the kernels
 LARGEST_HEAD = 256
 HEAD_STEP = 8  # head sizes are its multiples
 OLDEST = (8, 0)  # lowest compute capability
-PIECE = 1 << 26  # most numbers in padded keys at a time
-GROUPS = 1 << 27  # most numbers in the queries of groups that are computed at a time
+PIECE = 1 << 26  # most elements of padded keys at a time
+GROUPS = 1 << 27  # most elements in the queries of groups that are computed at a time
 aten: Any = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,12 +38,12 @@ class Rows(NamedTuple):
     max_k: int
 
 
-def takes(query: torch.Tensor, cache: torch.Tensor) -> bool:
+def accepts_cache(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Return whether attention to such a cache runs here: on a GPU, in one dtype of at most 32 bits."""
     return query.is_cuda and query.dtype == cache.dtype != torch.float64
 
 
-def suits(*tensors: torch.Tensor) -> bool:
+def supports(*tensors: torch.Tensor) -> bool:
     """Return whether the kernels run on such queries, keys and values [..., d]."""
     dim = tensors[0].shape[-1]
     return (
@@ -55,9 +55,9 @@ def suits(*tensors: torch.Tensor) -> bool:
     )
 
 
-def suits_training(query: torch.Tensor, with_lse: bool) -> bool:
+def supports_training(query: torch.Tensor, with_lse: bool) -> bool:
     """Return whether :func:`tree_attention` runs on such queries; the gradient of the log-sum-exp widens heads."""
-    return suits(query) and query.shape[-1] + with_lse * HEAD_STEP <= LARGEST_HEAD
+    return supports(query) and query.shape[-1] + with_lse * HEAD_STEP <= LARGEST_HEAD
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scale: float, causal: bool,
@@ -69,13 +69,13 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Ro
     """
     starts = (rows.starts_q, rows.starts_k, rows.max_q, rows.max_k)
     results = aten._flash_attention_forward(
-        query, key, value, *starts, 0.0, causal, False, scale=scale, **_sides(window)
+        query, key, value, *starts, 0.0, causal, False, scale=scale, **_window_arguments(window)
     )
     out, lse, *random_state = results[:4]
     return out, torch.where(lse == torch.inf, out[..., 0].T.log(), lse), *random_state
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _window_arguments(window: int | None) -> dict[str, int]:
     """Return a window as the kernels' arguments: keys on both sides of the query's key."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
@@ -95,8 +95,9 @@ def _flash_gradients(
         grad_out[..., dim] = 1
         out[..., dim] = -grad_lse.T.to(out.dtype)
     starts = rows.starts_q, rows.starts_k, rows.max_q, rows.max_k
+    sides = _window_arguments(window)
     grads = aten._flash_attention_backward(
-        grad_out, query, key, value, out, lse, *starts, 0.0, causal, seed, unused, scale=scale, **_sides(window)
+        grad_out, query, key, value, out, lse, *starts, 0.0, causal, seed, unused, scale=scale, **sides
     )
     return [grad[..., :dim] for grad in grads]
 
@@ -107,7 +108,7 @@ def _attend(query: torch.Tensor, caches: Pair, rows: Rows, scale: float, causal:
     if not rows.places.numel():
         return torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     key, value = (cache.index_select(0, rows.places) for cache in caches)
-    if not suits(query, key):
+    if not supports(query, key):
         return _decode(query, key, value, rows, scale)
     causal = causal and (rows.max_q > 1 or window is not None)
     out, lse, *_ = _flash(query, key, value, rows, scale, causal, window)
@@ -138,7 +139,7 @@ def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: R
 
 
 # by whether the rows are of groups: the tensors from which the last rows were made, their versions, and the rows
-_known: dict[bool, tuple[list[Any], list[int], Rows]] = {}
+_last_rows: dict[bool, tuple[list[Any], list[int], Rows]] = {}
 
 
 def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, *groups: torch.Tensor
@@ -151,7 +152,7 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
     arguments = (tables, lens, starts, *groups)
     has_versions = not any(t.is_inference() for t in arguments)
     versions = [block_size, *(t._version for t in arguments)] if has_versions else []
-    references, last_versions, rows = _known.get(bool(groups), ([], [], None))
+    references, last_versions, rows = _last_rows.get(bool(groups), ([], [], None))
     same_tensors = all(reference() is tensor for reference, tensor in zip(references, arguments))
     if has_versions and rows is not None and last_versions == versions and same_tensors:
         return rows
@@ -163,7 +164,7 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
     index = tables[row, place // block_size].long() * block_size + place % block_size
     rows = Rows(index, starts_q, starts_k, max_q, max_k)
     if has_versions:
-        _known[bool(groups)] = [weakref.ref(t) for t in arguments], versions, rows
+        _last_rows[bool(groups)] = [weakref.ref(t) for t in arguments], versions, rows
     return rows
 
 
@@ -178,7 +179,7 @@ def paged_attention(
     if not query.numel() or softcap is not None:
         return reference.paged_attention(query, key_cache, value_cache, *tables, *options)
     rows = _rows(key_cache.shape[1], *tables)
-    if not suits(query, key_cache) and (window is not None or rows.max_q > 1 or len(query) < len(seq_lens)):
+    if not supports(query, key_cache) and (window is not None or rows.max_q > 1 or len(query) < len(seq_lens)):
         return reference.paged_attention(query, key_cache, value_cache, *tables, *options)
     return _attend(query, (key_cache.flatten(0, 1), value_cache.flatten(0, 1)), rows, scale, True, window)
 
@@ -189,7 +190,7 @@ def shared_prefix_attention(
     query_starts: torch.Tensor, scale: float,
 ) -> Pair:  # fmt: skip
     """Compute ``reference.shared_prefix_attention``: a prefix is gathered once for its group."""
-    if not suits(query, key_cache):
+    if not supports(query, key_cache):
         groups = (group_tables, group_lens, group_starts)
         sequences = (block_tables, seq_lens, query_starts)
         return reference.shared_prefix_attention(query, key_cache, value_cache, *groups, *sequences, scale)
@@ -203,8 +204,8 @@ def shared_prefix_attention(
 
 def _packed_rows(layout: TreeLayout, device: torch.device, window: int | None) -> Rows:
     """Return each node as a row, with the keys that its queries see; made once."""
-    cache_key = ("library", device, window)
-    if cache_key not in layout.tiles:
+    cache_key = ("torch_flash", device, window)
+    if cache_key not in layout.kernel_tables:
         places = torch.arange(layout.num_tokens, device="cpu")
         runs_by_node = layout.seen_by_nodes(window)
         index = torch.cat([places[run] for runs in runs_by_node for run in runs])
@@ -212,8 +213,9 @@ def _packed_rows(layout: TreeLayout, device: torch.device, window: int | None) -
         queries = layout.nodes[:, 1] - layout.nodes[:, 0]
         starts_q = _starts(queries, device)
         starts_k = _starts(keys, device)
-        layout.tiles[cache_key] = Rows(index.to(device), starts_q, starts_k, int(queries.max()), int(keys.max()))
-    return layout.tiles[cache_key]
+        longest = int(queries.max()), int(keys.max())
+        layout.kernel_tables[cache_key] = Rows(index.to(device), starts_q, starts_k, *longest)
+    return layout.kernel_tables[cache_key]
 
 
 def _starts(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -263,22 +265,22 @@ class Groups(NamedTuple):
     prefixes: Rows | None  # the suffixes of a group on its prefix, and the other queries on no key
 
 
-def _packed_groups(layout: GroupedLayout, numbers: int, device: torch.device) -> list[Groups]:
-    """Return the groups of a layout; each token has ``numbers`` numbers in its queries. Made once."""
-    cache_key = ("groups", numbers, device)
-    if cache_key not in layout.tiles:
+def _packed_groups(layout: GroupedLayout, elements_per_token: int, device: torch.device) -> list[Groups]:
+    """Return the groups of a layout; made once. A token's queries have ``elements_per_token``."""
+    cache_key = ("torch_flash groups", elements_per_token, device)
+    if cache_key not in layout.kernel_tables:
         pieces: list[list[tuple[slice, list[slice]]]] = []
         size = 0
         for prefix, suffixes in layout.spans():
             tokens = (suffixes or [prefix])[-1].stop - prefix.start
-            if not pieces or size + tokens * numbers > GROUPS:
+            if not pieces or size + tokens * elements_per_token > GROUPS:
                 pieces.append([])
                 size = 0
             pieces[-1].append((prefix, suffixes))
-            size += tokens * numbers
+            size += tokens * elements_per_token
         groups = (_groups(piece, device) for piece in pieces)
-        layout.tiles[cache_key] = [group for group in groups if group is not None]
-    return layout.tiles[cache_key]
+        layout.kernel_tables[cache_key] = [group for group in groups if group is not None]
+    return layout.kernel_tables[cache_key]
 
 
 def _groups(spans: list[tuple[slice, list[slice]]], device: torch.device) -> Groups | None:
@@ -320,8 +322,8 @@ class _Grouped(_Packed):
     def forward(query, key, value, layout: GroupedLayout, scale: float):
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[1::-1], dtype=torch.float32)
-        numbers = query.shape[1] * query.shape[2]
-        for tokens, parts, prefixes in _packed_groups(layout, numbers, query.device):
+        elements_per_token = query.shape[1] * query.shape[2]
+        for tokens, parts, prefixes in _packed_groups(layout, elements_per_token, query.device):
             q, k, v = (t[tokens] for t in (query, key, value))
             part_out, part_lse, *random_state = _flash(q, k, v, parts, scale, causal=True)
             if prefixes is None:

@@ -10,7 +10,7 @@ from paged_problems import check_tree, paged
 from pretend_gpu import flash_backward, flash_forward
 
 import rlkernels
-from rlkernels.prefix_cache import GroupedLayout, library, reference
+from rlkernels.prefix_cache import GroupedLayout, reference, torch_flash
 from rlkernels.proof.cases import attention
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -22,9 +22,9 @@ def launches(monkeypatch):
     forward = Mock(side_effect=flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
-    monkeypatch.setattr(library, "takes", lambda query, cache: True)
-    monkeypatch.setattr(library, "suits", lambda *tensors: True)
-    monkeypatch.setattr(library, "_known", {})
+    monkeypatch.setattr(torch_flash, "accepts_cache", lambda query, cache: True)
+    monkeypatch.setattr(torch_flash, "supports", lambda *tensors: True)
+    monkeypatch.setattr(torch_flash, "_last_rows", {})
     return forward.call_args_list
 
 
@@ -45,11 +45,11 @@ def test_paged_attention(case, launches):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch, piece, dtype):
     """One sequence has no keys, one has NaN keys, which change no other sequence."""
-    monkeypatch.setattr(library, "suits", lambda *tensors: False)
-    monkeypatch.setattr(library, "PIECE", piece)
+    monkeypatch.setattr(torch_flash, "supports", lambda *tensors: False)
+    monkeypatch.setattr(torch_flash, "PIECE", piece)
     single_calls = []
     exact = reference.paged_attention
-    monkeypatch.setattr(library.reference, "paged_attention", lambda *args: single_calls.append(args) or (None, None))
+    monkeypatch.setattr(reference, "paged_attention", lambda *args: single_calls.append(args) or (None, None))
     monkeypatch.setattr(rlkernels.prefix_cache, "_check_lengths", lambda *_: None)
     pages = attention.Pages(20, 4, 2, 16, dtype, CPU)
     lens = [5, 12, 0, 1, 7]
@@ -112,7 +112,7 @@ GROUPS = [
 @pytest.mark.parametrize("layout", GROUPS)
 def test_grouped_attention_and_its_gradients(layout, numbers, launches, monkeypatch):
     """Compute all groups at once, some at a time, or each alone; a prefix is gathered once for its group."""
-    monkeypatch.setattr(library, "GROUPS", numbers)
+    monkeypatch.setattr(torch_flash, "GROUPS", numbers)
     problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
     torch.testing.assert_close(problem.call("torch"), problem.exact(), rtol=1e-4, atol=1e-5, check_dtype=False)
     on_prefixes = [args for args, _ in launches if not args[8]]
@@ -140,7 +140,7 @@ def test_a_token_of_nan_stays_in_its_subtree(tensor, layout):
     tensors = [torch.randn(layout.num_tokens, h, 16) for h in (4, 2, 2)]
     tensors[tensor][layout.num_tokens // 3] = torch.nan
     outputs = []
-    for attend in (reference.tree_attention, library.tree_attention):
+    for attend in (reference.tree_attention, torch_flash.tree_attention):
         leaves = [t.clone().requires_grad_() for t in tensors]
         out, lse = attend(*leaves, layout, 0.25)
         outputs.append([out, lse, *torch.autograd.grad(out.sum(), leaves)])
@@ -228,12 +228,13 @@ def test_what_suits_the_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
 
     def fits(dtype=torch.bfloat16, dim=64, on_gpu=True):
-        return library.suits(SimpleNamespace(dtype=dtype, shape=(3, 2, dim), is_cuda=on_gpu, device="cuda"))
+        return torch_flash.supports(SimpleNamespace(dtype=dtype, shape=(3, 2, dim), is_cuda=on_gpu, device="cuda"))
 
     assert fits() and fits(torch.float16, 256)
     assert not fits(torch.float32) and not fits(dim=260) and not fits(dim=36) and not fits(dim=0)
     assert not fits(on_gpu=False)
     wide = SimpleNamespace(dtype=torch.bfloat16, shape=(3, 2, 256), is_cuda=True, device="cuda")
-    assert library.suits_training(wide, with_lse=False) and not library.suits_training(wide, with_lse=True)
+    assert torch_flash.supports_training(wide, with_lse=False)
+    assert not torch_flash.supports_training(wide, with_lse=True)
     capability[0] = (7, 5)
     assert not fits()
