@@ -18,7 +18,7 @@ from python_trainer.trainer import Trainer
 from rlkernels.sampling.keys import keyed_seed
 
 FIRST_PROMPTS = 4  # few, so that a short time is enough
-SHARE = 0.6  # of the seconds, for answers; the rest is for an update
+ANSWER_SHARE = 0.6  # of the seconds, for answers; the rest is for an update
 Groups = list[list[Rollout]]  # the answers to each prompt
 
 
@@ -79,7 +79,7 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
         trainer.logger.max_steps = 1
         try:
             with trainer.logger.recording():
-                groups, step_seconds, tokens_per_second = sample_groups(trainer, SHARE * seconds)
+                groups, step_seconds, tokens_per_second = sample_groups(trainer, ANSWER_SHARE * seconds)
                 trainer.logger.log_work(0, 1, "update")
                 step_seconds["update"] = time_update(trainer, groups)
         finally:

@@ -22,13 +22,13 @@ from rlkernels.integrations.transformers_attention import (
 )
 from rlkernels.prefix_cache import GroupedLayout, Sequence
 
-BLOCK = 2  # tokens: the prompt fills a block, which is shared, and half of another, which is copied
+BLOCK_TOKENS = 2  # tokens: the prompt fills a block, which is shared, and half of another, which is copied
 # Largest difference of logits, relative to the largest. Rounding in float32 makes 1e-6 in SmolLM2 (30 layers), and 1e-4
 # in random models of 12 layers with attention scores five times as large as usual.
 TOLERANCE = 1e-3
 # Groups of which one must agree. Rounding may send a token to another expert, in float32 about once in 30 groups of a
 # model with 100 layers of 128 experts; what a model computes otherwise shows in every group.
-GROUPS = 3
+NUM_GROUPS = 3
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
     layers, recurrent = attention_layers(config), tuple(other_layers(config))
     device, dtype = next(model.parameters()).device, model.dtype
     vocabulary = next(model.get_input_embeddings().parameters()).shape[0]
-    groups = [_Group(vocabulary, seed, device) for seed in range(GROUPS)]
+    groups = [_Group(vocabulary, seed, device) for seed in range(NUM_GROUPS)]
     with stated_precision(device):
         with attend_by(model):
             heads, dim, window = probe_layers(model, layers)
@@ -92,7 +92,7 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
         if not logits.isfinite().all():
             raise ValueError(f"its logits hold NaN or infinity in {dtype}")
         fusible, same_type = supports(model), logits.dtype == states.dtype
-        cache = partial(PagedKVCache, len(layers), heads, dim, num_blocks=8, block_size=BLOCK, device=device)
+        cache = partial(PagedKVCache, len(layers), heads, dim, num_blocks=8, block_size=BLOCK_TOKENS, device=device)
         cache = partial(cache, dtype=torch.float32)
         with Float32():  # in low precision rounding is as large as some faults
             for group in groups:
@@ -150,7 +150,7 @@ def _cached_logits(run: Forward, cache: PagedKVCache, group: _Group) -> torch.Te
     cache.commit(first)
     sequences = [first, *cache.fork(first, len(group.answers) - 1)]
     decoded = []
-    for place, share_from in ((0, None), (1, BLOCK)):
+    for place, share_from in ((0, None), (1, BLOCK_TOKENS)):
         tokens = [answer[place : place + 1] for answer in group.answers]
         decoded.append(logits(sequences, tokens, cache.append_many(sequences, tokens), share_from))  # [2, V]
     return torch.cat([prompt, torch.stack(decoded, 1).flatten(0, 1)])

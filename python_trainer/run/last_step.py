@@ -10,7 +10,7 @@ from typing import Any
 from python_trainer.errors import is_out_of_memory
 from python_trainer.run.checkpoint import flatten
 
-SHARE = 0.25  # of the free memory of the host, for a copy
+MEMORY_SHARE = 0.25  # of the free memory of the host, for a copy
 POLL = 0.1  # seconds between looks at the votes of other ranks
 ENDED = "ended"  # a decision
 CGROUP = Path("/sys/fs/cgroup")
@@ -140,11 +140,12 @@ def copy_to_host(learned: Mapping[str, Any]) -> dict[str, Any] | None:
     """Copy nested dictionaries of tensors, whole or in shards, into the memory of the host.
 
     Returns:
-        The copies, or None where they take more than SHARE of what is free there, shared by the processes of the host.
+        The copies, or None where they take more than MEMORY_SHARE of what is free there, shared by the processes of
+        the host.
     """
     tensors = flatten(learned).values()
     size = sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
-    if size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
+    if size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > MEMORY_SHARE * free_memory():
         return None
     try:
         return _copy(learned)

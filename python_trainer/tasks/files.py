@@ -21,7 +21,7 @@ from python_trainer.tasks.settings import TaskSettings
 PROMPT_COLUMNS = ("prompt", "messages")
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # read by the library datasets, as folders are
 WRITTEN = {".json", ".jsonl", ".ndjson", ".csv", ".tsv"}  # read as they are
-PLACES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an owner/name of the Hub"
+ALLOWED_SOURCES = f"a file (.jsonl, {', '.join(TABLES)}), a folder of such files, or an owner/name of the Hub"
 HUB = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -52,7 +52,7 @@ class FileTaskSettings(TaskSettings):
     def _is_complete(self) -> "FileTaskSettings":
         missing = [field for field in ("train_path", "test_path") if getattr(self, field) is None]
         if missing:
-            raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {PLACES}")
+            raise ValueError(f"task {self.name} needs {' and '.join(missing)}: {ALLOWED_SOURCES}")
         if not self.rewards:
             raise ValueError(f'task {self.name} needs reward: "math", "module:function", or a list of them')
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
@@ -68,7 +68,7 @@ class FileTaskSettings(TaskSettings):
         for field in ("train_path", "test_path"):
             path, _ = split_of(getattr(self, field), "")
             if not Path(path).exists() and not is_hub(path):
-                raise UserError(f"task.{field}: there is no file {path}; allowed: {PLACES}")
+                raise UserError(f"task.{field}: there is no file {path}; allowed: {ALLOWED_SOURCES}")
 
     def load(self) -> Task:
         train = self._read("train")

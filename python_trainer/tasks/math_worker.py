@@ -16,7 +16,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-MEMORY = 4 << 30  # bytes; numbers may grow faster than time passes
+MAX_MEMORY_BYTES = 4 << 30  # bytes; numbers may grow faster than time passes
 MARKED = re.compile(r"\\boxed|\\\(|\\\[|\$.*\$", re.DOTALL)  # the text says itself where its mathematics is
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     seconds, replies = float(sys.argv[1]), sys.stdout
     sys.stdout = sys.stderr
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     judge(r"$\frac{1}{2}$", "0.5")  # loads the parsers
     print("ready", file=replies, flush=True)
     for line in sys.stdin:

@@ -49,7 +49,7 @@ def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) ->
     eps = torch.finfo(weight.dtype).eps
     mean_square = frobenius**2 / count / (eps**2 / 12)  # of the delta, in the unit of the squares below
     total = 0.0
-    for w, b in zip(weight.split(reference.ROWS), base.split(reference.ROWS)):
+    for w, b in zip(weight.split(reference.DELTA_ROWS), base.split(reference.DELTA_ROWS)):
         # 2^exponent: a float32 without sign and mantissa; its square is exact, and 0 where it would be below 2^-149
         power = (w.float().view(torch.int32) & 0x7F800000).view(torch.float32).square_()
         total += float(torch.where(w != b, power, power.clamp_max(mean_square)).sum(dtype=torch.float64))

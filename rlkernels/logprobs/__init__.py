@@ -69,10 +69,10 @@ def token_logprobs(
         _check.shape("ids", ids, shape[:-1])
     if shape[-1] == 0:
         raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(shape)}")
-    if not (type(temperature) is float and temperature > reference.LEAST):
+    if not (type(temperature) is float and temperature > reference.MIN_FLOAT32_TEMPERATURE):
         _check.positive("temperature", temperature)
         temperature = max(float(temperature), reference.LEAST_DOUBLE)
-        if temperature < reference.LEAST and logits.dtype != torch.float64:
+        if temperature < reference.MIN_FLOAT32_TEMPERATURE and logits.dtype != torch.float64:
             wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
             return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()
     chosen = choose("token_logprobs", logits, backend)

@@ -2,8 +2,8 @@
 
 import torch
 
-SMALL = 2.0**-20  # above this temperature the quotient of a logit below 2**107 does not overflow
-LEAST = torch.finfo(torch.float32).tiny  # below this temperature the division is in float64
+MIN_SAFE_TEMPERATURE = 2.0**-20  # above this temperature the quotient of a logit below 2**107 does not overflow
+MIN_FLOAT32_TEMPERATURE = torch.finfo(torch.float32).tiny  # below this temperature the division is in float64
 LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # replaces all smaller temperatures
 
 
@@ -16,7 +16,7 @@ def token_logprobs(
     end its context. The entropy is [0] unless ``with_entropy``: it needs four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature < SMALL:
+    if temperature < MIN_SAFE_TEMPERATURE:
         work = work - work.detach().amax(-1, keepdim=True)
     log_p = torch.log_softmax(work if temperature == 1 else work / temperature, dim=-1)
     entropy = log_p.new_empty(0)

@@ -1,7 +1,7 @@
 """Attention over paged keys and values in plain torch: the single source of truth for tests and benchmarks.
 
 Arithmetic is float32, or float64 when the query is float64. Loops over sequences; written to be read. A GPU runs it if
-no kernel is proven there, so it holds no more than ``PIECE`` scores at a time.
+no kernel is proven there, so it holds no more than ``MAX_SCORES`` scores at a time.
 """
 
 import functools
@@ -16,7 +16,7 @@ from rlkernels._precision import without_autocast
 from rlkernels.backend import may_share
 from rlkernels.prefix_cache.layout import TreeLayout
 
-PIECE = 1 << 26  # scores of all heads
+MAX_SCORES = 1 << 26  # scores of all heads
 
 
 def apart(key: torch.Tensor, value: torch.Tensor, *caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def attend(
     heads_per_kv = query.shape[1] // key.shape[1]
     key, value = (t.to(exact).repeat_interleave(heads_per_kv, 1) for t in (key, value))
     queries, keys = len(query), len(key)
-    step = max(PIECE // max(query.shape[1] * keys, 1), 1)
+    step = max(MAX_SCORES // max(query.shape[1] * keys, 1), 1)
     attend_part: Any = _attend
     if recompute:
         attend_part = functools.partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)

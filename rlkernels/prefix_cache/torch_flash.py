@@ -22,8 +22,8 @@ HALVES = (torch.bfloat16, torch.float16)  # dtypes of the kernels
 LARGEST_HEAD = 256
 HEAD_STEP = 8  # head sizes are its multiples
 OLDEST = (8, 0)  # lowest compute capability
-PIECE = 1 << 26  # most elements of padded keys at a time
-GROUPS = 1 << 27  # most elements in the queries of groups that are computed at a time
+MAX_KEY_ELEMENTS = 1 << 26  # most elements of padded keys at a time
+MAX_QUERY_ELEMENTS = 1 << 27  # most elements in the queries of groups that are computed at a time
 aten: Any = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -123,7 +123,7 @@ def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: R
     # padding repeats the sequence's first key: another sequence's key may be NaN
     index = (starts[:-1, None] + place.masked_fill(is_padding, 0)).clamp(max=len(key) - 1)
     queries = query.float().unflatten(1, (key.shape[1], -1))  # [N, Hk, g, d]
-    step = max(PIECE // (rows.max_k * key[0].numel()), 1)
+    step = max(MAX_KEY_ELEMENTS // (rows.max_k * key[0].numel()), 1)
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
     for first in range(0, len(query), step):
@@ -273,7 +273,7 @@ def _packed_groups(layout: GroupedLayout, elements_per_token: int, device: torch
         size = 0
         for prefix, suffixes in layout.spans():
             tokens = (suffixes or [prefix])[-1].stop - prefix.start
-            if not pieces or size + tokens * elements_per_token > GROUPS:
+            if not pieces or size + tokens * elements_per_token > MAX_QUERY_ELEMENTS:
                 pieces.append([])
                 size = 0
             pieces[-1].append((prefix, suffixes))

@@ -39,7 +39,9 @@ COMPILE_S = 600.0  # for the PTX of all candidates
 CASES = "rlkernels.proof.cases:cases_of"
 NO_GPU = "torch finds no CUDA device; --device cpu (device='cpu') makes a dry run on the CPU"
 # the worker takes its modules from where this process does
-START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
+WORKER_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from rlkernels.proof.worker import main; main()"
+)
 PROVABLE = tuple(name for name, op in OPS.items() if op.on_gpu and not op.like)
 
 
@@ -66,7 +68,7 @@ class Prover:
         self.end = time.monotonic() + seconds
         fields = json.dumps(dataclasses.asdict(workload))
         arguments = [json.dumps(sys.path), str(device), cases, fields]
-        self.worker = Worker([sys.executable, "-c", START, *arguments], os.environ)
+        self.worker = Worker([sys.executable, "-c", WORKER_CODE, *arguments], os.environ)
         self.cases: list[Case] = pkgutil.resolve_name(cases)(workload)
 
     def ask(self, job: Message, on_message: Callable[[Message], None] = lambda message: None) -> Answer:

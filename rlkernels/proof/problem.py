@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-PIECE = 1 << 26  # numbers compared at a time: float64 copies of a whole output would not fit in memory
+COMPARED_ELEMENTS = 1 << 26  # numbers compared at a time: float64 copies of a whole output would not fit in memory
 ErrorBound = tuple[float, float]  # largest error, and the error that is allowed
 
 
@@ -71,7 +71,7 @@ def largest_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     exact = exact.to(result.device)
     if not result.dtype.is_floating_point or not exact.dtype.is_floating_point:
         return 0.0 if torch.equal(result.to(exact.dtype), exact) else math.inf
-    pieces = zip(result.flatten().split(PIECE), exact.flatten().split(PIECE))
+    pieces = zip(result.flatten().split(COMPARED_ELEMENTS), exact.flatten().split(COMPARED_ELEMENTS))
     return max((_largest_error(a.double(), b.double()) for a, b in pieces), default=0.0)
 
 
@@ -81,7 +81,7 @@ def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _largest(exact: torch.Tensor) -> float:
-    pieces = exact.flatten().split(PIECE)
+    pieces = exact.flatten().split(COMPARED_ELEMENTS)
     return max((piece.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for piece in pieces if piece.numel()), default=0.0)
 
 

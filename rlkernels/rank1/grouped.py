@@ -14,7 +14,7 @@ import torch
 
 from rlkernels.rank1 import reference, triton_kernels, triton_vectors
 from rlkernels.rank1.layout import Group, Layout, Pair, Tiling, padded, shared_bytes
-from rlkernels.rank1.reference import BLOCK, EPS
+from rlkernels.rank1.reference import EPS, KRYLOV_COLUMNS
 from rlkernels.rank1.triton_vectors import Fact
 from rlkernels.rank1.update import (
     GAP_FLOOR,
@@ -26,7 +26,7 @@ from rlkernels.rank1.update import (
     status_of,
 )
 
-PLACES = 512  # of a vector that a program of the step processes at a time
+STEP_ELEMENTS = 512  # of a vector that a program of the step processes at a time
 SUM = 32, 128  # slots and columns that a program sums at a time
 MOST_PASSES = 16  # the step holds the Gram matrix in registers; the reference solves modules that need more passes
 
@@ -50,13 +50,13 @@ class Solver:
         has_start = [start is not None and n > 1 for start, (_, n) in zip(starts, shapes)]
         self.outs = [torch.empty(rank * (m + n) + m, **float32) for m, n in shapes]
         self.layout = layout = Layout(pairs, has_start, self.outs, tiling)
-        self.k = k = BLOCK * self.max_passes
+        self.k = k = KRYLOV_COLUMNS * self.max_passes
         vectors = torch.zeros(k * (2 * layout.columns + layout.rows), **float32)
         q, z, y = vectors.split([k * layout.columns, k * layout.columns, k * layout.rows])
         self.q = q.view(k, -1)
         self.z = z.view(k, -1)
         self.y = y.view(k, -1)
-        self.work = torch.zeros(BLOCK, layout.columns, dtype=torch.float64, device=self.device)
+        self.work = torch.zeros(KRYLOV_COLUMNS, layout.columns, dtype=torch.float64, device=self.device)
         self.state = torch.zeros(len(pairs), k * (2 * k + rank + 4), dtype=torch.float64, device=self.device)
         self.partial = torch.empty(layout.partial, **float32)
         self.stats = torch.empty(layout.stats, 2, dtype=torch.float64, device=self.device)
@@ -67,7 +67,7 @@ class Solver:
             n = shapes[i][1]
             start = starts[i]
             fact = dict.fromkeys(Fact, 0.0) | {Fact.SINE: 1.0, Fact.PASSES: 1.0}
-            fact[Fact.FLOOR] = reference.hidden_floor(min(BLOCK, n) - has_start[i], n)
+            fact[Fact.FLOOR] = reference.hidden_floor(min(KRYLOV_COLUMNS, n) - has_start[i], n)
             fact[Fact.SINE_LIMIT] = math.sin(tol - EPS)
             fact[Fact.FLAT_LIMIT] = tol * GAP_FLOOR
             facts.append([*(fact[column] for column in list(Fact)[: Fact.THETA]), *[0.0] * rank])
@@ -80,7 +80,7 @@ class Solver:
         """Set the first block of q."""
         triton_vectors._start_kernel[(len(self.pairs),)](
             self.layout.table, self.q, self.work, self.state, self.layout.columns, self.k, self.rank, self.seed,
-            BLOCK=PLACES, num_warps=8,
+            BLOCK=STEP_ELEMENTS, num_warps=8,
         )  # fmt: skip
 
     def read(self, old: int, statistics: bool) -> None:
@@ -89,7 +89,7 @@ class Solver:
         for group in layout.groups:
             self._read_group(group, self.q[old:], self.y[old:], statistics)
         widest = max(group.longest[1] for group in layout.groups)
-        triton_kernels._sum_kernel[(BLOCK * -(-widest // SUM[1]), len(self.pairs))](
+        triton_kernels._sum_kernel[(KRYLOV_COLUMNS * -(-widest // SUM[1]), len(self.pairs))](
             layout.table, self.active, self.partial, self.z[old:], self.work, layout.columns,
             SLOTS_AT_ONCE=SUM[0], COLUMNS=SUM[1],
         )  # fmt: skip
@@ -125,20 +125,20 @@ class Solver:
         triton_vectors._step_kernel[(len(self.pairs),)](
             self.layout.table, self.facts, self.active, self.q, self.z, self.y, self.work, self.stats, self.state,
             self.layout.rows, self.layout.columns, k, self.k, self.rank, self.min_passes,
-            BLOCK=PLACES, KP=max(16, 1 << (k - 1).bit_length()), num_warps=8,
+            BLOCK=STEP_ELEMENTS, KP=max(16, 1 << (k - 1).bit_length()), num_warps=8,
         )  # fmt: skip
 
     def solve(self) -> list[LowRankDelta | None]:
         """Return each module's result; None if it is not finite, its squares leave float32, or it needs more passes."""
         self.start()
         for passes in range(1, self.max_passes + 1):
-            self.read(BLOCK * (passes - 1), statistics=passes == 1)
-            self.step(BLOCK * passes)
+            self.read(KRYLOV_COLUMNS * (passes - 1), statistics=passes == 1)
+            self.step(KRYLOV_COLUMNS * passes)
             if max(2, self.min_passes) <= passes < self.max_passes and not any(self.active.tolist()):
                 break
         triton_vectors._finish_kernel[(len(self.pairs), self.rank)](
             self.layout.table, self.facts, self.q, self.y, self.state, self.outs[0], self.layout.rows,
-            self.layout.columns, self.k, self.rank, BLOCK=PLACES, num_warps=8,
+            self.layout.columns, self.k, self.rank, BLOCK=STEP_ELEMENTS, num_warps=8,
         )  # fmt: skip
         facts = dict(zip(self.layout.order, self.facts.tolist()))
         return [self._leading(weight.shape, self.outs[i], facts[i]) for i, (weight, _) in enumerate(self.pairs)]

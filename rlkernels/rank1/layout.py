@@ -7,7 +7,7 @@ import torch
 from triton.compiler.compiler import max_shared_mem
 
 from rlkernels.backend import next_power_of_2
-from rlkernels.rank1.reference import BLOCK
+from rlkernels.rank1.reference import KRYLOV_COLUMNS
 from rlkernels.rank1.triton_kernels import Module
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -122,6 +122,6 @@ class Layout:
                 table.append([row[column] for column in Module])
                 self.rows += padded(m)
                 self.columns += padded(n)
-                self.partial += BLOCK * slots * n
+                self.partial += KRYLOV_COLUMNS * slots * n
                 self.stats += items
         self.table = torch.tensor(table).to(pairs[0][0].device, non_blocking=True)

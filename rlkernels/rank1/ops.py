@@ -207,7 +207,7 @@ def solve_deltas(pairs: Pairs, *, rank: int, min_passes: int = 3, starts: Mappin
     settings = check_settings(tol, max_passes, seed)
     rank = _check.integer("rank", rank, 1, _check.MOST)
     min_passes = _check.integer("min_passes", min_passes, 1, _check.MOST)
-    min_passes = max(min_passes, -(-rank // reference.BLOCK))
+    min_passes = max(min_passes, -(-rank // reference.KRYLOV_COLUMNS))
     settings["max_passes"] = max(settings["max_passes"], min_passes)
     return _leading(pairs, starts, backend, {**settings, "rank": rank, "min_passes": min_passes})
 

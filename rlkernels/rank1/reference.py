@@ -19,8 +19,8 @@ from rlkernels._precision import without_autocast
 from rlkernels.rank1.update import GAP_FLOOR, LowRankDelta, Rank1Update, factors, status_of
 from rlkernels.sampling.reference import keyed_uniform, philox_word
 
-BLOCK = 4  # columns of the Krylov block
-ROWS = 1024  # rows of the delta in memory at a time
+KRYLOV_COLUMNS = 4  # columns of the Krylov block
+DELTA_ROWS = 1024  # rows of the delta in memory at a time
 DROP = 1e-5  # smallest length, relative to its column's, at which a new direction is more than rounding
 RISK = 1e-4  # chance that the random start hides a direction from the certificate
 EPS = 2.0**-23  # float32 rounding
@@ -29,10 +29,10 @@ Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # [n, k] -> 
 
 
 def delta_read(weight: torch.Tensor, base: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute Y = D q [m, k] and Z = D^T Y [n, k] in float32, with ``ROWS`` rows of D at a time."""
+    """Compute Y = D q [m, k] and Z = D^T Y [n, k] in float32, with ``DELTA_ROWS`` rows of D at a time."""
     blocks: list[torch.Tensor] = []
     z = torch.zeros_like(q)
-    for w, b in zip(weight.split(ROWS), base.split(ROWS)):
+    for w, b in zip(weight.split(DELTA_ROWS), base.split(DELTA_ROWS)):
         delta = w.float() - b.float()
         with without_autocast(q.device):
             y = delta @ q
@@ -46,7 +46,7 @@ def delta_stats(weight: torch.Tensor, base: torch.Tensor) -> tuple[float, float,
     square = 0.0
     changed = 0
     largest = 0.0
-    for w, b in zip(weight.split(ROWS), base.split(ROWS)):
+    for w, b in zip(weight.split(DELTA_ROWS), base.split(DELTA_ROWS)):
         delta = w.double() - b.double()
         square += delta.square().sum().item()
         changed += int(torch.count_nonzero(delta))
@@ -131,7 +131,7 @@ class RitzTriplets(NamedTuple):
 def iterate(read: Read, m: int, n: int, start: torch.Tensor | None, *, tol: float, max_passes: int, min_passes: int,
           rank: int, seed: int, device: torch.device) -> RitzTriplets:  # fmt: skip
     """Run block Krylov iteration on a nonzero delta, with ``min_passes`` reads at least."""
-    width = min(BLOCK, n)
+    width = min(KRYLOV_COLUMNS, n)
     randoms = width - (start is not None and n > 1)
     columns = random_block(n, randoms, seed, device)
     if start is not None and n > 1:
@@ -242,7 +242,9 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
     """See :func:`rlkernels.delta_matvec`."""
     v = v.float()
     with without_autocast(v.device):
-        return torch.cat([(w.float() - b.float()) @ v for w, b in zip(weight.split(ROWS), base.split(ROWS))])
+        return torch.cat(
+            [(w.float() - b.float()) @ v for w, b in zip(weight.split(DELTA_ROWS), base.split(DELTA_ROWS))]
+        )
 
 
 def stochastic_round(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

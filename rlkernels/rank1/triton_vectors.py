@@ -33,7 +33,9 @@ GAP, RESIDUAL, SINE, PASSES, THETA = (tl.constexpr(int(c)) for c in list(Fact)[5
 _DROP, _EPS, _GAP_FLOOR = tl.constexpr(DROP), tl.constexpr(EPS), tl.constexpr(GAP_FLOOR)
 _LEAST_SQUARE, _MOST_SQUARE = tl.constexpr(LEAST_SQUARE), tl.constexpr(MOST_SQUARE)
 SWEEPS = tl.constexpr(16)  # most of them; five to eight are usual
-SMALL = tl.constexpr(1e-12)  # times the trace: off-diagonal entries whose squares, after their rotations, are rounding
+NEGLIGIBLE = tl.constexpr(
+    1e-12
+)  # times the trace: off-diagonal entries whose squares, after their rotations, are rounding
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def _diagonalise(gram, ritz, k, stride, KP: tl.constexpr):
     column = tl.arange(0, KP)
     mask = (i < k) & (j < k)
     value = tl.load(gram + column * (stride + 1), mask=column < k, other=0.0)
-    limit = SMALL * tl.sum(value)
+    limit = NEGLIGIBLE * tl.sum(value)
     largest = 2 * limit
     sweep = 0
     while (sweep < SWEEPS) & (largest > limit):

@@ -8,7 +8,7 @@ import torch
 
 STATUSES = ("ok", "zero", "ill_defined", "not_converged")
 GAP_FLOOR = 0.01  # smallest relative gap at which the leading direction is well defined
-LEAST = 1e-7  # smallest share of the leading singular value at which a direction is more than rounding
+MIN_SINGULAR_SHARE = 1e-7  # smallest share of the leading singular value at which a direction is more than rounding
 LEAST_SQUARE, MOST_SQUARE = 1e-24, 1e24  # squared norms of a delta beyond which float32 does not hold Z
 
 
@@ -66,7 +66,7 @@ def status_of(gap: float, angle_bound: float, tol: float) -> str:
 
 def num_directions(sigma: Sequence[float]) -> int:
     """Return how many of the descending singular values are more than rounding, at least 1."""
-    return max(sum(s > LEAST * sigma[0] for s in sigma), 1)
+    return max(sum(s > MIN_SINGULAR_SHARE * sigma[0] for s in sigma), 1)
 
 
 def factors(u: torch.Tensor, sigma: Sequence[float], v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

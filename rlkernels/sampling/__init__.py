@@ -202,7 +202,7 @@ def _filters(top_p: float | torch.Tensor, top_k: int | torch.Tensor) -> bool:
 
 def _few(top_k: int | torch.Tensor) -> bool:
     """Return True if every row's top-k is known to be on and small without waiting for a GPU."""
-    return not isinstance(top_k, torch.Tensor) and 0 < top_k <= reference.CANDIDATES
+    return not isinstance(top_k, torch.Tensor) and 0 < top_k <= reference.MAX_CANDIDATES
 
 
 def _settings(

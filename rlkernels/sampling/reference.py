@@ -40,7 +40,7 @@ EXP2_COEFFICIENTS = [float.fromhex(c) for c in (
 LOG2_E = float.fromhex("0x1.715476p+0")
 ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a float32 to an integer, ties to even
 WEIGHT_BITS = 42  # weight of the largest logit; up to 2**20 of them fit a signed 64-bit sum
-CANDIDATES = 1024  # largest logits of a row; whole rows are sorted only if a filter needs more of them
+MAX_CANDIDATES = 1024  # largest logits of a row; whole rows are sorted only if a filter needs more of them
 
 
 def token_weights(z: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _filtered_weights(
 ) -> torch.Tensor:
     """Return the weights [T, V] after top-k, then top-p; 0 for tokens that they remove.
 
-    More than ``CANDIDATES`` tokens rarely remain, so whole rows are rarely sorted. Unless ``few`` (see
+    More than ``MAX_CANDIDATES`` tokens rarely remain, so whole rows are rarely sorted. Unless ``few`` (see
     :func:`sample_tokens`) is True, the host waits to learn which rows need more candidates.
     """
     vocab = logits.shape[1]
@@ -106,15 +106,15 @@ def _filtered_weights(
         order = logits[rows].argsort(dim=1, descending=True, stable=True)
         return _cut(weights[rows], order, total[rows], top_p[rows], limit[rows])
 
-    if vocab <= CANDIDATES or not has_values(logits):
+    if vocab <= MAX_CANDIDATES or not has_values(logits):
         return by_sorting(slice(None))
-    order = first_of(logits, CANDIDATES)
+    order = first_of(logits, MAX_CANDIDATES)
     unfiltered = (limit >= vocab) & (top_p == 1)
     filtered = torch.where(unfiltered[:, None], weights, _cut(weights, order, total, top_p, limit))
     if not few:
         # without top-k the nucleus of the whole row must end among the candidates
         ends = (limit >= vocab) & (weights.gather(1, order).sum(1) >= scaled_share(top_p, total))
-        unfinished = (~(unfiltered | ends | (limit <= CANDIDATES))).nonzero()[:, 0]
+        unfinished = (~(unfiltered | ends | (limit <= MAX_CANDIDATES))).nonzero()[:, 0]
         if len(unfinished):
             filtered[unfinished] = by_sorting(unfinished)
     return filtered
@@ -127,7 +127,7 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
 
     Args:
         filtered: whether a row may have top_k or top_p on; if not, nothing is sorted.
-        few: whether every row has a top_k of 1 to ``CANDIDATES``, so that the host need not wait.
+        few: whether every row has a top_k of 1 to ``MAX_CANDIDATES``, so that the host need not wait.
     """
     rows, vocab = logits.shape
     if rows == 0:

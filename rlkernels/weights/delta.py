@@ -2,7 +2,7 @@
 
 A delta is :data:`MAGIC`; the checksum of header and frames (4 bytes, little-endian) and the size of the header (8); the
 header; and zstd frames. The header is JSON: a list of [name, dtype, shape, pieces]. The bytes of a tensor, row-major,
-are cut into pieces of :data:`PIECE` bytes. [size, before, after] of a piece are the size of its frame, which holds the
+are cut into pieces of :data:`PIECE_BYTES`. [size, before, after] of a piece are the size of its frame, which holds the
 XOR of its old and new bytes, and the checksums of both.
 
 Checksums are CRC-32 of zlib, which comes with Python and reads 1.7 GB/s in each thread. They detect a wrong base and
@@ -25,9 +25,9 @@ import torch
 from rlkernels import _check
 
 MAGIC = b"rlkernels delta 1\n"
-PIECE = 1 << 22  # bytes; a multiple of the size of every dtype
+PIECE_BYTES = 1 << 22  # bytes; a multiple of the size of every dtype
 LEVEL = 1  # of zstd; level 3 takes longer for more bytes
-START = struct.Struct("<IQ")
+SIZES = struct.Struct("<IQ")
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def encode(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> 
     checksum = zlib.crc32(header)
     for frame in frames:
         checksum = zlib.crc32(frame, checksum)
-    return b"".join((MAGIC, START.pack(checksum, len(header)), header, *frames))
+    return b"".join((MAGIC, SIZES.pack(checksum, len(header)), header, *frames))
 
 
 def apply_(weights: Mapping[str, torch.Tensor], delta: bytes | bytearray | memoryview) -> None:
@@ -215,10 +215,10 @@ class Delta:
 
 
 def _read_header(data: memoryview) -> dict[str, Entry]:
-    start = len(MAGIC) + START.size
+    start = len(MAGIC) + SIZES.size
     if data[: len(MAGIC)] != MAGIC:
         raise ValueError("it begins with other bytes")
-    checksum, size = START.unpack_from(data, len(MAGIC))
+    checksum, size = SIZES.unpack_from(data, len(MAGIC))
     if zlib.crc32(data[start:]) != checksum:
         raise ValueError("it has another checksum")
     header = json.loads(bytes(data[start : start + size]))
@@ -277,7 +277,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _slices(tensor: torch.Tensor) -> list[slice]:
     """Return the slices of a flattened tensor that are its pieces."""
-    step = PIECE // tensor.itemsize
+    step = PIECE_BYTES // tensor.itemsize
     return [slice(start, start + step) for start in range(0, tensor.numel(), step)]
 
 

@@ -35,7 +35,7 @@ from rlkernels.proof.workload import Workload
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 WORK = Workload()
-HEADS, BLOCK, PLAIN = (WORK.heads, WORK.kv_heads, WORK.head_dim), attention.BLOCK, [(1.0, 1.0, 0)]
+HEADS, BLOCK, PLAIN = (WORK.heads, WORK.kv_heads, WORK.head_dim), attention.BLOCK_SIZE, [(1.0, 1.0, 0)]
 # the timed cases with fewer rows, sequences and passes. Counts of records are of these: whoever changes one counts the
 # code of each record again
 COUNTED: dict[str, list[Callable[[torch.device], Problem]]] = {

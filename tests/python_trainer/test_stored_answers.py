@@ -14,7 +14,7 @@ from python_trainer.accelerators.rhyme import accelerator, sampling
 from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredAnswer
 from python_trainer.accelerators.rhyme.recording import OWN
-from python_trainer.accelerators.rhyme.replay import FIRST_GROUPS, MEMORY, PER_PROMPT, REST, SuccessRates
+from python_trainer.accelerators.rhyme.replay import DECAY_STEPS, FIRST_GROUPS, PER_PROMPT, REST, SuccessRates
 from python_trainer.accelerators.rhyme.sampling import AnswerBank
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
@@ -59,7 +59,7 @@ def test_rests_between_uses_and_goes_after_the_last(monkeypatch):
 
 def test_goes_when_it_is_old():
     bank = filled((0, stored_answer()))
-    assert len(bank.replayable(1 + MEMORY, {OWN})) == 1 and not bank.replayable(2 + MEMORY, {OWN})
+    assert len(bank.replayable(1 + DECAY_STEPS, {OWN})) == 1 and not bank.replayable(2 + DECAY_STEPS, {OWN})
 
 
 def test_the_newest_different_ones_of_this_run_and_of_better_ones_are_replayed():
@@ -118,7 +118,7 @@ def test_a_rate_is_a_discounted_mean_with_one_answer_of_the_mean_prompt():
     rates.advance(1)
     rates.add([[answer(0)] + [answer(0, accuracy=0.0)] * 3, [answer(1)] * 4])
     assert rates.rates(keys) == pytest.approx([(1 + 5 / 8) / 5, (4 + 5 / 8) / 5, 5 / 8])
-    rates.advance(1 + MEMORY // 2)
+    rates.advance(1 + DECAY_STEPS // 2)
     discount = math.exp(-0.5)
     rates.add([[answer(0, accuracy=0.0)] * 4])
     mean = 5 * discount / (8 * discount + 4)

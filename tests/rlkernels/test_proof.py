@@ -115,7 +115,7 @@ def test_without_a_context_nothing_is_proven(monkeypatch):
     ("import time; time.sleep(60)", "hung for 1 s and was killed"),
 ])  # fmt: skip
 def test_a_worker_that_does_not_start_is_no_finding_about_a_kernel(monkeypatch, start, reason):
-    monkeypatch.setattr(proof, "START", start)
+    monkeypatch.setattr(proof, "WORKER_CODE", start)
     monkeypatch.setattr(process, "START_S", 1.0)
     result, _ = prove(OP)
     assert result["verdicts"] == {} and result["left_out"] == {OP: f"not proven: {reason}"}
@@ -529,7 +529,7 @@ def test_equal_integers_pass_and_others_fail():
 
 
 def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("rlkernels.proof.problem.PIECE", 3)
+    monkeypatch.setattr("rlkernels.proof.problem.COMPARED_ELEMENTS", 3)
     exact = torch.arange(10.0)
     exact[4], exact[8] = math.nan, math.inf
     assert gate(exact).judge(exact.clone()) == (0.0, pytest.approx(9e-6))

@@ -143,7 +143,7 @@ def test_few_candidates_stand_for_the_whole_vocabulary(monkeypatch, top_p, top_k
         options["top_p"] = torch.tensor([top_p, 1.0, 0.5])[kinds]
         options["top_k"] = torch.tensor([top_k, 0, 9])[kinds]
     expected = rlkernels.sample_tokens(logits, random_numbers, **options)
-    monkeypatch.setattr(reference, "CANDIDATES", 32)
+    monkeypatch.setattr(reference, "MAX_CANDIDATES", 32)
     for rows in (slice(None), slice(0, 6), slice(-3, None)):
         row_options = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         ids, logprobs = rlkernels.sample_tokens(logits[rows], random_numbers[rows], **row_options)

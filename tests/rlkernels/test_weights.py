@@ -26,7 +26,7 @@ DTYPES = [
 @pytest.fixture(params=[64, None], ids=["many pieces", "one piece"])
 def piece(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(delta, "PIECE", request.param)
+        monkeypatch.setattr(delta, "PIECE_BYTES", request.param)
 
 
 def raw(tensor):
@@ -167,7 +167,7 @@ def test_a_step_in_bfloat16_is_small():
 
 
 def test_threads_do_not_change_the_bytes(monkeypatch):
-    monkeypatch.setattr(delta, "PIECE", 256)
+    monkeypatch.setattr(delta, "PIECE_BYTES", 256)
     new, old = ({str(i): random_bits(torch.bfloat16, 100, 9 + i, seed=seed + i) for i in range(9)} for seed in (1, 20))
     deltas = set()
     for threads in (1, 2, 7):
@@ -193,7 +193,7 @@ def test_contiguous_weights_are_not_copied(monkeypatch):
 @pytest.fixture
 def example(monkeypatch):
     """Return (new, old, delta) of two tensors, the first in three pieces."""
-    monkeypatch.setattr(delta, "PIECE", 64)
+    monkeypatch.setattr(delta, "PIECE_BYTES", 64)
     new, old = ({"w": torch.randn(5, 8), "tail": torch.randn(3).bfloat16()} for _ in range(2))
     return new, old, encode(new, old)
 

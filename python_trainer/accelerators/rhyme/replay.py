@@ -23,7 +23,7 @@ from python_trainer.data import Rollout
 from python_trainer.tasks.prompt_order import prompt_order
 
 FIRST_GROUPS = 128  # that decide whether right answers are rare: a share to within 0.09, 95 % certain
-MEMORY = 60  # steps after which an answer weighs 1/e in the rate of its prompt, and is not replayed any more
+DECAY_STEPS = 60  # steps after which an answer weighs 1/e in the rate of its prompt, and is not replayed any more
 PER_PROMPT = 2  # best and newest answers that are replayed
 MOST_USES = 8  # of an answer
 REST = 2  # steps between two uses of an answer
@@ -34,9 +34,9 @@ MIN_PROMPTS_TO_COMPARE = 8  # that both runs have answered
 class SuccessRates:
     """Running rate of right answers to each prompt.
 
-    A prompt has r right ones among n answers, each weighed by exp(-age in steps / MEMORY); R and N are their sums over
-    all prompts. The rate of the prompt is (r + R / N) / (n + 1): one answer of the mean prompt is added. So a prompt
-    without answers has the rate of all prompts.
+    A prompt has r right ones among n answers, each weighed by exp(-age in steps / DECAY_STEPS); R and N are their sums
+    over all prompts. The rate of the prompt is (r + R / N) / (n + 1): one answer of the mean prompt is added. So a
+    prompt without answers has the rate of all prompts.
 
     Also counts how many of the first groups had no right answer.
     """
@@ -48,7 +48,7 @@ class SuccessRates:
 
     def advance(self, step: int) -> None:
         """Discount all answers up to this step."""
-        discount = math.exp((self.step - step) / MEMORY)
+        discount = math.exp((self.step - step) / DECAY_STEPS)
         self.step = step
         self.right *= discount
         self.answers *= discount

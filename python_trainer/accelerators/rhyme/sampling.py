@@ -16,7 +16,7 @@ import torch
 
 from python_trainer.accelerators.base import RunContext, StepContext
 from python_trainer.accelerators.rhyme.database import StoredAnswer, prompt_hash
-from python_trainer.accelerators.rhyme.replay import MEMORY, MOST_USES, PER_PROMPT, REST
+from python_trainer.accelerators.rhyme.replay import DECAY_STEPS, MOST_USES, PER_PROMPT, REST
 from python_trainer.accelerators.rhyme.retrodiction import MIN_EXAMPLES, Retrodictor
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.algorithms.losses import importance_weights
@@ -26,7 +26,7 @@ from rlkernels.sampling.keys import keyed_unit
 
 BANK_SIZE = 8192  # answers
 BANK_PER_PROMPT = 16
-CANDIDATES = 4  # stored answers of a prompt that stage 2 looks at
+STAGE_2_ANSWERS = 4  # stored answers of a prompt that stage 2 looks at
 RESCUERS = 1  # stored answers that a group without a right fresh answer may get in any case
 MAX_IMPORTANCE_WEIGHT = 1.0  # pi / pi_behaviour of each token of a stored answer
 MIN_WEIGHT = 0.1  # mean importance weight below which an answer is too far from the policy
@@ -74,13 +74,13 @@ class AnswerBank:
         """Return a few different answers of a prompt that are trusted, the most trusted first."""
         trusted = [entry for entry in self.by_prompt.get(prompt, ()) if trust(entry.answer) > 0]
         trusted.sort(key=lambda entry: -trust(entry.answer))
-        return [entry.answer for entry in different(trusted)[:CANDIDATES]]
+        return [entry.answer for entry in different(trusted)[:STAGE_2_ANSWERS]]
 
     def replayable(self, step: int, runs: Collection[int]) -> list[BankEntry]:
         """Return the best and newest answers of these runs to each prompt that may be trained on again."""
         candidates: list[BankEntry] = []
         for entries in self.by_prompt.values():
-            young = [entry for entry in entries if entry.answer.run_id in runs and step - entry.born <= MEMORY]
+            young = [entry for entry in entries if entry.answer.run_id in runs and step - entry.born <= DECAY_STEPS]
             candidates += different(young)[:PER_PROMPT]
         return [entry for entry in candidates if entry.uses < MOST_USES and step - entry.last_use >= REST]
 

@@ -48,15 +48,15 @@ TIMEOUT_S = 60  # for a connection, and for a short request in all
 LOOK_SECONDS = 10.0  # between two looks at a server whose answer is not complete
 LARGEST_ANSWER = 1 << 30  # bytes
 HEADERS = {"Content-Type": "application/json"}
-METRICS = {f"{name}_{kind}" for name in COUNTERS.values() for kind in ("count", "total")}
-START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode {} --worker-extension-cls " + WORKER
+SERVER_METRICS = {f"{name}_{kind}" for name in COUNTERS.values() for kind in ("count", "total")}
+START_COMMAND = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode {} --worker-extension-cls " + WORKER
 CONNECTIONS = 64  # to a server: vLLM batches simultaneous requests
 BASE, ADAPTER = "base", "adapter.safetensors"
 WHOLE_EVERY = 64  # transfers: nothing that a delta left behind lasts longer
 
 
 class Server:
-    """A server that was started as ``START`` says.
+    """A server that was started as ``START_COMMAND`` says.
 
     Args:
         settings: of generation, for which its log-probabilities must be the right ones; None: the default ones.
@@ -77,7 +77,7 @@ class Server:
         self.given_up = False
         self._time_limit = settings.vllm_request_timeout
         modes = vllm_logprobs_modes(settings)
-        self._start = START.format(modes[0] if modes else "processed_logprobs")
+        self._start = START_COMMAND.format(modes[0] if modes else "processed_logprobs")
         check_version(self._ask(Version, "/version").version, f"the server {self.url}")
         self._name = self._ask(Models, "/v1/models").data[0].id
         workers = self._rpc(PolicyResults, "policy_settings").results
@@ -127,7 +127,7 @@ class Server:
         sums: dict[str, float] = {}
         for line in self._read("/metrics").splitlines():
             name, _, labels_and_value = line.partition("{")  # one line for each engine of the server
-            if name in METRICS:
+            if name in SERVER_METRICS:
                 try:
                     count = float(labels_and_value.rpartition(" ")[2])
                 except ValueError:

@@ -16,8 +16,8 @@ Device = torch.device
 Heads = tuple[int, int, int]  # query heads, key heads, dimension
 Layout = tuple[list[int], list[int], list[int]]  # prefix lengths, suffix lengths, group starts
 BF16, F32 = torch.bfloat16, torch.float32
-BLOCK = 16
-MANY_TOKENS = 8192  # of a pass that computes prompts
+BLOCK_SIZE = 16
+PREFILL_TOKENS = 8192  # of a pass that computes prompts
 ODD_LEVELS = [(1, 33), (2, 1), (3, 70), (2, 18)]  # of a tree: children of each node, and their tokens
 ODD = ([1, 17, 64, 1023, 130], [1, 0, 5, 1, 130])  # lengths, queries
 
@@ -197,14 +197,14 @@ def groups(prompts: int, samples: int, prefix: int, suffix: int) -> Layout:
 
 
 SMALL = [
-    Case("paged_attention", "odd lengths", partial(paged, *ODD, (8, 2, 64), BLOCK, BF16)),
+    Case("paged_attention", "odd lengths", partial(paged, *ODD, (8, 2, 64), BLOCK_SIZE, BF16)),
     Case("paged_attention", "odd lengths float32", partial(paged, *ODD, (4, 4, 32), 8, F32)),
-    Case("paged_attention", "one key", partial(paged, [1], [1], (7, 1, 128), BLOCK, BF16)),
+    Case("paged_attention", "one key", partial(paged, [1], [1], (7, 1, 128), BLOCK_SIZE, BF16)),
     Case("shared_prefix_attention", "odd lengths",
-         partial(shared, [0, 33, 257], 3, [1, 18, 64], 1, (8, 2, 64), BLOCK, BF16)),
+         partial(shared, [0, 33, 257], 3, [1, 18, 64], 1, (8, 2, 64), BLOCK_SIZE, BF16)),
     Case("shared_prefix_attention", "odd lengths float32",
          partial(shared, [5, 1023], 2, [7, 20], 4, (4, 2, 32), 8, F32)),
-    Case("write_kv", "2053 tokens", partial(write, 2053, (3, 64), BLOCK, BF16)),
+    Case("write_kv", "2053 tokens", partial(write, 2053, (3, 64), BLOCK_SIZE, BF16)),
     Case("merge_attention", "5 x 1 x 128 float32", partial(merge, 5, 1, 128, F32)),
     Case("merge_attention", "1023 x 7 x 64", partial(merge, 1023, 7, 64, BF16)),
     Case("grouped_attention", "odd lengths float32",
@@ -222,18 +222,18 @@ def timed(work: Workload) -> Iterator[Case]:
     sequences, whole = work.sequences, work.prompt_tokens + work.completion_tokens // 2
     prefill = min(work.prompts, 8)
     yield Case("paged_attention", f"decode: {sequences} sequences of {whole}",
-               partial(paged, [whole] * sequences, [1] * sequences, heads, BLOCK, dtype), timed=True,
+               partial(paged, [whole] * sequences, [1] * sequences, heads, BLOCK_SIZE, dtype), timed=True,
                in_cuda_graph=True)  # fmt: skip
     yield Case("paged_attention/prefill", f"prefill: {prefill} prompts of {work.prompt_tokens}",
-               partial(paged, [work.prompt_tokens] * prefill, [work.prompt_tokens] * prefill, heads, BLOCK, dtype),
+               partial(paged, [work.prompt_tokens] * prefill, [work.prompt_tokens] * prefill, heads, BLOCK_SIZE, dtype),
                timed=True)  # fmt: skip
     yield Case("shared_prefix_attention", f"decode: {work.prompts} prompts x {work.samples}",
                partial(shared, [work.prompt_tokens] * work.prompts, work.samples, [work.completion_tokens // 2], 1,
-                       heads, BLOCK, dtype), timed=True)  # fmt: skip
-    yield Case("write_kv", f"{sequences} tokens", partial(write, sequences, heads[1:], BLOCK, dtype), timed=True,
+                       heads, BLOCK_SIZE, dtype), timed=True)  # fmt: skip
+    yield Case("write_kv", f"{sequences} tokens", partial(write, sequences, heads[1:], BLOCK_SIZE, dtype), timed=True,
                in_cuda_graph=True)  # fmt: skip
-    yield Case("write_kv/many", f"{MANY_TOKENS} tokens", partial(write, MANY_TOKENS, heads[1:], BLOCK, dtype),
-               timed=True)  # fmt: skip
+    many = partial(write, PREFILL_TOKENS, heads[1:], BLOCK_SIZE, dtype)
+    yield Case("write_kv/many", f"{PREFILL_TOKENS} tokens", many, timed=True)
     yield Case("merge_attention", f"{sequences} tokens", partial(merge, sequences, heads[0], heads[2], dtype),
                timed=True)  # fmt: skip
     layout = groups(min(work.prompts, 4), work.samples, work.prompt_tokens, work.completion_tokens)

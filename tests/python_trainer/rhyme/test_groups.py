@@ -102,7 +102,7 @@ def test_a_prompt_that_comes_twice_in_a_step_has_stored_answers_in_both_groups(r
 @pytest.mark.parametrize("selection", ["likelihood", "random"])
 def test_the_selection_chooses(run_step, monkeypatch, selection):
     """Among sixteen candidates for two places."""
-    monkeypatch.setattr(sampling, "CANDIDATES", 16)
+    monkeypatch.setattr(sampling, "STAGE_2_ANSWERS", 16)
     key = prompt_order(0, 0, 4, 12)[0]
     answers = [stored_answer(key, (i % 10, i % 7, i % 3), text=str(i), reward=1.0 + i % 5) for i in range(16)]
     trainer, _ = run_step(answers, {"history_ratio": 1.0, "selection": selection})

@@ -65,7 +65,7 @@ def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     problem = paged([90, 40], [80, 33], heads=4, kv_heads=2, dim=2)
     attend = partial(rlkernels.paged_attention, *problem.args(), scale=0.3, return_lse=True, backend="torch")
     expected = attend()
-    monkeypatch.setattr(reference, "PIECE", 4 * 90 * 7)  # of 4 * 90 * 80
+    monkeypatch.setattr(reference, "MAX_SCORES", 4 * 90 * 7)  # of 4 * 90 * 80
     with Launches() as launches:
         torch.testing.assert_close(attend(), expected)
     assert (

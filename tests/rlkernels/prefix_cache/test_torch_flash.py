@@ -46,7 +46,7 @@ def test_paged_attention(case, launches):
 def test_a_gpu_without_flash_attention_decodes_all_sequences_at_once(monkeypatch, piece, dtype):
     """One sequence has no keys, one has NaN keys, which change no other sequence."""
     monkeypatch.setattr(torch_flash, "supports", lambda *tensors: False)
-    monkeypatch.setattr(torch_flash, "PIECE", piece)
+    monkeypatch.setattr(torch_flash, "MAX_KEY_ELEMENTS", piece)
     single_calls = []
     exact = reference.paged_attention
     monkeypatch.setattr(reference, "paged_attention", lambda *args: single_calls.append(args) or (None, None))
@@ -112,7 +112,7 @@ GROUPS = [
 @pytest.mark.parametrize("layout", GROUPS)
 def test_grouped_attention_and_its_gradients(layout, numbers, launches, monkeypatch):
     """Compute all groups at once, some at a time, or each alone; a prefix is gathered once for its group."""
-    monkeypatch.setattr(torch_flash, "GROUPS", numbers)
+    monkeypatch.setattr(torch_flash, "MAX_QUERY_ELEMENTS", numbers)
     problem = attention.grouped(layout, (4, 2, 16), F32, CPU)
     torch.testing.assert_close(problem.call("torch"), problem.exact(), rtol=1e-4, atol=1e-5, check_dtype=False)
     on_prefixes = [args for args, _ in launches if not args[8]]
