@@ -213,10 +213,10 @@ def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Ten
     def flash_attn() -> Call:
         from flash_attn import flash_attn_with_kvcache
 
-        found = torch.tensor(list(lens), dtype=torch.int32, device=query.device)
+        cache_lens = torch.tensor(list(lens), dtype=torch.int32, device=query.device)
         key, value = (torch.stack([dense(cache, table, max(lens)) for table in tables]) for cache in caches)
         return lambda: flash_attn_with_kvcache(
-            query, key, value, cache_seqlens=found, softmax_scale=scale, causal=True
+            query, key, value, cache_seqlens=cache_lens, softmax_scale=scale, causal=True
         ).flatten(0, 1)
 
     return {"FlashInfer": Rival(flashinfer), "flash-attn": Rival(flash_attn)}
@@ -308,8 +308,8 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
         def run() -> list[torch.Tensor]:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            found = [out, *torch.autograd.grad(out, leaves, outer.transpose(1, 2))]
-            return [t.detach().transpose(1, 2) for t in found]
+            results = [out, *torch.autograd.grad(out, leaves, outer.transpose(1, 2))]
+            return [t.detach().transpose(1, 2) for t in results]
 
         return run
 
@@ -327,15 +327,15 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
         return run
 
-    def gathered(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gathered(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The key heads were repeated: their gradients belong to one head."""
-        out, q, k, v = copies.outputs(found)
+        out, q, k, v = copies.outputs(results)
         return [out, q, *(t.unflatten(1, (key.shape[1], -1)).sum(2) for t in (k, v))]
 
-    def in_rows(found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def in_rows(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Rows end to end -> padded, then as above."""
-        wide = [t.new_zeros(*copies.at.shape, *t.shape[1:]) for t in found]
-        for target, t in zip(wide, found):
+        wide = [t.new_zeros(*copies.at.shape, *t.shape[1:]) for t in results]
+        for target, t in zip(wide, results):
             target[copies.real] = t
         return gathered(wide)
 

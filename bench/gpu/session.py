@@ -264,21 +264,21 @@ class Session:
         command += ["--seconds", str(max(int(seconds - PTX_S), 1)), "--record", str(record)]
         ops = [op for op in self.args.ops if op in ON_GPU] or ([REHEARSED[-1]] if self.args.rehearse else [])
         command += ["--ops", *ops] if ops else []
-        code, said = run(command, self.env, seconds)
-        self.console.print(said[-1500:], highlight=False, markup=False)
-        self.journal.add("prove", ok=code in (0, 1), exit_code=code, said=said[-4000:])
+        code, output = run(command, self.env, seconds)
+        self.console.print(output[-1500:], highlight=False, markup=False)
+        self.journal.add("prove", ok=code in (0, 1), exit_code=code, said=output[-4000:])
         self.finish(job)
 
     def count(self, job: Message) -> None:
         """Hardware counters of a few ops, an entry a kernel."""
         log = self.journal.path.with_suffix(".ncu.csv")
-        code, said = run(counters.command(log, self.args.rehearse), self.env, self.left())
+        code, output = run(counters.command(log, self.args.rehearse), self.env, self.left())
         rows = counters.read(log.read_text(errors="replace")) if log.exists() else []
         for row in rows:
             self.journal.add("counters", **row)
             self.console.print(escape(str(row)), highlight=False)
         log.unlink(missing_ok=True)
-        self.journal.add("counted", ok=code == 0, kernels=len(rows), message="" if code == 0 else said[-1500:])
+        self.journal.add("counted", ok=code == 0, kernels=len(rows), message="" if code == 0 else output[-1500:])
         self.finish(job)
 
     def sanitize(self, job: Message) -> None:
@@ -290,12 +290,12 @@ class Session:
             command += ["--report-api-errors", "no"]
         command += [sys.executable, "-m", "bench.gpu.sanitized", *SANITIZED[job["op"]]]
         limit = min(LIMITS_S["sanitize"], self.left())
-        code, said = run(command, {**self.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, limit)
+        code, output = run(command, {**self.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, limit)
         if code is None and limit < LIMITS_S["sanitize"]:
             return
         how = "clean" if code == 0 else "hung" if code is None else f"exit code {code}"
-        log = {} if code == 0 else {"log": said[-4000:]}
-        closing = (said.strip().splitlines() or [""])[-1]
+        log = {} if code == 0 else {"log": output[-4000:]}
+        closing = (output.strip().splitlines() or [""])[-1]
         self.journal.add("sanitize", op=job["op"], case=job["case"], ok=code == 0, message=f"{how}: {closing}", **log)
         self.finish(job)
 
@@ -310,12 +310,12 @@ class Session:
             if limit < LEAST_TESTS_S:
                 return
             few = ["-k", FEW_TESTS] if self.args.rehearse else []
-            code, said = run([sys.executable, "-m", "pytest", file, "--maxfail=20", *few], self.env, limit)
+            code, output = run([sys.executable, "-m", "pytest", file, "--maxfail=20", *few], self.env, limit)
             if code is None and limit < LIMITS_S["tests"]:
                 return
-            lines, ok = said.strip().splitlines() or [""], code in (0, 5)  # 5: nothing was selected
+            lines, ok = output.strip().splitlines() or [""], code in (0, 5)  # 5: nothing was selected
             failures = [x for x in lines if x.startswith(("FAILED ", "ERROR "))]
-            log = {} if ok else {"failures": failures, "log": said[-6000:]}
+            log = {} if ok else {"failures": failures, "log": output[-6000:]}
             with lock:
                 self.journal.add("tests", file=file, ok=ok, closing=lines[-1], **log)
 

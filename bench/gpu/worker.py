@@ -78,53 +78,82 @@ def facts(device: torch.device) -> Message:
     return out
 
 
-def judged(gate: Tolerance, make: Callable[[], Any], rival: Rival | None, device: torch.device) -> tuple[Any, Message]:
-    """The call of a provider, made once, and the verdict on what it returned.
+def judge(gate: Tolerance, rival: Rival | None, output: Any) -> Message:
+    """Return the verdict on an output: ``ok``, and by what."""
+    verdict = dict(finding(rival.verdict(gate, output) if rival else gate.judge(output)))
+    return {"ok": verdict.pop("right"), **verdict}
 
-    Raises:
-        ModuleNotFoundError: a rival's package is not installed.
-    """
-    call = make()
+
+def run_once(gate: Tolerance, run: Callable[[], Any], device: torch.device) -> Any:
+    """Run on the problem's inputs, and wait for the device."""
     if gate.problem.reset:
         gate.problem.reset()
-    returned = call()
+    output = run()
     synchronize(device)
-    found = dict(finding(rival.verdict(gate, returned) if rival else gate.judge(returned)))
-    return call, {"ok": found.pop("right"), **found}
+    return output
 
 
 def run_replay(gate: Tolerance, call: Callable[[], Any], rival: Rival | None, device: torch.device, seconds: float
                ) -> Message:  # fmt: skip
     """Judge and time a call inside a CUDA graph, seconds for each; on a CPU, plain calls."""
-    returned, on_gpu = list[Any](), device.type == "cuda"
-    count, least = (CALLS, LEAST_REPLAYS) if on_gpu else (1, 1)
+    outputs = list[Any]()
+    on_gpu = device.type == "cuda"
+    num_calls, min_samples = (CALLS, LEAST_REPLAYS) if on_gpu else (1, 1)
 
     def calls() -> None:
-        for _ in range(count):
-            returned[:] = [call()]
+        for _ in range(num_calls):
+            outputs[:] = [call()]
 
     run = replay(calls) if on_gpu else calls
     if run is calls and on_gpu:
         return {"unfit": "it waits for the GPU, which no graph can record"}
-    if gate.problem.reset:
-        gate.problem.reset()
-    run()
-    synchronize(device)
-    found = dict(finding(rival.verdict(gate, returned[0]) if rival else gate.judge(returned[0])))
-    samples, end = list[float](), time.monotonic() + seconds
-    while len(samples) < least or (time.monotonic() < end and len(samples) < MOST_REPLAYS):
-        samples.append(seconds_of(run, 1, device) / count)
-    return {"ok": found.pop("right"), **found, "replay_s": statistics.median(samples)}
+    run_once(gate, run, device)
+    verdict = judge(gate, rival, outputs[0])
+    samples = list[float]()
+    end = time.monotonic() + seconds
+    while len(samples) < min_samples or (time.monotonic() < end and len(samples) < MOST_REPLAYS):
+        samples.append(seconds_of(run, 1, device) / num_calls)
+    return verdict | {"replay_s": statistics.median(samples)}
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def time_provider(
+    case: Case, gate: Tolerance, name: str, make: Callable[[], Any], rival: Rival | None, device: torch.device,
+    seconds: float,
+) -> tuple[Callable[[], Any] | None, Message]:  # fmt: skip
+    """Return the call of a provider, and the verdict on it with the time if it is right.
+
+    A rival that fails is no failure of ours: ``ok`` is None.
+    """
+    try:
+        call = make()
+        row = judge(gate, rival, run_once(gate, call, device))
+        if row["ok"]:
+            timed = TimedCase(
+                op=case.op, shape=case.label, providers={name: call}, device=str(device), reference=None,
+                dtype=str(gate.problem.dtype).removeprefix("torch."), limit=limit(gate.problem, device),
+            )  # fmt: skip
+            row |= dataclasses.asdict(next(iter(_runner.run_case(timed, seconds))))
+            if rival and rival.copy:
+                row["copy_s"] = statistics.median(seconds_of(rival.copy, 3, device) for _ in range(LEAST_REPLAYS))
+    except Exception as error:
+        synchronize(device)
+        return None, {"ok": None if rival else False, "missing": reason_of(error)}
+    return call, row
 
 
 def run_contest(
     case: Case, device: torch.device, seconds: float, without: list[list[str]], say: Say, late: bool = True
 ) -> Message:
-    """A row for every provider that is not in ``without``: the verdict, and the time if it is right.
+    """Send a row for every provider that is not in ``without``: the verdict, and the time if it is right.
 
     Rows of decode ops are followed by what a replay took. Rivals that read contiguous copies of what the op is given
-    have the time of these copies in ``copy_s``. A rival that fails is no failure of ours: ``ok`` is None. Those that
-    are compiled run if ``late``.
+    have the time of these copies in ``copy_s``. Those that are compiled run if ``late``.
 
     Raises:
         RuntimeError: the device is broken; nothing runs on it in this process any more.
@@ -135,49 +164,32 @@ def run_contest(
     start = time.monotonic()
     gate = Tolerance(problem)
     synchronize(device)
-    slow = time.monotonic() - start > SLOW_S
-    own = [b for b in (*OPS[case.op].backends, "torch") if unavailable(case.op, b, device) is None]
+    is_slow = time.monotonic() - start > SLOW_S
+    backends = [b for b in (*OPS[case.op].backends, "torch") if unavailable(case.op, b, device) is None]
     providers: dict[str, tuple[Callable[[], Any], Rival | None]] = {
-        b: (partial(partial, problem.call, b), None) for b in own
+        b: (partial(partial, problem.call, b), None) for b in backends
     }
-    others = rivals_of(case, problem) if device.type == "cuda" or case.op in ON_A_CPU else {}
-    for name, rival in others.items():
+    rivals = rivals_of(case, problem) if device.type == "cuda" or case.op in ON_A_CPU else {}
+    for name, rival in rivals.items():
         providers[name] = rival.make, rival
-    for name, (make, other) in providers.items():
+    for name, (make, provider_rival) in providers.items():
         if [case.label, name] in without or (not late and name.startswith(COMPILERS)):
             continue
         say({"begin": name})
         row: Message = {"op": case.op, "provider": name, "shape": case.label}
-        if name == "torch" and slow:
+        if name == "torch" and is_slow:
             say({"row": row | {"ok": True, "missing": f"takes more than {SLOW_S} s with its reference: not timed"}})
             continue
-        try:
-            call, found = judged(gate, make, other, device)
-            row |= found
-            if found["ok"]:
-                timed = TimedCase(
-                    op=case.op, shape=case.label, providers={name: call}, device=str(device), reference=None,
-                    dtype=str(problem.dtype).removeprefix("torch."), limit=limit(problem, device),
-                )  # fmt: skip
-                row |= dataclasses.asdict(next(iter(_runner.run_case(timed, seconds))))
-                if other and other.copy:
-                    row["copy_s"] = statistics.median(seconds_of(other.copy, 3, device) for _ in range(LEAST_REPLAYS))
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"[:300]
-            if isinstance(error, ModuleNotFoundError):
-                why = f"{error.name} is not installed"
-            row |= {"ok": None if other else False, "missing": why}
-            synchronize(device)
-        say({"row": row})
-        if row["ok"] and case.op in REPLAYED:
+        call, result = time_provider(case, gate, name, make, provider_rival, device, seconds)
+        say({"row": row | result})
+        if call and result["ok"] and case.op in REPLAYED:
             say({"begin": f"{name}, replayed"})
-            found = {"op": case.op, "provider": name, "shape": case.label}
             try:
-                found |= run_replay(gate, call, other, device, seconds)
+                replayed = run_replay(gate, call, provider_rival, device, seconds)
             except Exception as error:
-                found["unfit"] = f"{type(error).__name__}: {error}"[:300]
+                replayed = {"unfit": f"{type(error).__name__}: {error}"[:300]}
                 synchronize(device)
-            say({"replay": found})
+            say({"replay": row | replayed})
     return {"ok": True}
 
 

@@ -99,15 +99,15 @@ def _find_traits(model: PreTrainedModel) -> ModelTraits:
                 with attend_by(model):
                     if recurrent:  # trees alone
                         packed, states = forward(model, *group.packed)
-                        found = packed[None]
+                        outputs = packed[None]
                     else:
-                        found, states = _pass_by_pass(partial(forward, model), group, cache())
+                        outputs, states = _pass_by_pass(partial(forward, model), group, cache())
                 expected = _eager_logits(model, group)
-                if _agree(found, expected):
+                if _agree(outputs, expected):
                     break
             else:
                 raise ValueError("it computes something else than on its own; nothing but attention may mix tokens")
-            scale = logit_scale(model, found[0], states) if same_type else None
+            scale = logit_scale(model, outputs[0], states) if same_type else None
             fusible = fusible and _agree(_pass_by_pass(FusedDecoder(model, 5), group, cache())[0], expected)
     return ModelTraits(len(layers), heads, dim, window, scale, fusible, recurrent)
 
@@ -119,8 +119,8 @@ def _eager_logits(model: PreTrainedModel, group: _Group) -> torch.Tensor:
     return torch.cat([rows[0, :3], rows[0, 3:], rows[1, 3:]])
 
 
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+def _agree(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((outputs - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 def _pass_by_pass(run: Forward, group: _Group, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:

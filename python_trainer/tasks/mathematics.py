@@ -78,8 +78,8 @@ def math_reward(
 ) -> list[float | None]:
     """Return 1 for every completion that ends in the value of ``answer``, mathematics or a number, else 0."""
     judged: list[float | None] = []
-    for said, value in zip(completions, answer, strict=True):
-        text = said if isinstance(said, str) else said[-1]["content"]
+    for completion, value in zip(completions, answer, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
         right = _verifier(text, gold) if (gold := _as_text(value)) is not None else None
         if right is None:
             raise ValueError(f"column answer must be a number, or a string with mathematics in it, got {value!r:.80}")

@@ -59,17 +59,17 @@ def read_json(path: Path) -> list[Row]:
         UserError: the file cannot be read, or holds something else.
     """
     try:
-        found = json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError):  # of several lines
         return [row for _, row in read_lines(path)]
-    if isinstance(found, dict):
-        lists = [value for value in found.values() if isinstance(value, list)]
-        if len(lists) < len(found) or len({len(values) for values in lists}) != 1:
-            return [found]
-        found = [dict(zip(found, values)) for values in zip(*lists)]
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise UserError(f"{path}: {type(found).__name__}; allowed: a list of JSON objects, or one object a line")
-    return found
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        if len(lists) < len(content) or len({len(values) for values in lists}) != 1:
+            return [content]
+        content = [dict(zip(content, values)) for values in zip(*lists)]
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise UserError(f"{path}: {type(content).__name__}; allowed: a list of JSON objects, or one object a line")
+    return content
 
 
 def read_csv(path: Path, delimiter: str) -> list[Row]:

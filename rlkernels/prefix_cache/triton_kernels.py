@@ -214,8 +214,8 @@ def _plan(tokens: int, heads: int, dim: int, kv_heads: int, block_size: int, sou
     block_n = max(16, min(64, (4096 if wide else 8192) // block_d))
     tiles = rows // block_m + sources
     busy = max(sources, rows // block_m) * kv_heads
-    wanted = -(-WAVES * processors(device) // busy)
-    splits = max(1, min(wanted, columns * block_size // MIN_SPLIT_KEYS))
+    splits_to_fill = -(-WAVES * processors(device) // busy)
+    splits = max(1, min(splits_to_fill, columns * block_size // MIN_SPLIT_KEYS))
     options = {
         "HEADS_PER_KV": group, "DIM": dim, "BLOCK_SIZE": block_size, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "BLOCK_D": block_d, "UPCAST": upcast, "num_warps": 8 if wide or block_m * block_d >= 8192 else 4,

@@ -80,9 +80,9 @@ def _measure(row, size, low, largest, inverse, WEIGH: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _search(low, largest, wanted, x, amounts, row, size, inverse, SHIFT: tl.constexpr, WEIGH: tl.constexpr,
+def _search(low, largest, needed, x, amounts, row, size, inverse, SHIFT: tl.constexpr, WEIGH: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    """Find the largest logit from ``low`` on that tokens of the number or weight ``wanted`` reach, by bisection.
+    """Find the largest logit from ``low`` on that tokens of the number or weight ``needed`` reach, by bisection.
 
     Args:
         low: a logit that they reach.
@@ -102,7 +102,7 @@ def _search(low, largest, wanted, x, amounts, row, size, inverse, SHIFT: tl.cons
             reached = tl.sum(tl.where(x >= logit, amounts, 0)).to(tl.int64)
         else:
             reached = tl.sum(_measure(row, size, logit, largest, inverse, WEIGH, BLOCK))
-        enough = reached >= wanted
+        enough = reached >= needed
         low, high, above = (
             tl.where(enough, middle, low), tl.where(enough, high, middle), tl.where(enough, above, reached)
         )  # fmt: skip
@@ -180,19 +180,19 @@ def _filter(row, groups, size, low, total, largest, inverse, top_k, top_p, BLOCK
 
 
 @triton.jit
-def _find(row, groups, start, size, cut, ties, before, uniform, total, largest, inverse, BLOCK: tl.constexpr):
-    """Return the id drawn of those above ``cut`` and its first ``ties``; left of ``start`` weighs ``before`` in all."""
-    target, found = _scaled_share(uniform, total), tl.full([], NOWHERE, tl.int32)
-    while (found == NOWHERE) & (start < size):
+def _find(row, groups, start, size, cut, ties, weight_before, uniform, total, largest, inverse, BLOCK: tl.constexpr):
+    """Return the id drawn of those above ``cut`` and its first ``ties``; left of ``start`` weighs ``weight_before``."""
+    target, token = _scaled_share(uniform, total), tl.full([], NOWHERE, tl.int32)
+    while (token == NOWHERE) & (start < size):
         ids, x = _load(row, groups, start, size, BLOCK)
         equal = (x == cut).to(tl.int32)
-        kept = (x > cut) | ((equal > 0) & (tl.cumsum(equal) <= ties))
-        sums = before + tl.cumsum(_weights(tl.where(kept, x, -float("inf")), largest, inverse))
-        before = tl.max(sums)
-        found = tl.min(tl.where(sums > target, ids, NOWHERE))
+        is_allowed = (x > cut) | ((equal > 0) & (tl.cumsum(equal) <= ties))
+        sums = weight_before + tl.cumsum(_weights(tl.where(is_allowed, x, -float("inf")), largest, inverse))
+        weight_before = tl.max(sums)
+        token = tl.min(tl.where(sums > target, ids, NOWHERE))
         ties -= tl.sum(equal)
         start += BLOCK
-    return found
+    return token
 
 
 @triton.jit
@@ -224,32 +224,34 @@ def _sample_kernel(
         top_k = tl.where(greedy, 1, tl.where((top_k > 0) & (top_k < vocab), top_k, 0))
     cut, ties = tl.where(greedy, largest, -float("inf")), top_k
     total = tl.full([], 1, tl.int64) << WEIGHT_BITS
-    start, before, found = tl.zeros([], tl.int32), tl.zeros([], tl.int64), tl.full([], NOWHERE, tl.int32)
+    start, weight_before, token = tl.zeros([], tl.int32), tl.zeros([], tl.int64), tl.full([], NOWHERE, tl.int32)
     if top_k == 0:
         amounts = _measure(row, size, None, largest, inverse, True, BLOCK)
         total = tl.sum(amounts)
         if top_p == 1:  # go on where the token is
             sums = tl.cumsum(amounts)
-            left = sums <= _scaled_share(uniform, total)
-            start, before = tl.sum(left.to(tl.int32)) * (2 * BLOCK), tl.max(tl.where(left, sums, 0))
+            is_before = sums <= _scaled_share(uniform, total)
+            start, weight_before = tl.sum(is_before.to(tl.int32)) * (2 * BLOCK), tl.max(tl.where(is_before, sums, 0))
     if groups is not None:
         groups += program.to(tl.int64) * (BLOCK // GROUP)
         if (top_k > 0) | (top_p < 1):
             low = _lower_bound(lanes, largest, inverse, vocab, total, top_k, top_p)
             if _list_groups(row, groups, size, low, BLOCK):
                 cut, ties, total = _filter(row, groups, size, low, total, largest, inverse, top_k, top_p, BLOCK)
-                found = _find(row, groups, start, size, cut, ties, before, uniform, total, largest, inverse, BLOCK)
+                token = _find(
+                    row, groups, start, size, cut, ties, weight_before, uniform, total, largest, inverse, BLOCK
+                )
             else:
                 cut, ties, total = _filter(row, None, size, low, total, largest, inverse, top_k, top_p, BLOCK)
-    if found == NOWHERE:
-        found = _find(row, None, start, size, cut, ties, before, uniform, total, largest, inverse, BLOCK)
+    if token == NOWHERE:
+        token = _find(row, None, start, size, cut, ties, weight_before, uniform, total, largest, inverse, BLOCK)
 
-    found = tl.minimum(found, vocab - 1)
-    chosen = tl.load(row + found).to(tl.float32)
+    token = tl.minimum(token, vocab - 1)
+    chosen = tl.load(row + token).to(tl.float32)
     z = ((chosen - largest) * inverse).to(tl.float64)
     logprob = (z - tl.log(total.to(tl.float64) * UNIT)).to(tl.float32)
     logprob = tl.where(greedy, 0.0, logprob)
-    tl.store(out_ids + program, tl.where(invalid, -1, found).to(tl.int64))
+    tl.store(out_ids + program, tl.where(invalid, -1, token).to(tl.int64))
     tl.store(out_logprobs + program, tl.where(invalid, float("nan"), logprob))
 
 

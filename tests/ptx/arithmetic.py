@@ -173,17 +173,17 @@ def _convert(block: Block, s: Statement) -> Action:
     if to == "bf16":
         return _apply(block, s, to_bfloat16, [source])
     rounding = next((ROUNDINGS[part] for part in s.parts if part in ROUNDINGS), None)
-    wanted, from_float = TYPES[to], source[0] == "f" or source == "bf16"
+    target, from_float = TYPES[to], source[0] == "f" or source == "bf16"
     if not from_float or to[0] == "f":
-        return _apply(block, s, lambda value: (rounding(value) if rounding else value).astype(wanted), [source])
-    least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
+        return _apply(block, s, lambda value: (rounding(value) if rounding else value).astype(target), [source])
+    least, most = np.iinfo(target).min, np.iinfo(target).max
 
     def to_whole(value: np.ndarray) -> np.ndarray:
         """Beyond the range its end; 0 where a number is missing."""
         value = rounding(value.astype(np.float64))
         inside = (value > float(least)) & (value < float(most))
-        whole = np.where(inside, value, 0).astype(wanted)
-        ends = np.where(value > 0, np.array(most, wanted), np.array(least, wanted))
+        whole = np.where(inside, value, 0).astype(target)
+        ends = np.where(value > 0, np.array(most, target), np.array(least, target))
         return np.where(inside | np.isnan(value), whole, ends)
 
     return _apply(block, s, to_whole, [source])

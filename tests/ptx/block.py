@@ -90,11 +90,11 @@ class Block:
         held = self.register(operand)
         if kind == "pred":
             return lambda: held
-        wanted = TYPES[kind]
-        if held.dtype.itemsize == wanted.itemsize:
-            view = held.view(wanted)
+        element = TYPES[kind]
+        if held.dtype.itemsize == element.itemsize:
+            view = held.view(element)
             return lambda: view
-        return lambda: held.astype(BITS[wanted.itemsize]).view(wanted)  # low bits, or zeros before them
+        return lambda: held.astype(BITS[element.itemsize]).view(element)  # low bits, or zeros before them
 
     def write(self, name: str, values: np.ndarray, on: Mask) -> None:
         """Integers are extended by their own sign, or cut."""
@@ -109,9 +109,9 @@ class Block:
 
     def address(self, operand: str, kind: str) -> Values:
         """``[%rd1 + 16]`` -> int64."""
-        found = re.match(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
-        assert found, operand
-        base, offset = self.read(found[1], kind), int(found[2] or "0", 0)
+        match = re.match(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        assert match, operand
+        base, offset = self.read(match[1], kind), int(match[2] or "0", 0)
         return lambda: base().astype(np.int64) + offset
 
     def chosen(self, on: Mask) -> np.ndarray:
@@ -203,16 +203,16 @@ def count_warps(on: np.ndarray) -> int:
 
 
 def number(text: str, kind: str) -> np.generic:
-    wanted = TYPES[kind]
+    element = TYPES[kind]
     if text.startswith(("0f", "0d")):
         bits = int(text[2:], 16)
         return np.array(bits, BITS[4 if text[1] == "f" else 8]).view("f4" if text[1] == "f" else "f8")[()]
     if not re.match(r"-?(0x[0-9a-fA-F]+|\d+)U?$", text):  # a symbol: memory of its own begins at 0
-        return wanted.type(0)
+        return element.type(0)
     value = int(text.rstrip("U"), 0)
-    if wanted.kind == "f":
-        return wanted.type(value)
-    return np.array(value % 2 ** (8 * wanted.itemsize), BITS[wanted.itemsize]).view(wanted)[()]
+    if element.kind == "f":
+        return element.type(value)
+    return np.array(value % 2 ** (8 * element.itemsize), BITS[element.itemsize]).view(element)[()]
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:

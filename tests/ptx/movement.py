@@ -42,11 +42,11 @@ def _access(block: Block, s: Statement) -> Action:
                 block.shared.write(at, warps, stored, s.text)
             return
         if space == "global":
-            found = block.memory.read(at, size, count, s.text)
+            data = block.memory.read(at, size, count, s.text)
         else:
-            found = block.shared.read(at, warps, size, count, s.text)
+            data = block.shared.read(at, warps, size, count, s.text)
         values = np.zeros((count, block.threads), signed)
-        values[:, chosen] = found.view(signed).T
+        values[:, chosen] = data.view(signed).T
         for register, loaded in zip(registers, values):
             block.write(register, loaded, on)
 
@@ -83,7 +83,7 @@ def _copy(block: Block, s: Statement) -> Action:
 @instruction("shfl")
 def _shuffle(block: Block, s: Statement) -> Action:
     """Every lane gets the value of another lane of its segment, or keeps its own where there is none."""
-    to, _, found = s.operands[0].partition("|")
+    to, _, predicate = s.operands[0].partition("|")
     value, count, bounds = (block.read(operand, "u32") for operand in s.operands[1:4])
     source: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = {
         "up": lambda lane, n, segment: lane - n,
@@ -100,8 +100,8 @@ def _shuffle(block: Block, s: Statement) -> Action:
         exists = lane >= last if s.parts[2] == "up" else lane <= last
         values = value()[block.warp * 32 + np.where(exists, lane, block.lane)]
         block.write(to, values, on)
-        if found:
-            block.write(found, exists, on)
+        if predicate:
+            block.write(predicate, exists, on)
 
     return run
 

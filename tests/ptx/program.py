@@ -53,13 +53,13 @@ def entries(text: str) -> list[str]:
 
 def parse(text: str, entry: str) -> Program:
     text = re.sub(r"//[^\n]*", "", text)
-    found = re.search(rf"\.entry\s+{entry}\s*\((.*?)\)[^{{]*\{{", text, re.DOTALL)
-    assert found, f"no kernel {entry} among {entries(text)}"
-    depth, end = 1, found.end()
+    match = re.search(rf"\.entry\s+{entry}\s*\((.*?)\)[^{{]*\{{", text, re.DOTALL)
+    assert match, f"no kernel {entry} among {entries(text)}"
+    depth, end = 1, match.end()
     while depth:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
-    body = re.sub(r"^\s*\.(loc|file|pragma|section)\b[^\n]*", "", text[found.end() : end - 1], flags=re.MULTILINE)
+    body = re.sub(r"^\s*\.(loc|file|pragma|section)\b[^\n]*", "", text[match.end() : end - 1], flags=re.MULTILINE)
     registers, labels, statements = {}, {}, []
     for piece in body.split(";"):
         line = " ".join(piece.split()).lstrip("{} ")  # scopes of inline code name no registers twice
@@ -70,15 +70,15 @@ def parse(text: str, entry: str) -> Program:
             registers[one[2]] = one[1]
         elif line and not line.startswith("."):
             statements.append(statement(line))
-    return Program(_parameters(found[1]), registers, labels, statements)
+    return Program(_parameters(match[1]), registers, labels, statements)
 
 
 def statement(line: str) -> Statement:
-    found = re.match(r"(?:@(!?%\w+) )?([\w.:]+)\s*(.*)$", line)
-    assert found, f"no statement: {line}"
-    operands = tuple(operand.strip() for operand in OPERAND.findall(found[3]))
-    parts = tuple(found[2].replace("shared::cta", "shared").replace("::", "_").split("."))  # Triton 3.9 adds the first
-    return Statement(line, found[1] or "", parts[0], parts, operands)
+    match = re.match(r"(?:@(!?%\w+) )?([\w.:]+)\s*(.*)$", line)
+    assert match, f"no statement: {line}"
+    operands = tuple(operand.strip() for operand in OPERAND.findall(match[3]))
+    parts = tuple(match[2].replace("shared::cta", "shared").replace("::", "_").split("."))  # Triton 3.9 adds the first
+    return Statement(line, match[1] or "", parts[0], parts, operands)
 
 
 def _parameters(text: str) -> dict[str, tuple[int, int]]:

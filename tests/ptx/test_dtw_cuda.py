@@ -112,9 +112,9 @@ def check(arch, rows, columns, dims):
             for j in range(3):
                 pair = x[i : i + 1, : x_lengths[i]], y[j : j + 1, : y_lengths[j]]
                 mode = "subsequence" if subsequence else "full"
-                wanted = reference.dtw(*pair, mode=mode, **({} if subsequence else {"band": band}))
-                found = [t[i, j] for t in (cost, *places)] if subsequence else [cost[i, j]]
-                assert found == [t.squeeze() for t in (wanted if subsequence else [wanted])], (band, mode, i, j)
+                expected = reference.dtw(*pair, mode=mode, **({} if subsequence else {"band": band}))
+                actual = [t[i, j] for t in (cost, *places)] if subsequence else [cost[i, j]]
+                assert actual == [t.squeeze() for t in (expected if subsequence else [expected])], (band, mode, i, j)
         assert (cost[2] == -7).all()  # nobody asks for an empty trajectory
     return ran
 
@@ -169,10 +169,10 @@ def test_listed_pairs_have_the_costs_of_all_pairs(arch, rows, dims):
     x, y, x_lengths = torch.randn(3, rows, dims), torch.randn(4, 5, dims), torch.tensor([rows, 0, rows - 2])
     series = x, y, x_lengths, torch.tensor([5, 4, 0, 3])
     for band in (None, 1):
-        ran, wanted, *_ = run(arch, *series, band, False)
+        ran, expected, *_ = run(arch, *series, band, False)
         for pairs in ([], [-1, -1], [11, 4, 0, 2, 3, -1, -1]):
-            found = torch.full((3, 4), -7.0)
+            listed = torch.full((3, 4), -7.0)
             listing = torch.tensor(pairs, dtype=torch.int64)
-            same, *_ = run(arch, *series, band, False, warps=2, cost=found, pairs=listing)
+            same, *_ = run(arch, *series, band, False, warps=2, cost=listed, pairs=listing)
             assert same.keys() == ran.keys()
-            assert all(found.flatten()[i] == (wanted.flatten()[i] if i in pairs else -7) for i in range(12))
+            assert all(listed.flatten()[i] == (expected.flatten()[i] if i in pairs else -7) for i in range(12))

@@ -48,8 +48,8 @@ def compute(statement, kinds, to, inputs):
         lines.append(f"selp.b32 {names[-1]}, 1, 0, %p1;")
     lines.append(f"st.global.b{8 * size} [%own{len(kinds)}], {names[-1]};")
     run(lines, [*tensors, out], threads)
-    found = out.numpy()[:count]
-    return found.astype(bool) if predicate else found.view(TYPES[to])
+    actual = out.numpy()[:count]
+    return actual.astype(bool) if predicate else actual.view(TYPES[to])
 
 
 def wrap(value, kind):
@@ -81,8 +81,8 @@ def test_integers(text, kind):
     rows = list(itertools.product(WHOLE[kind], repeat=2))
     if text.startswith("div"):
         rows = [(a, b) for a, b in rows if (a, b) != (min(WHOLE[kind]), -1)]  # as little defined as in C
-    found = compute(text.format(k=kind), (kind, kind), kind, rows)
-    assert found.tolist() == [wrap(INTEGERS[text](a, b, kind), kind) for a, b in rows]
+    actual = compute(text.format(k=kind), (kind, kind), kind, rows)
+    assert actual.tolist() == [wrap(INTEGERS[text](a, b, kind), kind) for a, b in rows]
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("s32", 32), ("u32", 32), ("s64", 64), ("u64", 64)])
@@ -102,25 +102,25 @@ def test_shifts_beyond_all_bits_fields_and_counts(kind, bits):
 
 def test_bytes_are_chosen_out_of_two_numbers():
     rows = [(0x83828100, 0x87860504, choice) for choice in (0x3210, 0x7654, 0x5410, 0x0FC9, 0x8BAF)]
-    found = compute("prmt.b32 {d}, {a}, {b}, {c}", ("u32",) * 3, "u32", rows)
-    assert found.tolist() == [0x83828100, 0x87860504, 0x05048100, 0x00FF00FF, 0x00FFFFFF]
+    actual = compute("prmt.b32 {d}, {a}, {b}, {c}", ("u32",) * 3, "u32", rows)
+    assert actual.tolist() == [0x83828100, 0x87860504, 0x05048100, 0x00FF00FF, 0x00FFFFFF]
 
 
 def test_wide_and_high_products():
     for kind, wide in (("s32", "s64"), ("u32", "u64")):
         rows = list(itertools.product(WHOLE[kind], repeat=2))
-        found = compute(f"mul.wide.{kind} {{d}}, {{a}}, {{b}}", (kind, kind), wide, rows)
-        assert found.tolist() == [a * b for a, b in rows]
-        found = compute(f"mul.hi.{kind} {{d}}, {{a}}, {{b}}", (kind, kind), kind, rows)
-        assert found.tolist() == [wrap(a * b >> 32, kind) for a, b in rows]
+        actual = compute(f"mul.wide.{kind} {{d}}, {{a}}, {{b}}", (kind, kind), wide, rows)
+        assert actual.tolist() == [a * b for a, b in rows]
+        actual = compute(f"mul.hi.{kind} {{d}}, {{a}}, {{b}}", (kind, kind), kind, rows)
+        assert actual.tolist() == [wrap(a * b >> 32, kind) for a, b in rows]
 
 
 def test_a_fused_product_is_rounded_once():
     rows = [(1 + 2**-12, 1 + 2**-12, -1.0), (3.0, 1 / 3, -1.0), (1e-3, 1e3, 7.0), (2.0**-70, 2.0**-70, 0.0)]
     rows = [tuple(float(np.float32(x)) for x in row) for row in rows]
-    found = compute("fma.rn.f32 {d}, {a}, {b}, {c}", ("f32",) * 3, "f32", rows)
+    actual = compute("fma.rn.f32 {d}, {a}, {b}, {c}", ("f32",) * 3, "f32", rows)
     exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in rows]
-    assert found.tolist() == [float(np.float32(float(e))) for e in exact]
+    assert actual.tolist() == [float(np.float32(float(e))) for e in exact]
 
 
 NAN = math.nan
@@ -134,8 +134,8 @@ COMPARED = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (NAN, 1.0), (1.0, NAN), (math.in
     ("nan", lambda a, b: a != a or b != b),
 ])  # fmt: skip
 def test_comparisons_of_numbers_that_are_missing(name, holds):
-    found = compute(f"setp.{name}.f32 {{d}}, {{a}}, {{b}}", ("f32", "f32"), "pred", COMPARED)
-    assert found.tolist() == [holds(a, b) for a, b in COMPARED]
+    actual = compute(f"setp.{name}.f32 {{d}}, {{a}}, {{b}}", ("f32", "f32"), "pred", COMPARED)
+    assert actual.tolist() == [holds(a, b) for a, b in COMPARED]
 
 
 def test_minima_drop_a_missing_number_or_keep_it():
@@ -144,8 +144,8 @@ def test_minima_drop_a_missing_number_or_keep_it():
     assert compute("max.bf16 {d}, {a}, {b}", ("u16", "u16"), "u16", [(0x3F80, 0x4000)]).tolist() == [0x4000]
     rows = [(0x3F80_BF80, 0x7FFF_4000), (0xC000_3F80, 0xBF80_7FFF)]  # 1 and -1, NaN and 2; -2 and 1, -1 and NaN
     assert compute("max.bf16x2 {d}, {a}, {b}", ("u32", "u32"), "u32", rows).tolist() == [0x3F80_4000, 0xBF80_3F80]
-    found = compute("max.NaN.bf16x2 {d}, {a}, {b}", ("u32", "u32"), "u32", rows)
-    assert found.tolist() == [0x7FFF_4000, 0xBF80_7FFF]
+    actual = compute("max.NaN.bf16x2 {d}, {a}, {b}", ("u32", "u32"), "u32", rows)
+    assert actual.tolist() == [0x7FFF_4000, 0xBF80_7FFF]
 
 
 HALVES = [1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 3.4e38, 1e-40, 65519.0, math.inf, -0.0]
@@ -154,11 +154,11 @@ HALVES = [1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 3.4e38, 1e-40, 65519.
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_sixteen_bits_round_to_the_nearest_and_ties_to_even(name, dtype):
     rows = [(a,) for a in HALVES]
-    wanted = torch.tensor(HALVES).to(dtype)
-    found = compute(f"cvt.rn.{name}.f32 {{d}}, {{a}}", ("f32",), "u16", rows)
-    assert found.tolist() == wanted.view(torch.uint16).tolist()
-    back = compute(f"cvt.f32.{name} {{d}}, {{a}}", ("u16",), "f32", [(bits,) for bits in found])
-    assert back.tolist() == wanted.float().tolist()
+    expected = torch.tensor(HALVES).to(dtype)
+    actual = compute(f"cvt.rn.{name}.f32 {{d}}, {{a}}", ("f32",), "u16", rows)
+    assert actual.tolist() == expected.view(torch.uint16).tolist()
+    back = compute(f"cvt.f32.{name} {{d}}, {{a}}", ("u16",), "f32", [(bits,) for bits in actual])
+    assert back.tolist() == expected.float().tolist()
     pairs = compute(f"cvt.rn.{name}x2.f32 {{d}}, {{a}}, {{b}}", ("f32", "f32"), "u32", [(1.0, -2.5)])
     high, low = torch.tensor([1.0, -2.5]).to(dtype).view(torch.uint16).tolist()
     assert pairs.tolist() == [high << 16 | low]
@@ -210,22 +210,22 @@ def test_product_of_a_warp_by_the_places_that_the_manual_gives():
          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r5, %r6}, "
          "{%f1, %f2, %f3, %f4};", "st.global.v4.b32 [%own3], {%f1, %f2, %f3, %f4};"],
         [left, right, fragments[1], out])  # fmt: skip
-    wanted = (a.double() @ b.double() + c).float()
+    expected = (a.double() @ b.double() + c).float()
     for lane, i in itertools.product(range(32), range(4)):
-        assert out[lane, i] == wanted[lane // 4 + (8 if i >= 2 else 0), 2 * (lane % 4) + (i & 1)]
+        assert out[lane, i] == expected[lane // 4 + (8 if i >= 2 else 0), 2 * (lane % 4) + (i & 1)]
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_matrices_between_shared_memory_and_registers(turned):
     """Thread l gets two neighbours of row l // 4, or of that column; what is stored back is what was loaded."""
-    matrix, found, back = torch.randperm(64).short(), torch.zeros(32, dtype=torch.int32), torch.zeros(64).short()
+    matrix, registers, back = torch.randperm(64).short(), torch.zeros(32, dtype=torch.int32), torch.zeros(64).short()
     trans = ".trans" if turned else ""
     run(["ld.global.b32 %r1, [%own0];", "st.shared.b32 [%at], %r1;", "and.b32 %r2, %me, 7;", "shl.b32 %r2, %r2, 4;",
          f"ldmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 {{%r3}}, [%r2];", "st.global.b32 [%own1], %r3;",
          f"stmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 [%r2 + 128], {{%r3}};", "ld.shared.b32 %r4, [%at + 128];",
-         "st.global.b32 [%own2], %r4;"], [matrix, found, back], shared=256)  # fmt: skip
+         "st.global.b32 [%own2], %r4;"], [matrix, registers, back], shared=256)  # fmt: skip
     square = matrix.view(8, 8).T if turned else matrix.view(8, 8)
-    assert torch.equal(found.view(torch.int16).view(8, 8), square.contiguous())
+    assert torch.equal(registers.view(torch.int16).view(8, 8), square.contiguous())
     assert torch.equal(back, matrix)
 
 

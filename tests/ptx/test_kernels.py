@@ -78,8 +78,8 @@ def write(dim=128, dtype=BF16, spare=0):
     slots = torch.randperm(64)[:19]
     slots[3], slots[4] = -1, 64
     expected = caches.clone().flatten(1, 2)
-    kept = (slots >= 0) & (slots < 64)
-    expected[:, slots[kept]] = torch.stack([key, value])[:, kept].to(BF16)
+    is_valid = (slots >= 0) & (slots < 64)
+    expected[:, slots[is_valid]] = torch.stack([key, value])[:, is_valid].to(BF16)
     triton_kernels.write_kv(key, value, *caches, slots)
     assert torch.equal(caches.flatten(1, 2), expected)
 
@@ -97,11 +97,11 @@ def sample(filtered, vocab=12304):
     if filtered:
         settings |= {"top_p": torch.tensor([0.9, 1.0, 0.7, 0.5, 1.0, 0.9, 1.0, 0.8])}
         settings |= {"top_k": torch.tensor([0, 50, 50, 40, 5000, 0, 0, 0])}
-    found, wanted = (
+    actual, expected = (
         rlkernels.sample_tokens(rows, draws, **settings, validate=False, backend=b) for b in ("triton", "torch")
     )
-    assert torch.equal(found[0], wanted[0])
-    torch.testing.assert_close(found[1], wanted[1], atol=2e-7, rtol=2e-7, equal_nan=True)
+    assert torch.equal(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1], atol=2e-7, rtol=2e-7, equal_nan=True)
 
 
 def score(vocab=4112):
@@ -129,8 +129,8 @@ def solve(gpu, shapes, dtypes=(BF16, BF16), passes=2):
         for matrix in pair:  # only the first of them is an argument
             gpu.pointer(matrix)
     start = torch.randn(shapes[0][1])
-    found = rlkernels.top1_deltas(pairs, starts={str(shapes[0]): start}, max_passes=passes, tol=1e-9, backend="triton")
-    for update, (weight, base) in zip(found.values(), pairs.values()):
+    actual = rlkernels.top1_deltas(pairs, starts={str(shapes[0]): start}, max_passes=passes, tol=1e-9, backend="triton")
+    for update, (weight, base) in zip(actual.values(), pairs.values()):
         u, s, v = exact(weight, base)
         assert math.isclose(update.sigma, s[0].item(), rel_tol=1e-5)
         assert angle(update.v, v[:, 0]) < 1e-2 and angle(update.u, u[:, 0]) < 1e-2
@@ -145,8 +145,8 @@ def update():
         u, v = torch.randint(-7, 8, (6,)) / 1024, torch.randint(-15, 16, (1030,)) / 64
         for stochastic in {torch.float16: [True], torch.float32: [False]}.get(dtype, [False, True]):
             options = {"stochastic_rounding": stochastic, "seed": 5}
-            wanted = rank1.add_rank1_(weight.clone(), u, v, 0.5, **options)
-            assert torch.equal(rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="triton", **options), wanted)
+            expected = rank1.add_rank1_(weight.clone(), u, v, 0.5, **options)
+            assert torch.equal(rlkernels.add_rank1_(weight.clone(), u, v, 0.5, backend="triton", **options), expected)
         product = rlkernels.delta_matvec(weight, weight.flip(0).contiguous(), v, backend="triton")
         gold = (weight.double() - weight.flip(0).double()) @ v.double()
         plain = rank1.delta_matvec(weight, weight.flip(0), v)
@@ -158,8 +158,8 @@ def warp(length=140, dims=1):
     x, y = torch.randint(0, 4, (3, length, dims)).float(), torch.randint(0, 4, (2, 9, dims)).float()
     lengths = {"x_lengths": torch.tensor([length, length - 40, 0]), "y_lengths": torch.tensor([9, 6])}
     ways: list[dict[str, Any]] = [{}, {"mode": "subsequence"}, {"band": 5}]
-    found, wanted = ([rlkernels.dtw(x, y, **lengths, **way, backend=b) for way in ways] for b in ("triton", "torch"))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    actual, expected = ([rlkernels.dtw(x, y, **lengths, **way, backend=b) for way in ways] for b in ("triton", "torch"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def tile(rows: int, warps: int, stages: int) -> dict[str, Any]:

@@ -92,12 +92,13 @@ def main(arch: int, most: int) -> None:
         for kind in KINDS:
             _, places = attempt(case, kind, 10**6, arch)
             chosen = sorted({i * places // most for i in range(most)}) if places else []
-            said = [attempt(case, kind, number, arch)[0] for number in chosen]
-            if said:
-                lost = [str(number) for number, what in zip(chosen, said) if what == "nothing"]
-                wrong = said.count("a wrong result")
-                print(f"| {case} | {kind} | {places} | {len(said)} | {len(said) - wrong - len(lost)} | {wrong} | "
-                      f"{', '.join(lost) or 'none'} |", flush=True)  # fmt: skip
+            verdicts = [attempt(case, kind, number, arch)[0] for number in chosen]
+            if verdicts:
+                lost = [str(number) for number, what in zip(chosen, verdicts) if what == "nothing"]
+                wrong = verdicts.count("a wrong result")
+                stopped = len(verdicts) - wrong - len(lost)
+                cells = case, kind, places, len(verdicts), stopped, wrong, ", ".join(lost) or "none"
+                print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def test_names_lines_and_comments_are_no_instructions():
 
 
 def test_variants_of_a_kernel_are_numbered():
-    found = collect([("k", triton(number=i)) for i in (1, 2, 1, 3, 2)] + [("other", triton(number=1))])
-    assert [*found] == ["k", "k 2", "k 3", "other"] and found["k"] == found["other"]
+    kernels = collect([("k", triton(number=i)) for i in (1, 2, 1, 3, 2)] + [("other", triton(number=1))])
+    assert [*kernels] == ["k", "k 2", "k 3", "other"] and kernels["k"] == kernels["other"]
 
 
 def cases_of(workload):
@@ -93,11 +93,11 @@ def cases_of(workload):
 def test_the_worker_of_a_proof_captures_what_it_launches():
     prover = Prover(torch.device("cpu"), Workload(), 600, "ptx.test_proof:cases_of", print)
     try:
-        found = prover.kernels("write_kv", "triton")
+        captured = prover.kernels("write_kv", "triton")
     finally:
         prover.worker.close()
-    kernels = {"_write_kernel": found["_write_kernel"]}
-    assert found == kernels and compile_timed(90, "write_kv", "triton") == {
+    kernels = {"_write_kernel": captured["_write_kernel"]}
+    assert captured == kernels and compile_timed(90, "write_kv", "triton") == {
         "kernels": kernels,
         "launches": 1,
         "waits": 0,
@@ -129,11 +129,11 @@ def test_every_op_of_a_record_is_counted():
 
 def test_counts_are_those_of_the_problem():
     """Of 40 tokens two rows of 128 bfloat16 numbers are read and written; slots of 8 bytes are read beside them."""
-    found = count(90, "write_kv", "triton")
-    assert [*found["ptxas"]] == [*found["instructions"]] == ["_write_kernel"]
-    slots = found["bytes"]["_write_kernel"] - 2 * 40 * 2 * 128 * 2
+    kernels = count(90, "write_kv", "triton")
+    assert [*kernels["ptxas"]] == [*kernels["instructions"]] == ["_write_kernel"]
+    slots = kernels["bytes"]["_write_kernel"] - 2 * 40 * 2 * 128 * 2
     assert slots % 8 == 0 and slots >= 40 * 8
-    assert found["ptxas"] == measure_timed(90, "write_kv", "triton")["ptxas"]
+    assert kernels["ptxas"] == measure_timed(90, "write_kv", "triton")["ptxas"]
 
 
 def test_a_wrong_result_is_named(monkeypatch):

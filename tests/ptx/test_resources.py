@@ -98,9 +98,9 @@ def launched(case: Case, arch: int) -> list[Launch]:
 def large(case: str, arch: int) -> list[Built]:
     """The large kernels that a case launches there."""
     builds = {id(launch.built): launch for launch in launched(CASES[case][0], arch)}
-    found = [measure(name, launch, arch) for launch in builds.values() if (name := named(launch))]
-    assert {kernel.name for kernel in found} == expected(case, arch)
-    return found
+    measurements = [measure(name, launch, arch) for launch in builds.values() if (name := named(launch))]
+    assert {kernel.name for kernel in measurements} == expected(case, arch)
+    return measurements
 
 
 def cuda_name(source: str, mangled: str) -> str:
@@ -115,13 +115,13 @@ def cuda_kernels(source: str, arch: int, warps: int) -> Iterator[Built]:
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", *NVCC_FLAGS, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", str(ROOT / "csrc/cuda" / source),
                    "-o", str(Path(folder) / "out.cubin")]  # fmt: skip
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    for part in said.split("Compiling entry function ")[1:]:
-        found = CUDA_PROPERTIES.search(part)
-        assert found, part
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for part in report.split("Compiling entry function ")[1:]:
+        match = CUDA_PROPERTIES.search(part)
+        assert match, part
         shared = re.search(r"(\d+) bytes smem", part)
         name = cuda_name(source, part.split("'")[1])
-        yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(found[2]), int(found[1]))
+        yield Built(name, arch, warps, int(shared[1]) if shared else 0, int(match[2]), int(match[1]))
 
 
 def table(rows: dict[str, list[Built]]) -> str:
@@ -259,9 +259,9 @@ def test_kernels_fit_other_cards(case, arch):
 def test_other_settings_compile(name, arch):
     """Odd heads and dtypes, a vocabulary of one token, rows that are not aligned."""
     case, kernel, stack, most_shared = OTHER_SETTINGS[name]
-    found = [measure(name, launch, arch) for launch in launches_of(kernel, launched(case, arch))]
-    assert found
-    for built in found:
+    measurements = [measure(name, launch, arch) for launch in launches_of(kernel, launched(case, arch))]
+    assert measurements
+    for built in measurements:
         assert built.stack_bytes <= stack[TARGETS.index(arch)] and built.shared_bytes <= most_shared, built
         # a block of rows arrives by asynchronous copies to shared memory: had the loads not been seen to be
         # aligned, none
@@ -287,8 +287,10 @@ def test_rows_fit_gpus_with_little_shared_memory(dtypes, wide):
 def test_cuda_kernels_keep_their_rows_in_registers(arch):
     if shutil.which("nvcc") is None:
         lacks("nvcc")
-    found = list(cuda_kernels("dtw.cu", arch, warps=4))
-    assert len(found) == 14 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in found), found
+    measurements = list(cuda_kernels("dtw.cu", arch, warps=4))
+    assert len(measurements) == 14 and all(kernel.blocks >= 5 and kernel.stack_bytes == 0 for kernel in measurements), (
+        measurements
+    )
 
 
 def main() -> None:

@@ -68,8 +68,8 @@ def test_real_kernels_are_right_and_repeat(op):
     assert candidates.keys() == {"cpu", "triton"}
     for entry in candidates.values():
         assert not entry["reason"] or "times as long" in entry["reason"]
-        for found in entry["cases"].values():
-            assert found["interval"][0] <= found["ratio"] <= found["interval"][1]
+        for result in entry["cases"].values():
+            assert result["interval"][0] <= result["ratio"] <= result["interval"][1]
     assert sum("right, twice the same bits" in line for line in lines) == 2 * 2
     assert not list(verdicts.folder().glob("*")), "a dry run stores nothing"
 
@@ -260,8 +260,8 @@ def test_two_processes_write_at_once(monkeypatch):
         seen += len(verdicts.load("dtw", 0))  # a file that was half-written would be none
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0] and seen > 0
-    (found,) = verdicts.load("dtw", 0)
-    assert verdicts.summary(found) in ("a: 59", "b: 59") and len(list(verdicts.folder().iterdir())) == 1
+    (stored_verdict,) = verdicts.load("dtw", 0)
+    assert verdicts.summary(stored_verdict) in ("a: 59", "b: 59") and len(list(verdicts.folder().iterdir())) == 1
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_choice_of_the_run_that_cannot_work_is_told():
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_regime_has_a_verdict_of_its_own_or_that_of_the_op(monkeypatch):
+def test_a_regime_has_a_stored_verdictof_its_own_or_that_of_the_op(monkeypatch):
     regime = f"{OP}/many"
     monkeypatch.setitem(OPS, regime, OPS[OP])
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton"}})
@@ -420,7 +420,7 @@ def test_the_library_says_once_what_to_run_and_never_proves():
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_what_a_verdict_names_must_run_here(monkeypatch):
+def test_what_a_stored_verdictnames_must_run_here(monkeypatch):
     verdicts.store(verdict(), 0)
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: "triton is not installed")
     assert choice() == ("torch", "default")
@@ -440,13 +440,13 @@ def test_a_compiled_function_takes_the_verdict(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
+def test_what_has_a_stored_verdictis_not_proved_again(monkeypatch):
     workload = Workload().digest()
     verdicts.store(verdict(workload=workload), 0)
     made = []
     monkeypatch.setattr(proof.Prover, "prove_op", lambda self, op: made.append(op) or verdict(op, "torch", workload))
-    found = proof.prove([OP, "dtw"], say=str)["verdicts"]
-    assert made == ["dtw"] and found[OP]["backend"] == "triton" and found["dtw"]["backend"] == "torch"
+    results = proof.prove([OP, "dtw"], say=str)["verdicts"]
+    assert made == ["dtw"] and results[OP]["backend"] == "triton" and results["dtw"]["backend"] == "torch"
     assert backend.choose("dtw", CUDA) == "torch" and backend.choose(OP, CUDA) == "triton"
     assert proof.prove([OP], say=str, again=True)["verdicts"][OP]["backend"] == "torch"
     with pytest.raises(ValueError, match="the index of device must be between 0 and 0, got 7"):
@@ -574,7 +574,7 @@ def test_runs_must_repeat_to_the_bit():
 
 
 def test_backends_are_timed_in_turns_and_wrong_ones_are_not():
-    order, said = [], []
+    order, messages = [], []
 
     def call(backend):
         order.append(backend)
@@ -585,11 +585,11 @@ def test_backends_are_timed_in_turns_and_wrong_ones_are_not():
     switches = sum(a != b for a, b in itertools.pairwise(order))
     assert switches >= 2 * MIN_ROUNDS + 1  # once each to find how often a sample calls, then the rounds
     case = attention.Case("merge_attention", "planted", lambda device: Problem(call), timed=True)
-    answer = run_timing(case, ["cuda", "triton"], CPU, 0.0, said.append)
+    answer = run_timing(case, ["cuda", "triton"], CPU, 0.0, messages.append)
     assert answer["judged"]["cuda"]["right"] and not answer["judged"]["triton"]["right"]
     assert answer["times"].keys() == {"cuda", "torch"}
-    assert [message["begin"] for message in said[:4]] == ["torch", "cuda", "triton", ""]
-    assert said[4:] == [{"round": number} for number in range(MIN_ROUNDS)]
+    assert [message["begin"] for message in messages[:4]] == ["torch", "cuda", "triton", ""]
+    assert messages[4:] == [{"round": number} for number in range(MIN_ROUNDS)]
 
 
 def test_caches_hold_nan_wherever_no_kernel_may_read():

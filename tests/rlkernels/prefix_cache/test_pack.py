@@ -26,7 +26,7 @@ def test_each_scored_token_is_predicted_from_all_before_it(levels, sequences, da
              for n in map(len, sequences)]  # fmt: skip
     lens = [data.draw(st.integers(0, len(row) + 1)) for row in sequences]
     packed = pack(sequences, flags, prefix_lens=lens if levels == "two" else None)
-    scored = [(row, t) for row, own in zip(sequences, flags) for t, flag in enumerate(own) if flag]
+    scored = [(row, t) for row, row_flags in zip(sequences, flags) for t, flag in enumerate(row_flags) if flag]
     assert len(packed.pairs) == len(scored)
     for (row, t), pair in zip(scored, packed.pairs.tolist()):
         assert packed.targets[pair] == row[t] and seen_by(packed.layout, int(packed.rows[pair])) == row[:t]

@@ -23,14 +23,14 @@ on_cpu = partial(attend, backend="cpu")
 
 
 @st.composite
-def sequences(draw, longest=12, most=12):
+def sequence_lists(draw, longest=12, most=12):
     """Token sequences that go on from a place in an earlier one: equal, empty, one the beginning of another."""
     tokens = st.lists(st.integers(0, draw(st.sampled_from([0, 1, 60_000]))), max_size=longest)
-    found = [draw(tokens)]
+    sequences = [draw(tokens)]
     for _ in range(draw(st.integers(0, most - 1))):
-        base = draw(st.sampled_from(found))
-        found.append(base[: draw(st.integers(0, len(base)))] + draw(tokens))
-    return found[draw(st.integers(0, 1)) :]  # without the first, perhaps without any
+        base = draw(st.sampled_from(sequences))
+        sequences.append(base[: draw(st.integers(0, len(base)))] + draw(tokens))
+    return sequences[draw(st.integers(0, 1)) :]  # without the first, perhaps without any
 
 
 def numbered(*lengths):
@@ -61,16 +61,16 @@ def tensors_for(layout, heads=4, kv_heads=2, dim=32, dtype=torch.float32):
     return [torch.randn(layout.num_tokens, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
 
 
-@given(sequences())
+@given(sequence_lists())
 @settings(deadline=None)
-def test_the_layout_is_the_trie(found):
-    layout = TreeLayout.from_sequences(found)
-    trie = {tuple(s[: i + 1]) for s in found for i in range(len(s))}
+def test_the_layout_is_the_trie(sequences):
+    layout = TreeLayout.from_sequences(sequences)
+    trie = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
     children = Counter(tokens[:-1] for tokens in trie)
     assert layout.num_tokens == len(trie) == len(layout.ids)
     assert len(layout.nodes) == sum(len(tokens) == 1 or children[tokens[:-1]] > 1 for tokens in trie)
     place = torch.arange(layout.num_tokens)
-    for tokens, places in zip(found, layout.places, strict=True):
+    for tokens, places in zip(sequences, layout.places, strict=True):
         assert layout.ids[places].tolist() == tokens
         assert layout.position_ids[places].tolist() == [*range(len(tokens))]
         if tokens:  # its last token sees it and nothing else
@@ -82,7 +82,7 @@ def test_the_layout_is_the_trie(found):
         above = [i for s in path for i in range(s.start, s.stop)]
         assert above == ((place < start) & (start < layout.end)).nonzero().flatten().tolist()
         assert all(a.stop < b.start for a, b in pairwise(path)), "neighbouring stretches are one"
-    assert TreeLayout.from_sequences(reversed(found)).nodes.equal(layout.nodes), "the order given does not matter"
+    assert TreeLayout.from_sequences(reversed(sequences)).nodes.equal(layout.nodes), "the order given does not matter"
 
 
 def test_tokens_as_lists_arrays_and_tensors():
@@ -123,27 +123,27 @@ def test_two_levels_are_a_tree():
         torch.testing.assert_close((out, lse), attend_by_mask(query, key, value, tree, 0.3))
 
 
-@given(sequences())
+@given(sequence_lists())
 @settings(max_examples=30, deadline=None)
-def test_the_reference_is_attention_by_a_mask(found):
-    layout = TreeLayout.from_sequences(found)
+def test_the_reference_is_attention_by_a_mask(sequences):
+    layout = TreeLayout.from_sequences(sequences)
     *tensors, grad = (torch.randn(layout.num_tokens, h, 3, dtype=torch.float64) for h in (4, 2, 2, 4))
-    wanted = with_gradients(partial(attend_by_mask, layout=layout, scale=0.3), tensors, grad, grad[..., 0])
+    expected = with_gradients(partial(attend_by_mask, layout=layout, scale=0.3), tensors, grad, grad[..., 0])
     ours = with_gradients(partial(attend, layout=layout, scale=0.3), tensors, grad, grad[..., 0])
-    torch.testing.assert_close(ours, wanted)
-    torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3), wanted[0])
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3), expected[0])
 
 
-@given(sequences(), st.integers(1, 14), st.sampled_from([None, 0.5]))
+@given(sequence_lists(), st.integers(1, 14), st.sampled_from([None, 0.5]))
 @settings(max_examples=30, deadline=None)
-def test_the_reference_with_a_window_and_a_soft_cap(found, window, softcap):
-    layout = TreeLayout.from_sequences(found)
+def test_the_reference_with_a_window_and_a_soft_cap(sequences, window, softcap):
+    layout = TreeLayout.from_sequences(sequences)
     *tensors, grad = (torch.randn(layout.num_tokens, h, 3, dtype=torch.float64) for h in (4, 2, 2, 4))
     options = {"layout": layout, "scale": 0.3, "window": window, "softcap": softcap}
-    wanted = with_gradients(partial(attend_by_mask, **options), tensors, grad, grad[..., 0])
-    torch.testing.assert_close(with_gradients(partial(attend, **options), tensors, grad, grad[..., 0]), wanted)
+    expected = with_gradients(partial(attend_by_mask, **options), tensors, grad, grad[..., 0])
+    torch.testing.assert_close(with_gradients(partial(attend, **options), tensors, grad, grad[..., 0]), expected)
     if softcap is None:
-        torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3, window), wanted[0])
+        torch.testing.assert_close(reference.tree_attention_by_sdpa(*tensors, layout, 0.3, window), expected[0])
     for seen, whole in zip(layout.seen_by_nodes(window), layout.seen_by_nodes(), strict=True):
         above = [i for s in whole[:-1] for i in range(s.start, s.stop)]
         assert [i for s in seen[:-1] for i in range(s.start, s.stop)] == above[max(len(above) - window + 1, 0) :]
@@ -156,23 +156,23 @@ def test_gradients_of_float64_by_differences(options):
     assert torch.autograd.gradcheck(partial(attend, layout=layout, scale=0.7, **options), leaves)
 
 
-@given(sequences(longest=90), st.sampled_from([(4, 2, 32), (3, 3, 20), (7, 1, 16)]), st.sampled_from(DTYPES))
+@given(sequence_lists(longest=90), st.sampled_from([(4, 2, 32), (3, 3, 20), (7, 1, 16)]), st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
-def test_equals_attention_by_a_mask(found, heads, dtype):
+def test_equals_attention_by_a_mask(sequences, heads, dtype):
     if rlkernels.backend.extension_error():
         lacks("the compiled extension")
-    layout = TreeLayout.from_sequences(found)
+    layout = TreeLayout.from_sequences(sequences)
     if layout.num_tokens:
         for _ in every_isa():
             check_tree(on_cpu, layout, *heads, dtype)
 
 
-@given(sequences(longest=90), st.integers(1, 150), st.sampled_from([None, 2.0, 50.0]), st.sampled_from(DTYPES))
+@given(sequence_lists(longest=90), st.integers(1, 150), st.sampled_from([None, 2.0, 50.0]), st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
-def test_windows_and_soft_caps(found, window, softcap, dtype):
+def test_windows_and_soft_caps(sequences, window, softcap, dtype):
     if rlkernels.backend.extension_error():
         lacks("the compiled extension")
-    layout = TreeLayout.from_sequences(found)
+    layout = TreeLayout.from_sequences(sequences)
     if layout.num_tokens:
         for _ in every_isa():
             check_tree(on_cpu, layout, 4, 2, 32, dtype, size=2, window=window, softcap=softcap)
@@ -205,8 +205,8 @@ def test_a_gradient_from_one_of_the_outputs_alone(compiled, outs):
         return [x for x, is_used in zip(function(query, key, value, **settings), outs) if is_used]
 
     grads = [g for g, is_used in zip((grad, grad[..., 0]), outs) if is_used]
-    ours, wanted = (with_gradients(partial(used, f), inputs, *grads) for f in (on_cpu, attend_by_mask))
-    torch.testing.assert_close(ours, wanted)
+    ours, expected = (with_gradients(partial(used, f), inputs, *grads) for f in (on_cpu, attend_by_mask))
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -216,23 +216,23 @@ def test_a_gradient_from_one_of_the_outputs_alone(compiled, outs):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packing_changes_no_bit(cpu_isa, shape, heads, options, dtype):
     """Also not that of what is NaN or infinite."""
-    found = grown(shape)
-    layout = TreeLayout.from_sequences(found)
+    sequences = grown(shape)
+    layout = TreeLayout.from_sequences(sequences)
     tensors = tensors_for(layout, *heads, dtype)
     attend = partial(rlkernels.tree_attention, return_lse=True, **options)
     together = attend(*tensors, layout, scale=0.2)
-    step = max(len(found) // 8, 1)
-    for tokens, places in zip(found[::step], layout.places[::step]):
+    step = max(len(sequences) // 8, 1)
+    for tokens, places in zip(sequences[::step], layout.places[::step]):
         alone = TreeLayout.from_sequences([tokens])
-        own = attend(*(t[places] for t in tensors), alone, scale=0.2)
-        assert all(torch.equal(a[places], b) for a, b in zip(together, own, strict=True))
+        separate = attend(*(t[places] for t in tensors), alone, scale=0.2)
+        assert all(torch.equal(a[places], b) for a, b in zip(together, separate, strict=True))
         others = torch.ones(layout.num_tokens, dtype=torch.bool)
         others[places] = False
         poisoned = [t.clone() for t in tensors]
         for t, poison in zip(poisoned, (torch.nan, torch.inf, torch.nan)):
             t[others] = poison
-        beside = attend(*poisoned, layout, scale=0.2)
-        assert all(torch.equal(a[places], b) for a, b in zip(beside, own, strict=True))
+        beside_nan = attend(*poisoned, layout, scale=0.2)
+        assert all(torch.equal(a[places], b) for a, b in zip(beside_nan, separate, strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
@@ -241,13 +241,13 @@ def test_threads_change_no_bit(compiled, set_threads, kv_heads):
     prompts = [[*range(300), *prompt] for prompt in numbered(*[60] * 4)]
     layout = TreeLayout.from_sequences([p + a for p in prompts for a in numbered(*[70] * 3)])
     *tensors, grad = (torch.randn(layout.num_tokens, h, 32) for h in (6, kv_heads, kv_heads, 6))
-    found = []
+    outputs = []
     for threads in (1, 2, 5):
         set_threads(threads)
         both = [partial(attend, layout=layout, scale=0.3, window=window) for window in (None, 90)]
-        found.append([x for one in both for x in with_gradients(one, tensors, grad, grad[..., 0])])
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+        outputs.append([x for one in both for x in with_gradients(one, tensors, grad, grad[..., 0])])
+    for other in outputs[1:]:
+        assert all(map(torch.equal, outputs[0], other))
 
 
 def test_of_nothing_comes_nothing_and_views_are_welcome():
@@ -296,11 +296,11 @@ def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
         rlkernels.tree_attention(*tensors_for(layout), layout, scale=0.3, window=2, backend="torch")
     assert called.call_count == 10 and all(call.kwargs["attn_mask"] is not None for call in called.mock_calls[5:])
     query, key, value = (t.requires_grad_() for t in tensors_for(layout))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+    saved_shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_shapes.append(t.shape) or t, lambda t: t):
         out = rlkernels.tree_attention(query, key, value, layout, scale=0.3, softcap=2.0, backend="torch")
-    assert kept and all(len(shape) < 2 or shape[-1] == 32 for shape in kept), "no score [Hq, q, k]"
-    wanted = torch.autograd.grad(
+    assert saved_shapes and all(len(shape) < 2 or shape[-1] == 32 for shape in saved_shapes), "no score [Hq, q, k]"
+    expected = torch.autograd.grad(
         attend_by_mask(query, key, value, layout, 0.3, softcap=2.0)[0].sum(), [query, key, value]
     )
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), [query, key, value]), wanted)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), [query, key, value]), expected)
