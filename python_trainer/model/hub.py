@@ -1,4 +1,4 @@
-"""Finds models and data sets: shipped with the package, in a folder, or on the Hugging Face Hub."""
+"""Find models and data sets: shipped with the package, in a folder, or on the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""The files of a run, and what they hold."""
+"""The files of a run, what they hold, and the callbacks that follow it."""
