@@ -1,4 +1,4 @@
-"""Builds ``rlkernels._C``: torch ops and host data structures from ``csrc``.
+"""Build ``rlkernels._C``: torch ops and host data structures from ``csrc``.
 
 Everything about flags lives here. The sources fall into three groups:
 
@@ -163,7 +163,7 @@ def cuda_jobs(out: Path, nvcc: str) -> list[tuple[Path, Path, list[str]]]:
 
 
 class BuildKernels(BuildExtension):
-    """Compiles the per-ISA and CUDA objects, then lets torch build and link the rest."""
+    """Compile the per-ISA and CUDA objects, then let torch build and link the rest."""
 
     def build_extensions(self):
         out = Path(self.build_temp).resolve() / "kernels"
@@ -180,7 +180,7 @@ class BuildKernels(BuildExtension):
 
 
 class CheckCuda(Command):
-    """Compiles every CUDA source with plain nvcc; needs no GPU and no CUDA build of torch."""
+    """Compile every CUDA source with plain nvcc; needs no GPU and no CUDA build of torch."""
 
     description = "compile the CUDA sources with nvcc as a check"
     user_options: ClassVar = [("out=", None, "folder for the objects")]

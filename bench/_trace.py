@@ -26,7 +26,7 @@ class RecorderSettings(AcceleratorSettings):
 
 
 class Recorder(Accelerator):
-    """Collects every rollout and changes nothing."""
+    """Collect every rollout and change nothing."""
 
     def __init__(self) -> None:
         super().__init__(RecorderSettings())

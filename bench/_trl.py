@@ -32,7 +32,7 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, c
     from trl import GRPOConfig, GRPOTrainer
 
     class SameWarmUp(TrainerCallback):
-        """Gives the first step the learning rate of one warm-up step, not 0."""
+        """Give the first step the learning rate of one warm-up step, not 0."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings():
@@ -83,7 +83,7 @@ class Step:
 
 
 class Meter(Callback):
-    """Makes each training step a turn, and reports it as a :class:`Step`."""
+    """Make each training step a turn, and report it as a :class:`Step`."""
 
     def __init__(self, turns: Turns):
         self.turns = turns

@@ -38,7 +38,7 @@ PROMPTS, PROMPT_TOKENS, NUM_GENERATIONS = 32, 128, 8  # of decoding: 256 sequenc
 
 
 class NoKernel:
-    """Stands in for a kernel and does nothing."""
+    """Stand in for a kernel and do nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self.launch

@@ -61,7 +61,7 @@ def model() -> Qwen2ForCausalLM:
 
 
 class Lengths(StoppingCriteria):
-    """Ends every row at its length."""
+    """End every row at its length."""
 
     def __init__(self, start: int, lengths: list[int]):
         self.lengths = torch.tensor(lengths) + start

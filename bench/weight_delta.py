@@ -64,7 +64,7 @@ def index_and_value(new: Weights, old: Weights) -> dict[str, tuple[torch.Tensor,
 
 
 class Sender:
-    """Sends the weights of every step in all ways, in one dtype, and records the figures of each."""
+    """Send the weights of every step in all ways, in one dtype, and record the figures of each."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

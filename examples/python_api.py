@@ -52,7 +52,7 @@ class CheerfulSettings(AcceleratorSettings):
 
 
 class Watch(Callback):
-    """Prints an answer of every step, and what evaluations find."""
+    """Print an answer of every step, and the results of evaluations."""
 
     def on_rollouts(self, trainer, step, rollouts):
         best = max(rollouts, key=lambda rollout: rollout.reward)

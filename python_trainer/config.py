@@ -250,7 +250,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Refuses a duplicate key, of which PyYAML keeps the last.
+    """Refuse a duplicate key, of which PyYAML keeps the last.
 
     It also refuses aliases that make a short file a huge one, or a section that holds itself.
     """

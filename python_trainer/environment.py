@@ -27,7 +27,7 @@ class Environment:
         return example.prompt
 
     def step(self, text: str) -> tuple[str | Messages, float, bool]:
-        """Reply to a turn of the policy -> the reply, a reward, and whether the episode is over.
+        """Return the reply to a turn of the policy, a reward, and whether the episode is over.
 
         The reply stands in the answer as it is. In a chat, text is a message of the user, and messages (of a tool, for
         example) go through the tokenizer's template. The rewards of an episode add up.

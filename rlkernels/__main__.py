@@ -11,7 +11,7 @@ from rlkernels._text import escape_controls
 
 
 def show_info(args: argparse.Namespace) -> int:
-    """Prints what :func:`rlkernels.info` returns -> exit code."""
+    """Print what :func:`rlkernels.info` returns; return the exit code."""
     from rlkernels._info import info, print_info
 
     print(json.dumps(info(), indent=2)) if args.json else print_info()
@@ -19,7 +19,7 @@ def show_info(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code, 2 after an error."""
+    """Run the command line and return its exit code, 2 after an error."""
     if problem := folder_problem():
         print(f"rlkernels: {problem}", file=sys.stderr)
         return 2

@@ -107,7 +107,7 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
 
 @pytest.mark.slow
 def test_wheel_with_the_extension(tmp_path):
-    """Links the objects of the last build, so it takes seconds only where the extension was built in place."""
+    """Link the objects of the last build, so it takes seconds only where the extension was built in place."""
     if rlkernels.backend.extension_error() or not list(ROOT.glob("build/temp*")):
         lacks("an extension built in place")
     path = wheel(tmp_path)

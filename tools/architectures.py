@@ -1,4 +1,4 @@
-"""Tells which decoders of Transformers run on our attention, and why the others do not.
+"""Tell which decoders of Transformers run on our attention, and why the others do not.
 
     python tools/architectures.py > docs/architectures.md
 

@@ -48,7 +48,7 @@ def public_modules() -> list[str]:
 
 
 def importable(names: Iterable[str]) -> list[str]:
-    """Leaves out the integrations whose library is not installed, and names them."""
+    """Leave out the integrations whose library is not installed, and name them."""
     found = []
     for name in names:
         try:
@@ -60,7 +60,7 @@ def importable(names: Iterable[str]) -> list[str]:
 
 
 def published(path: Path) -> str | None:
-    """Returns where a file of the repository stands in the site; None: it is not part of it."""
+    """Return where a file of the repository stands in the site; None: it is not part of it."""
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
     if name in TOP:
         return TOP[name]
@@ -87,7 +87,7 @@ def rewrite_links(text: str, page: Path) -> str:
 
 
 def write_pages() -> None:
-    """Copies all pages with their pictures to the folder that mkdocs reads."""
+    """Copy all pages with their pictures to the folder that mkdocs reads."""
     shutil.rmtree(SOURCES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCES)
     for page in [*(ROOT / name for name in TOP), *(ROOT / "docs").glob("*.md")]:
@@ -97,7 +97,7 @@ def write_pages() -> None:
 
 
 def write_settings() -> None:
-    """Writes the list of settings, a table a section."""
+    """Write the list of settings, a table a section."""
     from python_trainer.config import describe_settings
 
     lines, section = ["# Settings", "", "`python -m python_trainer train --help-settings` prints this list."], None
@@ -112,7 +112,7 @@ def write_settings() -> None:
 
 
 def write_api() -> None:
-    """Writes a page of references for each public module, and their list."""
+    """Write a page of references for each public module, and their list."""
     folder = SOURCES / "api"
     folder.mkdir()
     rows = ["# API", ""]
@@ -129,7 +129,7 @@ def write_api() -> None:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Makes plain names of Sphinx's roles in docstrings; mkdocs calls it as a hook."""
+    """Make plain names of Sphinx's roles in docstrings; mkdocs calls it as a hook."""
     html = re.sub(r":(?:func|class|meth|mod|attr|data):(?=<code>)", "", html)
     return re.sub(r"<code>~(?:\w+\.)*(\w+)</code>", r"<code>\1</code>", html)
 

@@ -1,4 +1,4 @@
-"""Makes the wheels of dist/, for machines without a compiler: ``make wheel``.
+"""Make the wheels of dist/, for machines without a compiler: ``make wheel``.
 
 One has the compiled CPU code. Torch's C++ interface changes between minor versions, so it asks for the torch and the
 Python that it was built with, and claims no other. Torch's own libraries, and the OpenMP that comes with torch, are not
@@ -41,7 +41,7 @@ def pin(wheel: Path, torch_version: str, python: str) -> Path:
 
 
 def repair(wheel: Path, dist: Path) -> None:
-    """Puts the wheel with its true tag into ``dist``."""
+    """Put the wheel with its true tag into ``dist``."""
     excluded = [word for name in OF_TORCH for word in ("--exclude", name)]
     run("-m", "auditwheel", "repair", *excluded, "--wheel-dir", dist, wheel)
 

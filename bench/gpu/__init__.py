@@ -1,1 +1,1 @@
-"""Builds, checks and times everything on a GPU: ``python -m bench.gpu``. See bench/gpu/README.md."""
+"""Build, check and time everything on a GPU: ``python -m bench.gpu``. See bench/gpu/README.md."""

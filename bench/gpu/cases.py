@@ -28,7 +28,7 @@ SANITIZED = {
 
 
 def cross_entropy(rows: int, vocab: int, width: int, dtype: torch.dtype, on: torch.device) -> Problem:
-    """Minus the sum of all log-probabilities from hidden states, and its gradients: what others have kernels for."""
+    """Compute minus the sum of all log-probabilities from hidden states, and its gradients, as rivals do."""
     hidden, weight = torch.randn(rows, width, device=on), torch.randn(vocab, width, device=on) * 3 / width**0.5
     inputs, ids = (hidden.to(dtype), weight.to(dtype)), torch.randint(0, vocab, (rows,), device=on)
 
@@ -133,7 +133,7 @@ CASES = [*LARGE, *CHECKED]
 
 
 def rivals_of(case: Case, problem: Problem) -> rivals.Rivals:
-    """Others that compute the same on the same inputs."""
+    """Return rivals that compute the same on the same inputs."""
     given = problem.inputs
     if case.op in ("paged_attention", "shared_prefix_attention"):
         return rivals.paged(given) if given else {}

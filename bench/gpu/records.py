@@ -125,7 +125,7 @@ def changed_kernels(kernels: Kernels, recorded: Kernels) -> list[str]:
 
 
 class Check:
-    """Checks whether records are valid. Compiles and counts each kernel once."""
+    """Check whether records are valid; compile and count each kernel once."""
 
     def __init__(self, make: type[Compilers] = Compilers):
         self.make = make

@@ -1,4 +1,4 @@
-"""Others that compute the same: fast paths of torch, FlashInfer, flash-attn, Liger and TRL, where installed.
+"""Rivals that compute the same: fast paths of torch, FlashInfer, flash-attn, Liger and TRL, where installed.
 
 Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it, packed tokens too where
 a prefix is repeated; the copies are timed on their own.

@@ -203,7 +203,7 @@ class Session:
         self.journal.add("stage", stage=stage.name, took_s=round(time.monotonic() - start, 1))
 
     def wait_for_build(self) -> None:
-        """Waits while there is time for it; a worker that began without the extension starts anew."""
+        """Wait while there is time for it; start a worker anew that began without the extension."""
         until = min(self.build_end, self.end - LEAST_S)
         if self.build and self.build.done(max(until - time.monotonic(), 0.0)):
             self.journal.add("build", **self.build.found)
@@ -327,7 +327,7 @@ class Session:
             self.finish(job)
 
     def close(self, jobs: Sequence[Message], lost: str) -> int:
-        """Notes what is left, and prints what it came to -> exit code."""
+        """Note what is left, print the outcome, and return the exit code."""
         left = [name_of(job) for job in jobs if not self.journal.done(name_of(job))]
         failed = [failure(e) for e in self.journal.entries if e.get("ok") is False and e["kind"] != "build"]
         failed += ["build"] if self.journal.last("build").get("ok") is False else []

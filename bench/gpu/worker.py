@@ -1,4 +1,4 @@
-"""Times large cases, models and updates, in a process of its own: a kernel that goes astray takes its process with it.
+"""Time large cases, models and updates, in a process of its own: a kernel that goes astray takes its process with it.
 
 Its argument is ``module:function`` that gives the cases; :class:`rlkernels.proof.process.Worker` speaks to it.
 """

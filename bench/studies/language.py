@@ -82,7 +82,7 @@ def take_supervised_steps(work: Path, name: str, config: str, settings: Sequence
 
 
 class SampledFirst(Accelerator):
-    """Trains on right answers of the first policy before the first step, as ``rhyme`` does on those of another run."""
+    """Train on right answers of the first policy before the first step, as ``rhyme`` does on those of another run."""
 
     name = "sampled first"
     enabled = False  # so that checkpoints do not require it

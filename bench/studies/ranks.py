@@ -38,7 +38,7 @@ Change = Callable[[str, Tensor], Tensor]  # name and trained weight -> the weigh
 
 
 class SnapshotWriter(Callback):
-    """Writes the weights before the first step and after every fifth step to RUN/snapshots."""
+    """Write the weights before the first step and after every fifth step to RUN/snapshots."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if step == 0:

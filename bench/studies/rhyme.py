@@ -37,7 +37,7 @@ def prepare(work: Path) -> None:
 
 
 class Oracle(GroupSampler):
-    """Draws random sets of stored answers, tries the step with each, and keeps the set with the best accuracy."""
+    """Draw random sets of stored answers, try the step with each, and keep the set with the best accuracy."""
 
     def __init__(self, trainer: Trainer, sampler: GroupSampler):
         super().__init__(sampler.settings, sampler.retrodictor)

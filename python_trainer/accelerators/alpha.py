@@ -49,7 +49,7 @@ def find_places(run: RunContext) -> dict[str, list[torch.Tensor]]:
 
 
 class Alpha(Accelerator):
-    """Tracks the weights of a run, and extrapolates them when that is due."""
+    """Track the weights of a run, and extrapolate them when that is due."""
 
     settings: AlphaSettings
 

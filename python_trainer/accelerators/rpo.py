@@ -29,7 +29,7 @@ def is_complete(rollout: Rollout) -> bool:
 
 
 class RPO(Accelerator):
-    """Gives groups a prefix from the memory of answers, and fills the memory."""
+    """Give groups a prefix from the memory of answers, and fill the memory."""
 
     settings: RPOSettings
 

@@ -21,7 +21,7 @@ from rlkernels._text import escape_controls
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors on the first process of a host before others end it."""
+    """Report errors on the first process of a host before others end it."""
 
     def error(self, message: str) -> NoReturn:
         wait_for_first_rank()

@@ -11,7 +11,7 @@ from python_trainer.rollout.ordering import divide
 
 
 class RankedEngine(WrappedEngine):
-    """Generates with ``policy.inference_model``, and syncs that when the policy has been updated.
+    """Generate with ``policy.inference_model``, and sync that when the policy has been updated.
 
     Each rank answers a part of the requests, of equal expected work where ``lengths`` are known, or rank 0 all of them
     (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend on who

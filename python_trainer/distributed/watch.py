@@ -19,7 +19,7 @@ def print_note(text: str) -> None:
 
 
 class Watch:
-    """Prints a line a minute that names a stopped rank, or a rank that others wait for in a collective.
+    """Print a line a minute that names a stopped rank, or a rank that others wait for in a collective.
 
     A sign of life is a growing number, and the count of collectives that the rank has entered. A rank without a new
     sign is stopped. This thread counts time in its own turns, so that a stopped rank accuses nobody when it goes on.

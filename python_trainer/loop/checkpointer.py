@@ -95,7 +95,7 @@ def check_saved(path: Path, saved: Any) -> SavedRun:
 
 
 class Checkpointer:
-    """Saves and restores everything that a run's next step depends on.
+    """Save and restore everything that a run's next step depends on.
 
     It first finds the newest checkpoint that is not damaged, and writes nothing. :meth:`restore` takes the other parts
     of the run, after they are made.

@@ -7,7 +7,7 @@ from python_trainer.rollout.settings import RolloutConfig
 
 
 class StepSampler:
-    """Collects the rollouts of a step, round by round, until there are enough.
+    """Collect the rollouts of a step, round by round, until there are enough.
 
     Without ``rollout.dynamic_sampling`` one round is enough. With it, rounds go on until ``prompts_per_step`` groups
     have a spread, or ``max_sampling_rounds`` are over. A group has a spread if its answers are neither all right nor

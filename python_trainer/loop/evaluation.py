@@ -48,7 +48,7 @@ def metrics_of(scores: Scores, sampling: EvaluationConfig, prompts: int | None =
 
 
 class Evaluator:
-    """Evaluates a policy on the test split of its task and on more test sets, always with the same noise.
+    """Evaluate a policy on the test split of its task and on more test sets, always with the same noise.
 
     Evaluations during training answer the first ``eval_limit_during`` prompts of each set, the first and the last
     evaluation all. Metrics ``eval/`` cover the prompts that every evaluation answers: these are compared. Metrics

@@ -24,7 +24,7 @@ from python_trainer.model.weights import load_weights
 
 
 class Learner:
-    """Owns the weights that training changes, and updates them.
+    """Own the weights that training changes, and update them.
 
     Args:
         config: all settings, with the engine chosen; log-probabilities use the temperature of the sampler.

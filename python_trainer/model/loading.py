@@ -187,7 +187,7 @@ def recurrent_layers(config: ModelConfig) -> list[str]:
 
 @contextmanager
 def _described_source(config: ModelConfig) -> Iterator[Any]:
-    """Yields the config of the policy's model, within :func:`model_source`."""
+    """Yield the config of the policy's model, within :func:`model_source`."""
     files = "*.json", "*.py"
     with model_source(base_folder(policy_folder(config.path, files), files), config) as source:
         yield AutoConfig.from_pretrained(**source)

@@ -1,4 +1,4 @@
-"""Checks a model with seven tokens: training and generation compute by their own paths what the model computes."""
+"""Check a model with seven tokens: training and generation compute by their own paths what the model computes."""
 
 import random
 from dataclasses import dataclass

@@ -90,7 +90,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 class StopSignal:
-    """Notes the first signal that stops a run, so that the step can finish; the next one raises KeyboardInterrupt.
+    """Note the first signal that stops a run, so that the step can finish; the next one raises KeyboardInterrupt.
 
     A thread acts on the first signal at once, wherever the main thread is. A signal that the terminal sends when it
     closes stops nothing. Signals reach the main thread only; in any other thread this does nothing.

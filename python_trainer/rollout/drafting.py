@@ -28,7 +28,7 @@ class Decoding:
 
 
 class Drafter:
-    """Guesses the next tokens of running samples, and learns how many were right.
+    """Guess the next tokens of running samples, and learn how many were right.
 
     Drafts change the number of forward passes, never the tokens. Skip unseen prompts unless a forward pass is
     expensive: drafts from other prompts save too few passes to pay for the search.

@@ -143,7 +143,7 @@ class WrappedEngine(Engine):
 
 
 class StopStrings:
-    """Finds stop strings in the text of the last few tokens."""
+    """Find stop strings in the text of the last few tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, strings: Sequence[str]):
         assert tokenizer is not None, "stop strings need the engine's tokenizer"

@@ -60,7 +60,7 @@ class _Answer:
 
 
 class EpisodeEngine(WrappedEngine):
-    """Gives answers in turns with an environment, over an engine that generates the turns of the policy.
+    """Give answers in turns with an environment, over an engine that generates the turns of the policy.
 
     A turn ends as an answer of the inner engine does: by an end token or a stop string. Its tokens stay as they are,
     and so do their log-probabilities; the environment's observation follows, masked from the loss. The next turn

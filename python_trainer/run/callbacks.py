@@ -36,7 +36,7 @@ class Callback:
 
 
 class Tracker(Callback):
-    """Sends rows of metrics to an experiment tracker whose module has the functions of Weights & Biases.
+    """Send rows of metrics to an experiment tracker whose module has the functions of Weights & Biases.
 
     A resumed run goes on with the tracker's run that it began.
     """

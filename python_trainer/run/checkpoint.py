@@ -110,7 +110,7 @@ def save_checkpoint(
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
-    """Return path within the checkpoint -> SHA-256, of all files but the one that holds them."""
+    """Return the SHA-256 of all files but the one that holds them, by path within the checkpoint."""
     digests = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != CHECKSUMS:

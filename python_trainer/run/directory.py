@@ -171,7 +171,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return step -> the sample rollouts kept of it; empty if the run has none."""
+    """Return the sample rollouts kept of each step; empty if the run has none."""
     rows = read_rows(folder / "samples.jsonl", SamplesRow)
     return {row["step"]: row["samples"] for row in rows if "samples" in row}
 

@@ -1,4 +1,4 @@
-"""Judges mathematical answers with math-verify, one JSON line after the other; run by ``mathematics.py``.
+"""Judge mathematical answers with math-verify, one JSON line after the other; run by ``mathematics.py``.
 
 A process of its own, because algebra on what a model wrote may never end, and nothing inside a process can stop it
 for certain: math-verify's own limit is a signal handler, which needs the main thread and waits for long calls in C.

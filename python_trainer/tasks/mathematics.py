@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class Verifier:
-    """Judges answers in a worker process, which starts at the first one."""
+    """Judge answers in a worker process, which starts at the first one."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS):
         self.seconds = seconds

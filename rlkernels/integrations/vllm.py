@@ -71,7 +71,7 @@ class _Tracked:
 def _expand(
     x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """Repeat a number per sequence [B] for each of its tokens -> [total]; ``ends`` [B] are cumulative token counts."""
+    """Repeat a number per sequence [B] for each of its tokens, [total]; ``ends`` [B] are cumulative token counts."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     expanded = x.repeat_interleave(counts, output_size=total)
     return expanded.masked_fill(expanded == replace_from, replace_to)

@@ -212,7 +212,7 @@ def score_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Score hidden [N, H], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
+    """Score hidden [N, H], ids int64 [N]; return logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     _check.indices("ids", ids, weight.shape[0])
     logprobs, entropies, stats = _empty_outputs(hidden, with_entropy)
     for start in range(0, hidden.shape[0], ROWS_PER_PASS):

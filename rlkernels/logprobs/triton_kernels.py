@@ -143,7 +143,7 @@ def differentiate_block(
 def forward(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
+    """Score logits [N, V], ids int64 [N]; return logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
     rows, vocab = logits.shape
     logprobs = logits.new_empty(rows, dtype=torch.float32)
     entropies = logits.new_empty(rows if with_entropy else 0, dtype=torch.float32)

@@ -35,7 +35,7 @@ def _find(bounds, sources, tile, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit
 def _merge(largest, total, acc, lse, out):
-    """Takes one more part into a running softmax over parts; lse in base 2. A part with lse -inf changes nothing."""
+    """Take one more part into a running softmax over parts; lse in base 2. A part with lse -inf changes nothing."""
     new = tl.maximum(largest, lse)
     safe = tl.where(new == -float("inf"), 0.0, new)
     shrink, weight = tl.exp2(largest - safe), tl.exp2(lse - safe)
@@ -180,7 +180,7 @@ def _write_kernel(
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; 1 where the kernels are interpreted."""
+    """Return the multiprocessors of the GPU; 1 where the kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

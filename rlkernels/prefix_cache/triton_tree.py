@@ -76,7 +76,7 @@ def _tile(tile):
 
 @triton.jit
 def _keys_at(at, skip, prefix, prefix_end, part, end, BLOCK_N: tl.constexpr):
-    """Find the keys of one block of the prefix, or after its ``skip`` of the part -> tokens, and which exist."""
+    """Return the keys of one block of the prefix, or after its ``skip`` of the part, and which exist."""
     start = tl.where(at < skip, prefix + at, part + at - skip)
     n = start + tl.arange(0, BLOCK_N)
     return n, n < tl.where(at < skip, prefix_end, end)
@@ -369,7 +369,7 @@ def _query_blocks(query: torch.Tensor, crosses: bool) -> dict[str, int | bool]:
 
 
 def _cut(layout: TreeLayout, block: int, crosses: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Cut the packed tokens, or each node by itself, into tiles -> first token and end of each."""
+    """Cut the packed tokens, or each node by itself, into tiles; return first token and end of each."""
     starts = layout.nodes[: 1 if crosses else None, 0].numpy()
     counts = -(-np.diff(starts, append=layout.num_tokens) // block)
     number = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)  # within its node

@@ -23,7 +23,7 @@ class ModuleUpdate:
 
 
 def _matrices(base: Folder, checkpoint: Folder, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
-    """Return name -> names of its matrices, for each wanted tensor of the two folders that has matrices."""
+    """Return the names of its matrices for each wanted tensor of the two folders that has matrices."""
     matrices = {}
     for name in sorted(set(base) | set(checkpoint)):
         if not wanted(name):

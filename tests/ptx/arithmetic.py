@@ -43,7 +43,7 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Towards zero; by zero all bits are set."""
+    """Round towards zero; a division by zero sets all bits."""
     divisor = np.where(b == 0, 1, b).astype(a.dtype)
     down = a // divisor
     quotient = down + ((down < 0) & (down * divisor != a)).astype(a.dtype)

@@ -56,7 +56,7 @@ class Block:
             raise NotImplementedError(f"{missing} in {s.text}") from missing
 
     def launch(self, arguments: Sequence[bytes], grid: tuple[int, int, int]) -> None:
-        """Makes ready for the blocks of one grid."""
+        """Make ready for the blocks of one grid."""
         for (start, size), value in zip(self.program.parameters.values(), arguments, strict=True):
             self.parameters[start : start + size] = np.frombuffer(value, np.uint8)[:size]
         for axis, size in zip(AXES, grid):
@@ -97,7 +97,7 @@ class Block:
         return lambda: held.astype(BITS[element.itemsize]).view(element)  # low bits, or zeros before them
 
     def write(self, name: str, values: np.ndarray, on: Mask) -> None:
-        """Integers are extended by their own sign, or cut."""
+        """Extend integers by their own sign, or cut them."""
         if name == "_":
             return
         if values.dtype.kind == "f":
@@ -189,7 +189,7 @@ class Block:
                 counter[on] = at
 
     def land(self, groups: list, left: int) -> None:
-        """Ends all but the last ``left`` of the closed groups, the oldest first."""
+        """End all but the last ``left`` of the closed groups, the oldest first."""
         while len(groups) - 1 > left:
             for finish in groups.pop(0):
                 finish()

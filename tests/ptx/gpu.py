@@ -132,7 +132,7 @@ class Gpu:
 
     def run(self, ptx: str, entry: str, arguments: Sequence[bytes], grid: Sequence[int], threads: int,
             shared: int = 0) -> Block:  # fmt: skip
-        """Runs all blocks of a kernel, one after the other -> what ran them, with the counts of all launches so far."""
+        """Run all blocks of a kernel in turn; return what ran them, with the counts of all launches so far."""
         place = (entry, ptx, threads, shared)
         if place not in self._blocks:
             self._blocks[place] = Block(parse(self.change(ptx), entry), self.memory, threads, shared)

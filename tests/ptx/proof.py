@@ -159,7 +159,7 @@ def measure_timed(arch: int, op: str, backend: str) -> dict[str, Any]:
 
 
 class Known(TorchDispatchMode):
-    """Tells the memory of all tensors: a kernel may find one from another."""
+    """Tell the memory of all tensors: a kernel may find one from another."""
 
     def __init__(self, memory: Global) -> None:
         super().__init__()

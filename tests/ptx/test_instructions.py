@@ -15,7 +15,7 @@ from ptx.tensor_cores import places
 
 
 def run(lines, tensors=(), threads=32, shared=0, gpu=None):
-    """Runs lines of PTX in one block. %me holds the thread, %at its word; %rd0, %rd1, ... the addresses of the tensors,
+    """Run lines of PTX in one block. %me holds the thread, %at its word; %rd0, %rd1, ... the addresses of the tensors,
     and %own0, %own1, ... those of the thread's equal shares of them."""
     head = [".reg .pred %p<9>;", ".reg .b16 %h<9>;", ".reg .b32 %r<99>;", ".reg .f32 %f<99>;", ".reg .b64 %rd<99>;",
             ".reg .f64 %d<9>;", ".reg .b32 %me;", ".reg .b32 %at;", ".reg .b64 %own<9>;"]  # fmt: skip

@@ -70,7 +70,7 @@ class Built:
 
 
 def measure(name: str, launch: Launch, arch: int) -> Built:
-    """Reads registers, stack and machine code by the cuobjdump that comes with Triton."""
+    """Read registers, stack and machine code by the cuobjdump that comes with Triton."""
     import triton
 
     built = launch.built

@@ -30,7 +30,7 @@ def draw(body):
 
 
 class FakeWorker(PolicyWorker):
-    """Reads weights as the real one, for no model."""
+    """Read weights as the real one, for no model."""
 
     model_runner = SimpleNamespace(device=torch.device("cpu"))
 

@@ -47,7 +47,7 @@ def engine_for(
 
 
 class Letters:
-    """Stands in for a policy and its tokenizer: a token is a letter."""
+    """Stand in for a policy and its tokenizer: a token is a letter."""
 
     def __init__(self):
         self.tokenizer = self

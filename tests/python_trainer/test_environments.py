@@ -33,7 +33,7 @@ EOS = tuple(range(12))  # every fifth token or so ends a turn
 
 
 class Echo(Environment):
-    """Asks a bit more than the example says, and repeats turns backwards: as many as it says, or one."""
+    """Ask a bit more than the example says, and repeat turns backwards: as many as it says, or one."""
 
     def reset(self, example):
         self.left = example.columns.get("turns", 1)
@@ -51,7 +51,7 @@ class Slow(Echo):
 
 
 class Failing(Echo):
-    """Fails in the second turn of every third prompt: by an error, by leaving, or by never coming back."""
+    """Fail in the second turn of every third prompt: by an error, by leaving, or by never coming back."""
 
     def step(self, text):
         observation = super().step(text)

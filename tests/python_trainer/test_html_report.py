@@ -35,7 +35,7 @@ EVIL = "<script>alert(1)</script>&<b>\x1b[2J"
 
 
 class Page(HTMLParser):
-    """Checks that elements nest, and collects tags, attributes and texts."""
+    """Check that elements nest, and collect tags, attributes and texts."""
 
     def __init__(self, text):
         super().__init__()

@@ -124,7 +124,7 @@ def test_weights_are_gathered_for_the_engine_by_all_ranks_at_once(streams):
 
 
 class OnFirst(Environment):
-    """Works on the first rank alone, as where a tool is missing on another host."""
+    """Work on the first rank alone, as where a tool is missing on another host."""
 
     def step(self, text):
         if dist.get_rank():

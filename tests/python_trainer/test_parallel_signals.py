@@ -35,7 +35,7 @@ def wait_for(checkpoint, folder):
 
 
 class Interrupt:
-    """Sends a signal to rank 1, and lets both wait in their rewards, or in an evaluation after an update."""
+    """Send a signal to rank 1, and let both wait in their rewards, or in an evaluation after an update."""
 
     def __init__(self, folder, place):
         self.folder = folder

@@ -193,7 +193,7 @@ def test_a_signal_elsewhere_in_a_step(run, tmp_path, monkeypatch, interrupt, pla
 
 
 class Rehearses(Accelerator):
-    """Trains on a stored answer before step 3 generates."""
+    """Train on a stored answer before step 3 generates."""
 
     def before_step(self, context):
         if context.step != 3:
@@ -209,7 +209,7 @@ class Rehearses(Accelerator):
 
 
 class RehearsesSettings(AcceleratorSettings):
-    """Trains on stored answers."""
+    """Train on stored answers."""
 
     name = "rehearses"
     accelerator = "test_signals:Rehearses"

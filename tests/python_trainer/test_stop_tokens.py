@@ -105,7 +105,7 @@ def test_a_stop_token_that_seems_missing_is_named_once(folder, make_config, tmp_
 
 
 class Listening(Environment):
-    """Notes what the policy says."""
+    """Note what the policy says."""
 
     heard: ClassVar[list[str]] = []
 

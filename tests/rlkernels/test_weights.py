@@ -177,7 +177,7 @@ def test_threads_do_not_change_the_bytes(monkeypatch):
 
 
 def test_few_pieces_are_in_memory():
-    """Copies of what is not contiguous, and pieces on their way from a device, are made when their turn comes."""
+    """Copy what is not contiguous, and pieces on their way from a device, when their turn comes."""
     drawn = []
     results = delta._in_threads(lambda i: i, ((drawn.append(i) or i,) for i in range(1000)))
     assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]

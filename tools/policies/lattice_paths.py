@@ -1,4 +1,4 @@
-"""Makes the base policy of the task ``lattice_paths``: ``python -m tools.policies.lattice_paths --output DIR``.
+"""Make the base policy of the task ``lattice_paths``: ``python -m tools.policies.lattice_paths --output DIR``.
 
 Supervised learning in two phases, on fresh grids that are hard: paths of a walker that knows which cells lead to the
 last row, from which the policy learns to look ahead as far as it can see; and paths of one that knows so in a share of

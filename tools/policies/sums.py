@@ -1,4 +1,4 @@
-"""Makes the base policies of the task ``sums``: ``python -m tools.policies.sums --size medium --output DIR``.
+"""Make the base policies of the task ``sums``: ``python -m tools.policies.sums --size medium --output DIR``.
 
 Supervised learning on fresh sums, none of which is a prompt of the shipped task (seed 0), in three phases: short sums;
 sums of all lengths; and sums of all lengths where in some answers one random step is wrong (a unit or a ten too many
@@ -209,7 +209,7 @@ def right_answers(policy: Qwen2ForCausalLM, variant: Variant, prompts: int) -> d
 
 
 def settle(policy: Qwen2ForCausalLM, phase: Phase, aim: Aim, seed: int, batch: int) -> list[dict[str, float]]:
-    """Learns on with other shares of slips until as many sampled answers are right as they should.
+    """Learn on with other shares of slips until as many sampled answers are right as they should.
 
     Args:
         phase: the last one, with slips.

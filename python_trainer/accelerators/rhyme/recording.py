@@ -112,7 +112,7 @@ def choose_right_answers(context: StepContext, groups: Sequence[list[Rollout]], 
 
 
 class RunRecorder(Accelerator):
-    """Gathers the fresh answers of each step; rank 0 writes them into the database, if there is one."""
+    """Gather the fresh answers of each step; rank 0 writes them into the database, if there is one."""
 
     enabled, name = False, "recorder"
     settings: RhymeSettings

@@ -236,7 +236,7 @@ def begins_with(response_ids: Sequence[int], prefix_ids: Sequence[int]) -> bool:
 
 
 class GroupSampler:
-    """Mixes stored answers into the groups of a step.
+    """Mix stored answers into the groups of a step.
 
     Attributes:
         offers: candidates of this round that are near enough to the policy.

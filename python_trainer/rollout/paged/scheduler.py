@@ -48,7 +48,7 @@ class Pass:
 
 
 class Scheduler:
-    """Holds the queues and every open sequence."""
+    """Hold the queues and every open sequence."""
 
     drafter: Drafter | None = None
     keep_answers = False  # the cache keeps what was computed of answers that are done

@@ -193,7 +193,7 @@ class AnswerTimeout(TimeoutError):
 
 
 class TimedReader(io.RawIOBase):
-    """Reads from a socket until a moment at which the whole answer must be there.
+    """Read from a socket until a moment at which the whole answer must be there.
 
     Args:
         limit: seconds until then.
@@ -226,7 +226,7 @@ class TimedReader(io.RawIOBase):
 def read(
     url: str, body: bytes | None = None, alive: Callable[[], object] | None = None, limit: float = math.inf
 ) -> tuple[int, str]:
-    """Ask a server, by GET or, with a body, by POST -> status and text of its answer.
+    """Ask a server, by GET or, with a body, by POST; return status and text of its answer.
 
     Args:
         alive: called every LOOK_SECONDS until the answer is there, which may last an hour; what it raises ends the
@@ -287,7 +287,7 @@ class AdapterFiles:
             self._parts[f"{self.names[name]}.{part}"] = value.detach().to("cpu", copy=True).contiguous()
 
     def write(self, model: PreTrainedModel) -> tuple[int, list[str]]:
-        """Write what servers do not have yet -> bytes, and the arguments of ``PolicyWorker.load_policy``."""
+        """Write what servers do not have yet; return its bytes, and the arguments of ``PolicyWorker.load_policy``."""
         count, places = 0, [str(self.folder / BASE)]
         if not self.written:
             state = model.state_dict()

@@ -22,7 +22,7 @@ def test_equals_the_model(block_size, num_blocks, data):
 
 @pytest.mark.parametrize("run", range(4))
 def test_blocks_never_hold_other_tokens_than_their_users_think(run):
-    """Follows for long what would be written where: a shared block must hold the same tokens for every sequence."""
+    """Follow for long what would be written where: a shared block must hold the same tokens for every sequence."""
     source = random.Random(run)
     size = 1 + run
     pair = PoolPair(12 + 20 * run, size)

@@ -167,7 +167,7 @@ def test_what_nothing_refers_to_gives_its_blocks_back():
 
 
 class LittleMemory(TorchDispatchMode):
-    """Has memory for so many new tensors on a device (that of "meta"), and none for the next one."""
+    """Have memory for so many new tensors on a device (that of "meta"), and none for the next one."""
 
     def __init__(self, tensors):
         super().__init__()
