@@ -22,7 +22,7 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TRAINER = (
     "trainer",
     "config",
-    "callbacks",
+    "run.callbacks",
     "data",
     "environment",
     "learner",
