@@ -66,3 +66,8 @@ def test_links_of_a_page_lead_into_the_site():
     )
     with pytest.raises(FileNotFoundError, match=r"docs/trust.md links to gone.md"):
         make_docs.rewrite_links("[a](gone.md)", page)
+
+
+@pytest.mark.parametrize("part", make_docs.TRAINER)
+def test_a_page_of_the_trainer_has_a_module_and_an_introduction(part):
+    assert importlib.import_module(f"python_trainer.{part}").__doc__

@@ -25,7 +25,7 @@ TRAINER = (
     "run.callbacks",
     "data",
     "environment",
-    "learner",
+    "loop.learner",
     "algorithms.advantages",
     "algorithms.losses",
     "model.policy",
@@ -49,14 +49,14 @@ def public_modules() -> list[str]:
 
 def importable(names: Iterable[str]) -> list[str]:
     """Leave out the integrations whose library is not installed, and name them."""
-    found = []
+    imported = []
     for name in names:
         try:
             importlib.import_module(name)
-            found.append(name)
+            imported.append(name)
         except ImportError as error:
             print(f"left out: {name} ({error})")
-    return found
+    return imported
 
 
 def published(path: Path) -> str | None:
@@ -68,14 +68,14 @@ def published(path: Path) -> str | None:
 
 
 def rewrite_links(text: str, page: Path) -> str:
-    """Points the links of a page into the site; a link to a source file becomes its text.
+    """Point the links of a page into the site; a link to a source file becomes its text.
 
     Raises:
         FileNotFoundError: a link leads to no file.
     """
 
-    def rewrite(found: re.Match[str]) -> str:
-        mark, words, target, anchor = found.groups()
+    def rewrite(link: re.Match[str]) -> str:
+        mark, words, target, anchor = link.groups()
         file = Path(os.path.normpath(page.parent / target))
         if not file.exists():
             raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {target}")
@@ -102,9 +102,9 @@ def write_settings() -> None:
 
     lines, section = ["# Settings", "", "`python -m python_trainer train --help-settings` prints this list."], None
     for key, kind, default, text in describe_settings():
-        here, _, _ = key.rpartition(".")
-        if here != section:
-            section = here
+        key_section, _, _ = key.rpartition(".")
+        if key_section != section:
+            section = key_section
             lines += ["", f"## {section or 'A run'}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
         cells = (f"`{key}`", f"`{kind}`", f"`{default}`", " ".join(text.split()))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
