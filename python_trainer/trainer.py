@@ -410,7 +410,7 @@ class Trainer:
             if accelerator.name in saved["accelerators"]:  # recording may be new
                 accelerator.load_state_dict(saved["accelerators"][accelerator.name])
         run = self.checkpointer.saved_run
-        self.unlogged = run and run.unlogged
+        self.unlogged = run.unlogged if run else None
         if self.engine.lengths and saved["lengths"]:
             self.engine.lengths.load_state_dict(saved["lengths"])
 

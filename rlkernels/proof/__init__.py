@@ -264,7 +264,7 @@ def prove(
     finally:
         if not device_lost:
             prover.worker.close()
-    backends.forget()
+    backends.clear_choices()
     return {"device": facts, "verdicts": by_op, "left_out": left_out}
 
 

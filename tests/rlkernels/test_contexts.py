@@ -369,8 +369,10 @@ def test_what_a_mode_made_is_not_kept_for_later_calls():
 
 def test_the_rule_is_applied_once_to_a_kind_of_call(monkeypatch):
     checked = []
-    check = _contexts.Rule.call_checked
-    monkeypatch.setattr(_contexts.Rule, "call_checked", lambda rule, *args: checked.append(rule) or check(rule, *args))
+    check = _contexts.OpCall.call_checked
+    monkeypatch.setattr(
+        _contexts.OpCall, "call_checked", lambda op_call, *args: checked.append(op_call) or check(op_call, *args)
+    )
     logits = torch.randn(4, 7, dtype=torch.bfloat16)
     ids = torch.arange(4)
     score = rlkernels.token_logprobs

@@ -310,7 +310,7 @@ def test_a_choice_of_the_run_that_cannot_work_is_told():
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_regime_has_a_stored_verdictof_its_own_or_that_of_the_op(monkeypatch):
+def test_a_regime_has_a_verdict_of_its_own_or_that_of_the_op(monkeypatch):
     regime = f"{OP}/many"
     monkeypatch.setitem(OPS, regime, OPS[OP])
     monkeypatch.setattr(backend, "RECORDS", {"9.0": {OP: "triton"}})
@@ -420,7 +420,7 @@ def test_the_library_says_once_what_to_run_and_never_proves():
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_what_a_stored_verdictnames_must_run_here(monkeypatch):
+def test_what_a_verdict_names_must_run_here(monkeypatch):
     verdicts.store(verdict(), 0)
     monkeypatch.setattr(backend, "unavailable", lambda op, name, device: "triton is not installed")
     assert choice() == ("torch", "default")
@@ -440,7 +440,7 @@ def test_a_compiled_function_takes_the_verdict(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_what_has_a_stored_verdictis_not_proved_again(monkeypatch):
+def test_what_has_a_verdict_is_not_proved_again(monkeypatch):
     workload = Workload().digest()
     verdicts.store(verdict(workload=workload), 0)
     made = []

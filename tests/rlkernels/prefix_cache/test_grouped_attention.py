@@ -38,7 +38,7 @@ def test_what_stands_in_on_a_gpu_equals_the_reference(name, dtype):
 
 def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
     kernels = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(rlkernels.backend, "runs_on", lambda device: "cuda")
+    monkeypatch.setattr(rlkernels.backend, "device_kind", lambda device: "cuda")
     monkeypatch.setattr(rlkernels.backend, "_choices", {})
     with patch.object(reference, "scaled_dot_product_attention", side_effect=kernels) as called:
         rlkernels.grouped_attention(*torch.randn(3, 9, 2, 8), rlkernels.GroupedLayout([4], [3, 2], [0, 2]), scale=0.3)

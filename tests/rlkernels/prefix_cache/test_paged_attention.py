@@ -69,7 +69,7 @@ def test_plain_torch_holds_a_piece_of_the_scores_at_a_time(monkeypatch):
     with Launches() as launches:
         torch.testing.assert_close(attend(), expected)
     assert (
-        max(shape.numel() for _, shape in launches.results if len(shape) == 3) == reference.PIECE
+        max(shape.numel() for _, shape in launches.results if len(shape) == 3) == reference.MAX_SCORES
     )  # scores [Hq, q, k]
 
 

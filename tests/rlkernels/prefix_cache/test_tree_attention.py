@@ -287,7 +287,7 @@ def test_what_is_wrong_is_named():
 
 def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
     kernels = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(rlkernels.backend, "runs_on", lambda device: "cuda")
+    monkeypatch.setattr(rlkernels.backend, "device_kind", lambda device: "cuda")
     monkeypatch.setattr(rlkernels.backend, "_choices", {})
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [1, 6]])
     with patch.object(reference, "scaled_dot_product_attention", side_effect=kernels) as called:

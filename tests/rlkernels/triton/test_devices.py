@@ -76,7 +76,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors_and_count_for_verdi
     monkeypatch.setattr(
         grouped, "Tiling", partial(Tiling, max_register_columns=16, rows=8, columns=16)
     )  # wider rows: other kernels
-    monkeypatch.setattr(modules[-1], "SHORT", 0)  # the prefix's tile of keys is cut, and its pieces are added up
+    monkeypatch.setattr(modules[-1], "MAX_UNCUT", 0)  # the prefix's tile of keys is cut, and its pieces are added up
     for op, problem in small_problems(torch.empty(0).device):
         traced_files = set()
         trace = sys.gettrace()

@@ -78,7 +78,7 @@ def test_values_narrower_than_keys_are_padded(backend):
 ])  # fmt: skip
 def test_a_long_beginning_is_cut_into_pieces(monkeypatch, name, heads, backend):
     """The gradients of its keys are sums of those of its pieces, the same bits in every run."""
-    monkeypatch.setattr(triton_tree, "SHORT", 1)
+    monkeypatch.setattr(triton_tree, "MAX_UNCUT", 1)
     layout = layout_of(name)
     group = heads[0] // heads[1]
     assert len(triton_tree.key_tiles(layout, 32, group, heads[1], backend == "triton/crossing")[1])
@@ -163,7 +163,7 @@ def test_tiles_of_queries_meet_every_key_once(name, rows, block, crosses):
 @pytest.mark.parametrize("name", [*LAYOUTS, *TREES, "long"])
 @pytest.mark.parametrize(("group", "short"), [(1, 1), (1, 4096), (7, 4096)])
 def test_pieces_meet_every_query_once_and_none_is_much_longer(monkeypatch, name, group, short, crosses):
-    monkeypatch.setattr(triton_tree, "SHORT", short)
+    monkeypatch.setattr(triton_tree, "MAX_UNCUT", short)
     layout = GroupedLayout([256] * 8, [256] * 64, [*range(0, 65, 8)]) if name == "long" else layout_of(name)
     programs, tiles = triton_tree.key_tiles(layout, 64, group, 1, crosses)
     num_cut = len(tiles)
@@ -193,13 +193,13 @@ def test_what_pieces_take_is_bounded(groups, kv_heads):
     layout = GroupedLayout([4096] * groups, [512] * 8 * groups, [*range(0, 8 * groups + 1, 8)])
     programs, tiles = triton_tree.key_tiles(layout, 64, 7, kv_heads, False)
     num_cut = len(tiles)
-    assert num_cut * kv_heads < triton_tree.AT_ONCE
+    assert num_cut * kv_heads < triton_tree.CONCURRENT_PROGRAMS
     assert bool(num_cut) == (groups == 1 and kv_heads == 2)
     lengths = programs[:, 3] - programs[:, 2]
     work = int(lengths.sum())
     tiles = len(programs) - (triton_tree.PIECES - 1) * num_cut
-    share = work * kv_heads / triton_tree.AT_ONCE
-    assert lengths.max() <= max(share, 2 * work / tiles, triton_tree.SHORT / 7)
+    share = work * kv_heads / triton_tree.CONCURRENT_PROGRAMS
+    assert lengths.max() <= max(share, 2 * work / tiles, triton_tree.MAX_UNCUT / 7)
 
 
 @pytest.mark.parametrize("crosses", [False, True])
