@@ -7,7 +7,6 @@ list. Everything else is a part of the trainer, with a file of its own.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -119,7 +118,7 @@ class Trainer:
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()
-        self.state_at_last_row = deepcopy(self.state)
+        self.state_at_last_row = self.state.copy()
 
     def make_run_context(self) -> RunContext:
         """Return the parts of the run that accelerators may use."""
@@ -362,7 +361,7 @@ class Trainer:
         """Add totals to a row of metrics and write it; the next row counts from here."""
         row |= self.totals()
         self.logger.log(self.state.step, row)
-        self.state_at_last_row = deepcopy(self.state)
+        self.state_at_last_row = self.state.copy()
 
     def totals(self) -> dict[str, float]:
         """Return seconds, tokens and bytes since the run began, as metrics."""

@@ -1,7 +1,6 @@
 """Difficulty and cost of a task, from answers to a sample of training prompts: ``python -m python_trainer probe``."""
 
 import time
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +37,7 @@ def sample_groups(trainer: Trainer, seconds: float) -> tuple[Groups, dict[str, f
     while len(groups) < num_prompts and (not groups or time.perf_counter() - start < seconds):
         requests = trainer.prompts.groups(order[len(groups) : len(groups) + size], len(groups))
         if len(groups) in (0, FIRST_PROMPTS):
-            state_before = deepcopy(state)
+            state_before = state.copy()
             num_untimed = len(groups)
         with state.measure("rollout"):
             rollouts = trainer.generate(requests, keyed_seed(trainer.config.seed, "probe"))

@@ -60,6 +60,10 @@ class RunState:
         for name, value in asdict(saved).items():
             setattr(self, name, value)
 
+    def copy(self) -> "RunState":
+        """Return a state with copies of the fields, without the timer, which may belong to a callback."""
+        return RunState(**asdict(self))
+
     def start_clock(self) -> None:
         """Let the wall time go on from that of the newest checkpoint."""
         self._began = self._timer() - self.wall_s
