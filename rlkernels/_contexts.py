@@ -71,8 +71,8 @@ class OpCall:
         self.op = op
         self.function = function
         self.check_types = check_types
-        self.parameters = inspect.signature(function)
-        self.names = tuple(self.parameters.parameters)
+        self.python_signature = inspect.signature(function)
+        self.names = tuple(self.python_signature.parameters)
         self.plain_signatures: set[Any] = set()  # signatures of calls that go straight to the function
 
     def call_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class OpCall:
     def call_checked(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call where the signature ``key`` is new or not plain."""
         try:
-            values = self.parameters.bind(*args, **kwargs).arguments
+            values = self.python_signature.bind(*args, **kwargs).arguments
         except TypeError:
             return self.function(*args, **kwargs)  # Python's own message
         tensors = dict(named_tensors(values))

@@ -130,9 +130,10 @@ def time_provider(
 
     A rival that fails is no failure of ours: ``ok`` is None.
     """
+    row: Message = {}
     try:
         call = make()
-        row = judge(gate, rival, run_once(gate, call, device))
+        row |= judge(gate, rival, run_once(gate, call, device))
         if row["ok"]:
             timed = TimedCase(
                 op=case.op, shape=case.label, providers={name: call}, device=str(device), reference=None,
@@ -143,7 +144,7 @@ def time_provider(
                 row["copy_s"] = statistics.median(seconds_of(rival.copy, 3, device) for _ in range(LEAST_REPLAYS))
     except Exception as error:
         synchronize(device)
-        return None, {"ok": None if rival else False, "missing": reason_of(error)}
+        return None, row | {"ok": None if rival else False, "missing": reason_of(error)}
     return call, row
 
 
@@ -187,7 +188,7 @@ def run_contest(
             try:
                 replayed = run_replay(gate, call, provider_rival, device, seconds)
             except Exception as error:
-                replayed = {"unfit": f"{type(error).__name__}: {error}"[:300]}
+                replayed = {"unfit": reason_of(error)}
                 synchronize(device)
             say({"replay": row | replayed})
     return {"ok": True}
