@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,7 @@ class _Timed:
         self.samples: list[float] = []
         self.spent = 0.0
         self.output, _ = _resident_peak(device, self.prepared())  # warm-up: loads code, fills pools
-        call_s = self.timer(self.prepared(), 1)
-        _, self.peak = _resident_peak(device, self.prepared())
+        call_s, self.peak = _resident_peak(device, partial(self.timer, self.prepared(), 1))
         self.num_calls = 1 if self.setup or call_s > SAMPLE_S else math.ceil(SAMPLE_S / max(call_s, 1e-7))
         self.budget = budget
         if call_s > budget:  # a further call would not fit
