@@ -102,11 +102,11 @@ def sooner(arm: str, text: str = "") -> list[str]:
 
 
 def with_weights(name: str) -> list[str]:
-    """Return the accuracy of the run of sentences with other weights, and its share of the gain."""
-    (row,) = arm_rows("sentences", "a quarter of the prompts")
-    weights = row["more"]["other weights"]
-    accuracy, error = weights[name]
-    return [f"{accuracy:.3f}, {error:.3f}", f"{100 * share_of_gain(weights, name):.0f} %"]
+    """Return the accuracy of the runs of sentences with other weights, by seed, and the share of the gain."""
+    rows = arm_rows("sentences", "a quarter of the prompts")
+    seeds = [row["more"]["other weights"] for row in sorted(rows, key=lambda row: row["seed"])]
+    shares = [100 * share_of_gain(weights, name) for weights in seeds]
+    return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:.0f}", "% ")]
 
 
 def update(provider: str) -> str:
@@ -164,11 +164,16 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
-        "| before; after |": lambda: [with_weights("start")[0], with_weights("end")[0]],
+        "| before |": lambda: with_weights("start")[:-1],
+        "| after |": lambda: with_weights("end")[:-1],
         "| projections not trained": lambda: with_weights("rank 0"),
         "| rank 1 |": lambda: with_weights("rank 1"),
         "| rank 4 |": lambda: with_weights("rank 4"),
         "| rank 1, norm of the update kept": lambda: with_weights("rank 1, norm kept"),
+        "| rank 4, norm kept": lambda: with_weights("rank 4, norm kept"),
+        "| after 5 of the steps": lambda: with_weights("step 5"),
+        "| the end predicted": lambda: with_weights("step 5, then full"),
+        "| [SmolLM2-135M]": lambda: [with_weights(name)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")],
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
         "| with half of the prompts": lambda: sooner("half of the prompts"),
