@@ -129,7 +129,7 @@ class _Timed:
         self.timer = _timer(device)
         self.samples: list[float] = []
         self.spent = 0.0
-        self.output, _ = _resident_peak(device, self.prepared())  # warm-up: loads code, fills pools
+        self.output = self.prepared()()  # warm-up: loads code, fills pools
         call_s, self.peak = _resident_peak(device, partial(self.timer, self.prepared(), 1))
         self.num_calls = 1 if self.setup or call_s > SAMPLE_S else math.ceil(SAMPLE_S / max(call_s, 1e-7))
         self.budget = budget
