@@ -82,3 +82,18 @@ def trl_integration():
         lacks("TRL (pip install '.[trl]')")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     return importlib.import_module("rlkernels.integrations.trl")
+
+
+@pytest.fixture
+def rounding_linear(monkeypatch):
+    """Round the inputs of float32 products where torch may do so, as processors with AMX do; return that product."""
+    plain = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        if x.dtype == torch.float32 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+            x = x.bfloat16().float()
+            weight = weight.bfloat16().float()
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    return linear

@@ -30,18 +30,9 @@ def even(prompts, completions, completion_ids, **columns):
 
 
 @pytest.fixture
-def rounding_processor(monkeypatch):
-    """Round the inputs of float32 products where torch may do so, as processors with AMX do."""
-    plain = torch.nn.functional.linear
-
-    def linear(x, weight, bias=None):
-        if x.dtype == torch.float32 and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
-            x = x.bfloat16().float()
-            weight = weight.bfloat16().float()
-        return plain(x, weight, bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    monkeypatch.setattr("python_trainer.model.fused.linear", linear)
+def rounding_processor(monkeypatch, rounding_linear):
+    """Round the inputs of float32 products where torch may do so, also in the trainer's own calls."""
+    monkeypatch.setattr("python_trainer.model.fused.linear", rounding_linear)
 
 
 @pytest.fixture(scope="session")

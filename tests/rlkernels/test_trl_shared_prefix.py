@@ -329,6 +329,19 @@ def test_bfloat16_is_as_near_to_float64_as_trl_is(train):
     assert 0 < error <= 2 * trl_error
 
 
+@pytest.mark.usefixtures("rounding_linear")
+def test_rounded_products_of_float32_do_not_end_sharing(train, request):
+    exact = train(shared=False)[1][0]
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    torch.set_float32_matmul_precision("medium")
+    (trainer, steps), (_, expected) = train(), train(shared=False)
+    assert trainer.shares_prefixes and trainer._compared
+    assert torch.get_float32_matmul_precision() == "medium"
+    error, trl_error = (relative_error(grads[0], exact) for grads in (steps, expected))
+    assert trl_error > 1e-3  # else nothing was rounded
+    assert error <= 2 * trl_error
+
+
 def test_a_batch_without_a_token_in_the_loss(train):
     def cut(prompts, trainer):
         rows = len(prompts)
