@@ -90,7 +90,7 @@ import torch.distributed as dist
 from python_trainer import __main__ as program
 from python_trainer.distributed import start, watch
 
-watch.BEAT, watch.BEATS = 0.05, 4
+watch.BEAT, watch.BEATS = 0.25, 4
 
 def call(args):
     with start("ddp", "cpu", timeout=300.0) as ranks:
@@ -124,8 +124,9 @@ def test_a_rank_that_is_stopped_holds_the_others_no_longer_than_the_limit():
             process.send_signal(signal.SIGKILL)
             process.communicate()
     *notes, error = [line for line in errors.splitlines() if not line.startswith("[")]  # torch's own
-    assert processes[0].returncode == 2 and notes, errors
-    assert all(note.startswith("note: process 1 of 2 has sent no sign of life for ") for note in notes)
+    assert processes[0].returncode == 2, errors
+    # on a busy machine other notes may come before: the rank is late before it is stopped
+    assert any(note.startswith("note: process 1 of 2 has sent no sign of life for ") for note in notes), errors
     assert error.startswith(
         "error: process 0 of 2: another process did not come within ddp_timeout; process 1 of 2 has"
     )
