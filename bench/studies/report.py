@@ -43,8 +43,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def tables(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the Markdown tables of the arms and, if measured, of other weights in place of trained ones."""
     lines = table(study, rows)
-    if weights_lines := weights_table(rows):
-        lines += ["", *weights_lines]
+    for arm in study.arms:
+        measured = [row for row in rows if row["arm"] == arm.name and OTHER_WEIGHTS in row["more"]]
+        lines += ["", *weights_table(arm.name, measured)] if measured else []
     return lines
 
 
@@ -79,14 +80,11 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
     return [lines[0], "|" + "---|" * len([*head, *more]), *lines[1:]]
 
 
-def weights_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the Markdown table of accuracies with other weights in place of the trained ones; []: none measured."""
-    measured = [row for row in rows if OTHER_WEIGHTS in row["more"]]
-    if not measured:
-        return []
-    runs = ", ".join(f"{row['arm']} {row['seed']}" for row in measured)
-    other_weights = [row["more"][OTHER_WEIGHTS] for row in measured]
-    lines = [f"| weights | accuracy and its standard error: {runs} | share of the gain |", "|---|---|---|"]
+def weights_table(arm: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the Markdown table of an arm's accuracies with other weights in place of the trained ones."""
+    seeds = ", ".join(str(row["seed"]) for row in rows)
+    other_weights = [row["more"][OTHER_WEIGHTS] for row in rows]
+    lines = [f"| {arm}: weights | accuracy ± standard error, seeds {seeds} | share of the gain |", "|---|---|---|"]
     for name in other_weights[0]:
         cells = ", ".join(f"{weights[name][0]:.3f} ± {weights[name][1]:.3f}" for weights in other_weights)
         share = Interval.of([100 * share_of_gain(weights, name) for weights in other_weights])

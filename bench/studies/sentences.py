@@ -2,21 +2,32 @@
 
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
 one. An evaluation is one answer to each test prompt.
+
+*earlier run*: plain, 30 steps of another seed. Later runs begin with its database, or with its weights. *its right
+answers, then plain*: they train on them as `rhyme` does before the steps that follow, and use no history afterwards.
 """
 
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench._turns import Turns
+from bench.studies import harness, rhyme
 from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, fewer_prompts
 from bench.studies.ranks import SNAPSHOTS, Change, ends, other_weights, shape_of_path, trainer_with
+from bench.studies.rhyme import DATABASE, RHYME
+from python_trainer.accelerators.base import StepContext
+from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
+from python_trainer.data import Rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEARNING_RATE = 2e-5
+EARLIER = "earlier run"
+EARLIER_DATABASE = f"{DATABASE}={{earlier}}.db"
 PATTERN_PROMPTS = 128  # training prompts whose answers are searched for a pattern
 ARTICLES = ("a", "an", "the")
 sys.path.append(str(EXAMPLES))  # has the task
@@ -56,6 +67,28 @@ def measure(run: Path) -> dict[str, Any]:
     return patterns | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
 
 
+class RightAnswersFirst(Rhyme):
+    """Train on right answers of a better earlier run, and use no history after that."""
+
+    def before_step(self, context: StepContext) -> list[list[Rollout]]:
+        batches = super().before_step(context)
+        self.use = HistoryUse.UNUSED
+        return batches
+
+
+def train_right_answers_first(turns: Turns, config: str, overrides: Sequence[str], folder: Path) -> None:
+    """Train a run of `rhyme` that uses its database before the first steps alone."""
+    trainer = harness.trainer_of(turns, config, rhyme.with_database(overrides, folder), folder)
+    (accelerator,) = trainer.accelerators
+    trainer.accelerators = [RightAnswersFirst(accelerator.settings)]
+    trainer.run()
+
+
+def after_earlier(name: str, *settings: str, train: Callable[..., None] = harness.train) -> Arm:
+    """Make an arm that begins with what the earlier run has left."""
+    return Arm(name, settings, after=EARLIER, rate=LEARNING_RATE, train=train)
+
+
 def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[float]) -> Study:
     """Make the study of one constraint."""
     return Study(
@@ -69,9 +102,14 @@ def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[floa
             Arm("plain", [SNAPSHOTS], rate=LEARNING_RATE),
             *(replace(arm, rate=LEARNING_RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),
             Arm("twice the rate", rate=2 * LEARNING_RATE),
+            after_earlier("rhyme", *RHYME, EARLIER_DATABASE, train=rhyme.train),
+            after_earlier("its right answers, then plain", *RHYME, EARLIER_DATABASE, train=train_right_answers_first),
+            after_earlier("its weights, then plain", "model.path={earlier}/model"),
         ],
         levels=levels,
+        earlier=[Arm(EARLIER, ["max_steps=30"], rate=LEARNING_RATE, train=rhyme.train)],
         prepare=prepare,
+        columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
     )  # fmt: skip
 

@@ -158,15 +158,14 @@ def test_shares_of_a_gain():
     small_gain = weights | {"end": (0.15, 0.02)}
     assert math.isnan(share_of_gain(small_gain, "rank 1"))
     rows = [
-        {"arm": "plain", "seed": seed, "more": {OTHER_WEIGHTS: weights | {"rank 1": (accuracy, 0.03)}}}
+        {"seed": seed, "more": {OTHER_WEIGHTS: weights | {"rank 1": (accuracy, 0.03)}}}
         for seed, accuracy in enumerate((0.7, 0.5))
     ]
-    assert report.weights_table(rows)[2:] == [
+    assert report.weights_table("plain", rows)[2:] == [
         "| start | 0.100 ± 0.020, 0.100 ± 0.020 | 0 [0, 0] % |",
         "| end | 0.900 ± 0.020, 0.900 ± 0.020 | 100 [100, 100] % |",
         "| rank 1 | 0.700 ± 0.030, 0.500 ± 0.030 | 62 [-96, 221] % |",
     ]
-    assert report.weights_table([{"more": {}}]) == []
 
 
 def test_answers_of_one_pattern_are_counted():

@@ -12,6 +12,7 @@ from conftest import merged, same
 from gloo import KINDS, run_on_ranks, train
 from safetensors.torch import load_file
 
+from bench.studies.sentences import RightAnswersFirst
 from python_trainer.accelerators.rhyme import accelerator, replay, sampling
 from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StepRecord, prompt_hash
@@ -23,6 +24,7 @@ from python_trainer.accelerators.rhyme.replay import (
     in_batches,
     last_shares,
 )
+from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
@@ -50,9 +52,13 @@ def run(history_run, tmp_path, monkeypatch):
     return make
 
 
+def key_sum(folder, key):
+    return sum(row.get(key, 0) for row in read_metrics(folder))
+
+
 def count_rehearsed(tmp_path, folder):
     """Return how many answers of earlier runs were trained on first, each three times."""
-    return sum(row.get("rhyme/rehearsed_answers", 0) for row in read_metrics(tmp_path / folder)) / 3
+    return key_sum(tmp_path / folder, "rhyme/rehearsed_answers") / 3
 
 
 def test_a_run_begins_with_the_answers_of_earlier_ones(run, tmp_path):
@@ -91,6 +97,20 @@ def test_a_run_begins_with_the_answers_of_earlier_ones(run, tmp_path):
         row["tokens/generated"] for row in rows
     )
     assert not same(second, run("other", seed=1, database=None))
+
+
+def test_the_study_uses_right_answers_first_and_no_history_after_that(run, tmp_path, monkeypatch):
+    run("first")
+    kinds = {"rhyme": Rhyme, "first alone": RightAnswersFirst}
+    for folder, kind in kinds.items():
+        monkeypatch.setattr(RhymeSettings, "accelerator", f"{kind.__module__}:{kind.__name__}")
+        monkeypatch.setattr(sampling, "RESCUERS", 1)
+        shutil.copy(tmp_path / "history.db", database := tmp_path / f"{folder}.db")
+        run(folder, seed=1, steps=8, database=database, rare_share=0)
+    rehearsed, used = ({folder: key_sum(tmp_path / folder, f"rhyme/{key}") for folder in kinds}
+                       for key in ("rehearsed_answers", "stored_answers"))  # fmt: skip
+    assert rehearsed["rhyme"] == rehearsed["first alone"] > 0
+    assert used["rhyme"] > 0 == used["first alone"]
 
 
 def test_rehearsal_is_a_share_of_the_run(run, tmp_path, monkeypatch):
