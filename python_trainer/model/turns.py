@@ -104,3 +104,11 @@ def after_turn(policy: Any, messages: Messages, following: Messages) -> tuple[st
     text_at_end = policy.chat_text(turn, opens=False).partition(mark)[2]
     closing = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text_at_end, text_before_following))
     return "".join(letter for letter, _ in closing), text_before_following
+
+
+def join_messages(opening: Messages, messages: Messages) -> Messages:
+    """Return a conversation; its first answer continues the last message of ``opening`` if the assistant wrote that."""
+    if opening[-1]["role"] != "assistant":
+        return [*opening, *messages]
+    content = opening[-1]["content"] + messages[0]["content"]
+    return [*opening[:-1], opening[-1] | {"content": content}, *messages[1:]]

@@ -12,7 +12,7 @@ from python_trainer.data import Episode, Example, Group, Messages, Request, Roll
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
 from python_trainer.model.policy import Policy
-from python_trainer.model.turns import after_turn
+from python_trainer.model.turns import after_turn, join_messages
 from python_trainer.rollout.engine import Engine, SamplingParams, WrappedEngine, new_rollouts
 
 IDLE_SECONDS = 0.05  # to wait for environments while no tokens are generated
@@ -182,7 +182,7 @@ class EpisodeEngine(WrappedEngine):
         if over or episode.turns >= self.max_turns:
             answer.end("stop" if over else "length")
             return None
-        messages = None if answer.opening is None else continued(answer.opening, episode.messages)
+        messages = None if answer.opening is None else join_messages(answer.opening, episode.messages)
         conversation_ids = [*rollout.prompt_ids, *rollout.response_ids]
         ids = encode_observation(self.policy, conversation_ids, messages, observation)
         length = len(rollout.response_ids) + len(ids)
@@ -196,14 +196,6 @@ class EpisodeEngine(WrappedEngine):
         if messages is not None:
             episode.messages += as_messages(observation)
         return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
-
-
-def continued(opening: Messages, messages: Messages) -> Messages:
-    """Return a conversation; its first answer continues the last message of ``opening`` if the assistant wrote that."""
-    if opening[-1]["role"] != "assistant":
-        return [*opening, *messages]
-    content = opening[-1]["content"] + messages[0]["content"]
-    return [*opening[:-1], opening[-1] | {"content": content}, *messages[1:]]
 
 
 def _check_step(result: Any) -> tuple[str | Messages, float, bool]:

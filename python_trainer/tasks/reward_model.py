@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from python_trainer.data import Messages
 from python_trainer.errors import UserError
 from python_trainer.model.loading import check_weight_names
-from python_trainer.model.turns import encode_texts
+from python_trainer.model.turns import encode_texts, join_messages
 
 BATCH_TOKENS = 1 << 14  # of a forward pass, padding included
 
@@ -69,10 +69,10 @@ class RewardModel:
                 rewards[i] = score
         return rewards
 
-    def _encode(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
+    def _encode(self, prompt: str | Messages, completion: Any) -> list[int]:
         if isinstance(prompt, str):
             return encode_texts(self.tokenizer, [f"{prompt}{completion}"])[0][0]
-        text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        text = self.tokenizer.apply_chat_template(join_messages(prompt, completion), tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -15,8 +15,8 @@ from python_trainer.data import Example
 from python_trainer.errors import UserError
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
-from python_trainer.model.turns import find_turn_end
-from python_trainer.rollout.episodes import continued, encode_after, encode_observation
+from python_trainer.model.turns import find_turn_end, join_messages
+from python_trainer.rollout.episodes import encode_after, encode_observation
 
 TURNS = ("12+72", "is </calc>", "=84\n", "so 84 it is.", "why 84 \u00e9?")  # of the user and the policy in turn
 
@@ -178,11 +178,15 @@ def test_a_turn_that_continues_a_message_is_one_message(policy):
     opening = [{"role": "user", "content": "12+72"}, {"role": "assistant", "content": "is "}]
     new_messages = [{"role": "assistant", "content": "84"}, {"role": "user", "content": "why 84?"}]
     text = "<|im_start|>user\n12+72<|im_end|>\n<|im_start|>assistant\nis 84<|im_end|>"
-    assert continued(opening, new_messages) == [opening[0], {"role": "assistant", "content": "is 84"}, new_messages[1]]
-    observation = encode_observation(policy, ids_of(policy, text), continued(opening, new_messages[:1]), "why 84?")
+    assert join_messages(opening, new_messages) == [
+        opening[0],
+        {"role": "assistant", "content": "is 84"},
+        new_messages[1],
+    ]
+    observation = encode_observation(policy, ids_of(policy, text), join_messages(opening, new_messages[:1]), "why 84?")
     expected = f"{text}\n<|im_start|>user\nwhy 84?<|im_end|>\n<|im_start|>assistant\n"
     assert ids_of(policy, text) + observation == ids_of(policy, expected)
-    assert continued(opening[:1], new_messages) == [opening[0], *new_messages]
+    assert join_messages(opening[:1], new_messages) == [opening[0], *new_messages]
 
 
 # the end token of the tokenizer is </s>; without it in the generation config GLM's template does not tell where to stop

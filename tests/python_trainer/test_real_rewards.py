@@ -138,6 +138,13 @@ def test_a_reward_model_judges_prompt_and_answer(judge, monkeypatch):
     assert chat == pytest.approx([scored_alone(judge, "UABAC")], rel=1e-4)
 
 
+def test_a_reward_model_reads_an_answer_that_continues_a_message_as_one_message(judge):
+    prompt = [{"role": "user", "content": "AB"}, {"role": "assistant", "content": "C"}]
+    scores = REWARDS.resolve(f"reward_model:{judge}")([prompt], [[{"role": "assistant", "content": "D"}]])
+    assert scores == pytest.approx([scored_alone(judge, "UABACD")], rel=1e-4)
+    assert scored_alone(judge, "UABACD") != pytest.approx(scored_alone(judge, "UABACAD"), rel=1e-4)
+
+
 @pytest.mark.parametrize("pad_token_id", [None, 5])
 def test_a_reward_model_scores_the_last_token_of_a_row_whatever_its_tokenizer_pads_with(judge, tmp_path, pad_token_id):
     """Here its pad token is its end token, in which the rows of a chat end."""
