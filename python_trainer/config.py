@@ -364,7 +364,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = hide_passwords(json.dumps(value))
+            flat[f"{prefix}{key}"] = hide_passwords(json.dumps(value, default=str))  # YAML has dates
     return flat
 
 

@@ -206,6 +206,21 @@ def test_damaged_evaluations_are_named(tmp_path):
     folder = finished_run(tmp_path / "run", **{"evaluations.jsonl": row})
     with pytest.raises(UserError, match="damaged .line 1: correct.0: input should be a valid number, got 'x'"):
         read_evaluations(folder)
+    (folder / "evaluations.jsonl").write_text(row.replace('"x"', ""))
+    with pytest.raises(UserError, match="damaged .line 1: correct: list should have at least 1 item"):
+        read_evaluations(folder)
+
+
+@pytest.mark.parametrize(("name", "text", "shown"), [
+    ("config.yaml", "seed: 2020-01-01\n", "2020-01-01"),
+    ("config.yaml", "accelerators: {enabled: 5}\n", "accelerators.enabled"),
+    ("samples.jsonl", '{"step": 1, "samples": [{}]}\n', "<pre></pre>"),
+    ("samples.jsonl", '{"step": 1, "samples": [{"answer": 7, "reward": "x", "accuracy": "y"}]}\n', "7</pre>"),
+])  # fmt: skip
+def test_a_report_shows_values_that_no_run_writes(tmp_path, name, text, shown):
+    folder = finished_run(tmp_path / "run", **{name: text})
+    assert main(["report", str(folder)]) == 0
+    assert shown in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.yaml", "samples.jsonl", "evaluations.jsonl"])

@@ -140,12 +140,13 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     start, *later = [row for row in rows if row.get("eval/accuracy") is not None] or [{}]
     final = later[-1] if later else {}
     names = json.loads(settings.get("accelerators.enabled", "[]"))
+    names = map(str, names) if isinstance(names, list) else ()
     target = json.loads(settings.get("evaluation.target_accuracy", "null"))
     return {
         "steps": last["step"],
         **{f"{clock}_s": last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training")},
         **{f"{part}_s": total(f"time/{part}_s") for part in ("rollout", "train")},
-        "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in map(str, names or [])},
+        "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
         **{f"eval_accuracy_{part}": row.get("eval/accuracy") for part, row in (("start", start), ("final", final))},
         "evaluation": {"final": {name: value for name, value in final.items() if name.startswith("eval/")}},

@@ -110,7 +110,7 @@ class EvaluationRow(Row):
     """A row of evaluations.jsonl: the share of right answers to each test prompt, and the answers to the first ones."""
 
     name: str = ""
-    correct: list[float] = []
+    correct: list[float] = Field([], min_length=1)
     samples: list[dict[str, Any]] = []
 
 
