@@ -83,6 +83,16 @@ def wait_for_first_rank() -> None:
         time.sleep(HEAD_START)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def on_one_line(error: object) -> str:
+    """Return the text of an error on one line; the name of its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def mark_shared(error: BaseException) -> None:
     """Mark an error that all ranks raise together."""
     error.shared = True  # type: ignore[attr-defined]

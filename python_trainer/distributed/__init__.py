@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from python_trainer.distributed.group import RankGroup
 from python_trainer.distributed.watch import Watch
-from python_trainer.errors import Interrupted, UserError, is_shared, is_timed_out
+from python_trainer.errors import Interrupted, UserError, first_line, is_shared, is_timed_out
 from python_trainer.model.loading import choose_device
 from python_trainer.process.launch import DDP_TIMEOUT, Launch, meeting_point, read_launch
 
@@ -82,6 +82,6 @@ def _join(launch: Launch, timeout: timedelta) -> dist.Store:
             store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"the processes cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {reason}") from error
     return dist.PrefixStore("rlkernels", store)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, first_line
 
 SHIPPED = Path(__file__).parents[1] / "tasks" / "policies"
 FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.safetensors")  # of a repository, what a policy needs
@@ -37,11 +37,10 @@ def snapshot(
             ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
         )
     except Exception as error:  # of the client, its transport and proxies
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         at = f" at revision {revision}" if revision else ""
         raise UserError(
-            f"{setting}: {name}{at} is no folder here, and neither the Hub nor its cache gives it: {reason} (a private "
-            "or gated repository needs `hf auth login`)"
+            f"{setting}: {name}{at} is no folder here, and neither the Hub nor its cache gives it: {first_line(error)} "
+            "(a private or gated repository needs `hf auth login`)"
         ) from error
     return Path(folder)
 

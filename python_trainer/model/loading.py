@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, first_line
 from python_trainer.model.fused import MAX_BYTES
 from python_trainer.model.hub import FILES, hub_model, policy_folder
 from python_trainer.model.lora import merge_adapter
@@ -73,7 +73,7 @@ def model_source(folder: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
     try:
         yield {"pretrained_model_name_or_path": folder, **options}
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         if (folder / "model" / "config.json").is_file():
             first = f"that of this run is in {folder / 'model'}"
         raise UserError(f"model.path: {folder} holds no causal language model with a tokenizer: {first}") from error

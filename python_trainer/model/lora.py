@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, first_line
 from python_trainer.model.settings import LoraSettings
 from python_trainer.model.weights import full
 from rlkernels.sampling.keys import keyed_seed
@@ -98,8 +98,7 @@ def merge_adapter(model: Any, folder: Path) -> Any:
                 layer.base_layer.weight = torch.nn.Parameter(layer.base_layer.weight.detach().clone())
         return adapted.merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path: the adapter {folder} does not fit its model: {first}") from error
+        raise UserError(f"model.path: the adapter {folder} does not fit its model: {first_line(error)}") from error
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import UserError, is_lost_connection, mark_shared
+from python_trainer.errors import UserError, first_line, is_lost_connection, mark_shared, on_one_line
 from python_trainer.model.weights import set_usual_mode
 from rlkernels._files import draft_of, remove_folder, replace_folder
 
@@ -149,7 +149,7 @@ def load_checkpoint(path: Path) -> Any:
         tensors = load_file(path / "tensors.safetensors")
         return decode(json.loads((path / "state.json").read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise UserError(f"checkpoint {path} is damaged ({' '.join(str(error).split())})") from error
+        raise UserError(f"checkpoint {path} is damaged ({on_one_line(error)})") from error
 
 
 def load_newest(folder: Path, tell: Callable[[str], None]) -> tuple[Path, Any] | None:
@@ -202,7 +202,7 @@ def write_shards(checkpoint: Path, state: Mapping[str, Any], group: Any = None) 
     except CheckpointException as error:  # which is no Exception
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         size = dist.get_world_size() if dist.is_initialized() else 1
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0]  # torch's writer of files does not say it well
+        reason = first_line(cause)  # torch's writer of files does not say it well
         unwritten = OSError(f"process {rank} of {size}: {reason}" if size > 1 else reason)
         mark_shared(unwritten)
         raise unwritten from error
@@ -240,8 +240,7 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
             raise
         if isinstance(error, CheckpointException):
             mark_shared(error)
-        reason = str(error).splitlines()[0]
-        raise UserError(f"checkpoint {checkpoint} is damaged ({reason})") from error
+        raise UserError(f"checkpoint {checkpoint} is damaged ({first_line(error)})") from error
     state: dict[str, Any] = {}
     for path, value in flat.items():
         *outer, last = path.split("/")

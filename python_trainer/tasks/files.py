@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from python_trainer.data import Example
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, on_one_line
 from python_trainer.model.hub import snapshot
 from python_trainer.settings import LOCAL
 from python_trainer.tasks.base import Task
@@ -177,7 +177,7 @@ def read_split(kind: str, path: str, split: str, text_columns: Sequence[str]) ->
         raise
     except Exception as error:  # of readers of many formats
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        reason = " ".join(str(cause or error).split()) or type(error).__name__
+        reason = on_one_line(cause or error)
         raise UserError(f"{path}, split {split}, cannot be read: {reason:.300}") from error
 
 

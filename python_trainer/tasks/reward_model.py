@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from python_trainer.data import Messages
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, first_line
 from python_trainer.model.loading import check_weight_names
 from python_trainer.model.turns import encode_texts, join_messages
 
@@ -35,8 +35,9 @@ class RewardModel:
             check_weight_names(Path(path))
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(Path(path), **options)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"task.reward: {path} holds no sequence-classification model: {first}") from error
+            raise UserError(
+                f"task.reward: {path} holds no sequence-classification model: {first_line(error)}"
+            ) from error
         model, loading_info = loaded
         self.model = model.eval()
         if missing := sorted(loading_info["missing_keys"]):

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
 
 from python_trainer.accelerators.database_url import FORMS, parse_database_url, show_database_url
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, on_one_line
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
 VERSION = 4  # of the tables; 3, without checksums, is brought to it, another one is refused
@@ -191,8 +191,7 @@ def unpack_tensors(data: bytes, *names: str) -> dict[str, torch.Tensor]:
         tensors = load(bytes(data))
         return tensors | {name: tensors[name] for name in names}
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"tensors of the retrospective database are damaged ({reason})") from error
+        raise UserError(f"tensors of the retrospective database are damaged ({on_one_line(error)})") from error
 
 
 class RetrospectiveDatabase:
@@ -252,7 +251,7 @@ class RetrospectiveDatabase:
                 yield connection
         except (SQLAlchemyError, ValueError, OverflowError, TypeError) as error:  # the last three: damaged values
             reason = error.orig if isinstance(error, DatabaseError) else error
-            raise UserError(f"retrospective database {self.name}: {' '.join(str(reason).split())}") from error
+            raise UserError(f"retrospective database {self.name}: {on_one_line(reason)}") from error
 
     def add_run(self, run: StoredRun) -> int:
         """Add a run; return its id. The oldest runs go if there are too many."""
@@ -394,8 +393,8 @@ def make_engine(place: str) -> sa.Engine:
         lack = f"{url.drivername} needs {getattr(error, 'name', None) or error}"
         raise UserError(f"{lack}: pip install 'psycopg[binary]', and write postgresql://") from error
     except (ArgumentError, ValueError) as error:  # ValueError: an option of the query is no number
-        reason = " ".join(str(error).split())
-        raise UserError(f"{show_database_url(url)!r} cannot be used ({reason}): write {FORMS}") from error
+        shown = show_database_url(url)
+        raise UserError(f"{shown!r} cannot be used ({on_one_line(error)}): write {FORMS}") from error
 
 
 def check_sqlite_file(path: Path, *, create: bool) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from python_trainer.accelerators.rhyme.database import StepRecord
 from python_trainer.accelerators.rhyme.replay import last_shares
 from python_trainer.data import Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, on_one_line
 from rlkernels import Trajectories, dtw_topk, rhyme_topk
 
 WINDOW = 8  # steps of this run that are compared
@@ -94,7 +94,7 @@ def curve_of(run_id: int, trajectory: Sequence[StepRecord]) -> Curve:
             raise ValueError(f"they must be {sum(PARTS.values())} counts >= 0")
         shares = last_shares(record.outcomes for record in trajectory)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = on_one_line(error)
         raise UserError(f"steps of run {run_id} in the retrospective database are damaged ({reason})") from error
     tokens = sum(record.generated_tokens for record in trajectory)
     seconds = trajectory[-1].seconds if trajectory else 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from python_trainer.errors import first_line
 from python_trainer.model.forward import PagedBatch, forward
 from rlkernels import PagedKVCache
 
@@ -98,9 +99,8 @@ class DecodeGraphs:
             try:
                 self.recorded[key] = self._record(numbers, key[1])
             except RuntimeError as error:  # such as a forward that waits for the device
-                reason = str(error).partition("\n")[0]
                 name = type(self.model).__name__
-                warnings.warn(f"{name} generates without CUDA graphs, more slowly: {reason}", stacklevel=2)
+                warnings.warn(f"{name} generates without CUDA graphs, more slowly: {first_line(error)}", stacklevel=2)
                 return None
             self.bytes += held_bytes(self.cache.device) - bytes_before
         replay, inputs, logits = self.recorded[key]

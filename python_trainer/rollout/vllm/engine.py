@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from python_trainer.data import Request, Rollout
-from python_trainer.errors import UserError
+from python_trainer.errors import UserError, on_one_line
 from python_trainer.model.weights import checkpoint_weights, named_weights
 from python_trainer.rollout.drafting import Drafter
 from python_trainer.rollout.engine import Engine, SamplingParams, StopStrings, check_requests, new_rollouts
@@ -325,8 +325,7 @@ class InProcess(Backend):
                 **_drafting(longest_draft),
             )
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"vLLM cannot run the model {folder}: {reason}") from error
+            raise UserError(f"vLLM cannot run the model {folder}: {on_one_line(error)}") from error
         self.max_positions: int = self._llm.model_config.max_model_len
         self.limited_by = "the limit of rollout.engine vllm (the model's, or what rollout.memory_bytes has room for)"
 
