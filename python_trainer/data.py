@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Messages = list[dict[str, str]]  # {"role": "user", "content": "..."}
 
 
@@ -96,22 +97,17 @@ class Rollout:
     @property
     def policy_ids(self) -> list[int]:
         """Return the tokens that the policy generated, without those of an environment."""
-        return self.ids if self.response_mask is None else list(compress(self.ids, self._policy_mask))
+        return self._by_policy(self.ids)
 
     @property
     def policy_logprobs(self) -> list[float]:
         """Return the log-probabilities of the tokens that the policy generated."""
-        return self.logprobs if self.response_mask is None else list(compress(self.logprobs, self._policy_mask))
+        return self._by_policy(self.logprobs)
 
-    @property
-    def num_policy_tokens(self) -> int:
-        """Return how many tokens the policy generated."""
-        return len(self.policy_logprobs)
-
-    @property
-    def _policy_mask(self) -> list[bool]:
-        assert self.response_mask is not None
-        return self.response_mask[self.prefix_len :]
+    def _by_policy(self, values: list[T]) -> list[T]:
+        """Return the values of those generated tokens that are no environment's."""
+        mask = self.response_mask
+        return values if mask is None else list(compress(values, mask[self.prefix_len :]))
 
     @property
     def right(self) -> bool:

@@ -57,11 +57,11 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rollouts = [rollout for rollout in rollouts if rollout.importance_cap is None]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     ended = [n for n, rollout in zip(lengths, rollouts) if rollout.finish_reason != "length"]
+    surprisals = [-logprob for rollout in rollouts for logprob in rollout.policy_logprobs]
     row: dict[str, float] = {}
     if rollouts:
         row["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
-        row["completions/generated_length"] = sum(rollout.num_policy_tokens for rollout in rollouts) / len(rollouts)
-    surprisals = [-logprob for rollout in rollouts for logprob in rollout.policy_logprobs]
+        row["completions/generated_length"] = len(surprisals) / len(rollouts)
     if surprisals and math.isfinite(entropy := fmean(surprisals)):  # NaN: the engine cannot tell
         row["entropy"] = entropy
     continued = [rollout for rollout in rollouts if rollout.prefix_len]
