@@ -121,7 +121,7 @@ ROWS: dict[str, type[StoredRow]] = {run_table.name: RunRow, step_table.name: Ste
 
 
 def with_checksum(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for a table, checked, with its checksum."""
+    """Return a row for a table, checked, with its checksum; other values are left out."""
     row = ROWS[table.name].model_validate(values)
     return row.model_dump() | {"checksum": row.digest()}
 
@@ -255,8 +255,7 @@ class RetrospectiveDatabase:
 
     def add_run(self, run: StoredRun) -> int:
         """Add a run; return its id. The oldest runs go if there are too many."""
-        described = {name: value for name, value in vars(run).items() if name != "id"}
-        values = with_checksum(run_table, described | {"settings": json.dumps(run.settings)})
+        values = with_checksum(run_table, vars(run) | {"settings": json.dumps(run.settings)})
         newest = sa.select(run_table.c.id).order_by(run_table.c.id.desc()).limit(MOST_RUNS).subquery()
         with self._transaction() as connection:
             run_id = connection.execute(run_table.insert().values(values).returning(run_table.c.id)).scalar_one()
@@ -269,9 +268,8 @@ class RetrospectiveDatabase:
         Returns whether the run is there, and still the one that was created then; else nothing has changed.
         """
         rows = [answer_row(run_id, record.step, answer) for answer in answers]
-        step = {name: getattr(record, name) for name in ("step", "reward", "accuracy", "generated_tokens")}
         tensors = {"seconds": torch.tensor(record.seconds, dtype=torch.float64)} | record.sketch | record.outcomes
-        step = with_checksum(step_table, step | {"run_id": run_id, "sketch": save(tensors)})
+        step = with_checksum(step_table, vars(record) | {"run_id": run_id, "sketch": save(tensors)})
         if self.is_sqlite and not Path(self._engine.url.database or "").exists():  # SQLite would make a new file
             return False
         with self._transaction() as connection:
@@ -303,7 +301,7 @@ class RetrospectiveDatabase:
             return [step_of(row) for row in connection.execute(query)]
 
     def samples(
-        self, *, prompt_hashes: Sequence[str] | None = None, limit: int | None = None, without_run: int = 0
+        self, *, prompt_hashes: Sequence[str] | None = None, limit: int = MOST_ANSWERS, without_run: int = 0
     ) -> list[StoredAnswer]:
         """Return stored answers, best and newest first: at most so many, to some prompts, of all runs but one."""
         query = sa.select(answer_table, run_table.c.tokenizer).join(run_table, run_table.c.id == answer_table.c.run_id)
@@ -313,15 +311,15 @@ class RetrospectiveDatabase:
         with self._transaction(write=False) as connection:
             rows = connection.execution_options(yield_per=1000).execute(query)
             answers = (answer_of(row) for row in rows if hashes is None or row.prompt_key in hashes)
-            return list(islice(answers, MOST_ANSWERS if limit is None else limit))
+            return list(islice(answers, limit))
 
 
 def answer_row(run_id: int, step: int, answer: StoredAnswer) -> dict[str, Any]:
     packed = save({name: getattr(answer, name) for name in TENSORS})
     # PostgreSQL takes no NUL in texts, and no database a lone surrogate
     text = answer.text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace")
-    row = {name: getattr(answer, name) for name in ("prompt_key", "finished", "reward")}
-    return with_checksum(answer_table, row | {"run_id": run_id, "step": step, "text": text.decode(), "tensors": packed})
+    changes = {"run_id": run_id, "step": step, "text": text.decode(), "tensors": packed}
+    return with_checksum(answer_table, vars(answer) | changes)
 
 
 def answer_of(row: sa.Row) -> StoredAnswer:
@@ -332,7 +330,7 @@ def answer_of(row: sa.Row) -> StoredAnswer:
         raise UserError(f"response_ids of a row of {answer_table.name} must be token ids, got {tuple(ids.shape)}")
     if logprobs.shape != ids.shape or not logprobs.is_floating_point() or logprobs.isinf().any():
         raise UserError(f"logprobs of a row of {answer_table.name} must be finite or NaN, one for each token")
-    facts = {name: getattr(columns, name) for name in ("run_id", "step", "prompt_key", "text", "finished", "reward")}
+    facts = columns.model_dump(exclude={"tensors"})
     return StoredAnswer(**facts, tokenizer=str(row.tokenizer), response_ids=ids, logprobs=logprobs)
 
 
