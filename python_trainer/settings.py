@@ -45,6 +45,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+def imported(plugin: Any) -> Any:
+    """Return a plug-in that is given as itself or as ``module:name``."""
+    return resolve_name(plugin) if isinstance(plugin, str) else plugin
+
+
 class Local:
     """Annotation of a setting that may differ between ranks: a path or URL, whose contents are compared instead."""
 
@@ -170,7 +175,7 @@ class Registry(Generic[T]):
 
     @property
     def _type(self) -> Any:
-        return resolve_name(self._of) if isinstance(self._of, str) else self._of
+        return imported(self._of)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = core_schema.no_info_before_validator_function(self._named, handler(source))

@@ -7,13 +7,12 @@ A plug-in is a module with a subclass of ``AcceleratorSettings`` and a subclass 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from pkgutil import resolve_name
 from typing import Annotated, Any
 
 from pydantic import Field, create_model, field_validator
 
 from python_trainer.accelerators.settings import AcceleratorSettings
-from python_trainer.settings import PluginError, Registry, Section
+from python_trainer.settings import PluginError, Registry, Section, imported
 
 HOME = "python_trainer.accelerators"
 # in the order in which they run within a step
@@ -71,11 +70,7 @@ class AcceleratorsConfig(Section):
         """Make the enabled accelerators, and after them those that record the run."""
         classes = [(settings.accelerator, settings) for settings in self.chosen()]
         classes += [(settings.recorder, settings) for settings in self.recording()]
-        accelerators = []
-        for kind, settings in classes:
-            make = resolve_name(kind) if isinstance(kind, str) else kind
-            accelerators.append(make(settings))
-        return accelerators
+        return [imported(kind)(settings) for kind, settings in classes]
 
 
 @cache

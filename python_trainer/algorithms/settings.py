@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from python_trainer.settings import Registry, Section
+from python_trainer.settings import Registry, Section, imported
 
 HOME = "python_trainer.algorithms"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]  # TRL's names
@@ -27,8 +26,7 @@ class Advantage:
     critic: bool = False  # needs the values of a critic
 
     def __call__(self, step: Any, settings: "AlgorithmConfig") -> tuple[Any, Any]:
-        function = resolve_name(self.function) if isinstance(self.function, str) else self.function
-        return function(step, settings)
+        return imported(self.function)(step, settings)
 
 
 ADVANTAGES: Registry[Advantage] = Registry(
