@@ -3,7 +3,7 @@
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -12,10 +12,6 @@ from python_trainer.distributed.group import RankGroup
 
 BEAT = 10.0  # seconds between two signs of life
 BEATS = 6  # without one until a line names the rank, and from line to line
-
-
-def print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 class Watch:
@@ -33,10 +29,9 @@ class Watch:
         signs: the newest sign of each rank.
     """
 
-    def __init__(self, ranks: RankGroup, store: Any, limit: float, tell: Callable[[str], None] = print_note):
+    def __init__(self, ranks: RankGroup, store: Any, limit: float):
         self.ranks = ranks
         self.limit = limit
-        self.tell = tell
         self.finding = ""
         self.signs: list[tuple[int, int] | None] = [None] * ranks.size
         self._store = store
@@ -75,7 +70,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._stopped.wait(BEAT):
             if text := self.turn():
-                self.tell(text)
+                print(f"note: {text}", file=sys.stderr)
 
     def turn(self) -> str | None:
         """Look at the signs, once every BEAT seconds; return the line that this rank prints, if any."""
