@@ -51,15 +51,6 @@ def unusable_output_dir(folder: Path, problem: str | None) -> UserError:
     return UserError(f"--output-dir must be a folder that can be written, got {folder}: {problem}")
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError of a write to it, which Python does not."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one step: readers see either the old text or the new one."""
     replace_file(path, text.encode())
@@ -161,8 +152,11 @@ def first_problem(error: Exception) -> str:
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append a row to a JSON-lines file."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:  # Python names no file in that of a write
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
