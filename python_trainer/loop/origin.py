@@ -74,17 +74,17 @@ def check_origin(saved: Origin | None, origin: Origin, folder: Path, path: str, 
     if saved is None:
         note("the checkpoint does not tell with which seed, tokenizer and base weights the run began: it is older")
         return
-    for name, setting in (("seed", "seed"), ("lora_alpha", "model.lora.alpha")):
-        old, new = getattr(saved, name), getattr(origin, name)
-        if None not in (old, new) and old != new:
-            raise UserError(f"{setting} must be {old}, with which {folder} began, got {new}")
-    for name in ("tokenizer", "weights"):
-        old, new = getattr(saved, name), getattr(origin, name)
-        if None not in (old, new) and old != new:
-            raise UserError(
-                f"{folder} began with another {name} than model.path has now ({path}): resume it with that model, or "
-                f"begin a new run with model.path={folder / 'model'}"
-            )
+    settings = {"seed": "seed", "lora_alpha": "model.lora.alpha"}
+    for name, old in saved:
+        new = getattr(origin, name)
+        if None in (old, new) or old == new:
+            continue
+        if name in settings:
+            raise UserError(f"{settings[name]} must be {old}, with which {folder} began, got {new}")
+        raise UserError(
+            f"{folder} began with another {name} than model.path has now ({path}): resume it with that model, or "
+            f"begin a new run with model.path={folder / 'model'}"
+        )
 
 
 def compare_settings(config: Config, ranks: RankGroup) -> None:
