@@ -176,12 +176,10 @@ class VLLMEngine(Engine):
             stop = StopStrings(self.tokenizer, self._sampling.stop)
             for rollout in rollouts:
                 _cut_at_stop(rollout, stop)
-        if self._sampling.temperature == 0:
-            for rollout in rollouts:  # the distribution sampled from has one token
-                rollout.logprobs = [0.0] * len(rollout.logprobs)
-        elif self.backend.logprobs_mode not in vllm_logprobs_modes(self._sampling):
+        greedy = self._sampling.temperature == 0  # the distribution sampled from has one token
+        if greedy or self.backend.logprobs_mode not in vllm_logprobs_modes(self._sampling):
             for rollout in rollouts:
-                rollout.logprobs = [math.nan] * len(rollout.logprobs)
+                rollout.logprobs = [0.0 if greedy else math.nan] * len(rollout.logprobs)
         self._count(counters_before, sum(len(rollout.logprobs) for rollout in rollouts))
         return rollouts
 
