@@ -358,19 +358,16 @@ class Trainer:
         return self.ranks.broadcast(out_of_time or state.step >= self.config.max_steps)
 
     def log(self, row: dict[str, float]) -> None:
-        """Add totals to a row of metrics and write it; the next row counts from here."""
-        row |= self.totals()
-        self.logger.log(self.state.step, row)
-        self.state_at_last_row = self.state.copy()
-
-    def totals(self) -> dict[str, float]:
-        """Return seconds, tokens and bytes since the run began, as metrics."""
-        weight_bytes = self.engine.stats.get("weight_bytes")
-        return ({} if weight_bytes is None else {"total/weight_bytes": weight_bytes}) | {
+        """Add totals of the run to a row of metrics and write it; the next row counts from here."""
+        if (weight_bytes := self.engine.stats.get("weight_bytes")) is not None:
+            row["total/weight_bytes"] = weight_bytes
+        row |= {
             "time/wall_s": self.state.wall_seconds,
             "time/training_s": self.state.training_seconds,
             "total/generated_tokens": self.state.counts.get("generated_tokens", 0),
         }
+        self.logger.log(self.state.step, row)
+        self.state_at_last_row = self.state.copy()
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside weights, moments and ``state``, once an update is over."""
