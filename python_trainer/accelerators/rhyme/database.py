@@ -26,7 +26,7 @@ from python_trainer.accelerators.database_url import FORMS, parse_database_url, 
 from python_trainer.errors import UserError, on_one_line
 
 APPLICATION_ID = 0x524C4B52  # "RLKR", in the header of SQLite files; the lock of PostgreSQL writers
-VERSION = 4  # of the tables; 3, without checksums, is brought to it, another one is refused
+VERSION = 4  # of the tables; another one is refused
 MOST_ANSWERS = 1_000_000  # that are read at once
 MOST_RUNS = 64  # in a database; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
@@ -226,8 +226,6 @@ class RetrospectiveDatabase:
         if names:  # the query of a view may never end
             raise UserError(f"{self.name} holds views in the place of tables ({', '.join(sorted(names))})")
         version = sa.select(meta_table.c.value).where(meta_table.c.key == "version")
-        if create and connection.execute(version).scalar() == "3":
-            add_checksums(connection)
         schema_version = connection.execute(version).scalar()
         if schema_version != str(VERSION):
             raise UserError(
@@ -351,30 +349,6 @@ def run_of(row: sa.Row) -> StoredRun:
     if not isinstance(settings, dict):
         raise UserError(f"settings of a row of {run_table.name} must be an object, got {type(settings).__name__}")
     return StoredRun(columns.tokenizer, columns.task, settings, columns.created, row.id)
-
-
-def add_checksums(connection: sa.Connection) -> None:
-    """Bring a database of version 3 to version 4.
-
-    Log-probabilities of runs that sampled with top-k or top-p were of the truncated distribution; they become unknown.
-    """
-    for table in (run_table, step_table, answer_table):
-        connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN checksum VARCHAR(32) NOT NULL DEFAULT ''")
-    truncated = set()
-    for row in connection.execute(sa.select(run_table)).all():
-        rollout = json.loads(row.settings).get("rollout", {})
-        if rollout.get("top_k") or rollout.get("top_p", 1.0) < 1:
-            truncated.add(row.id)
-    for table in (run_table, step_table, answer_table):
-        keys = list(table.primary_key.columns)
-        for key in connection.execute(sa.select(*keys)).all():
-            place = sa.and_(*(column == value for column, value in zip(keys, key)))
-            values = dict(connection.execute(sa.select(table).where(place)).one()._mapping)
-            if table is answer_table and values["run_id"] in truncated:
-                tensors = unpack_tensors(values["tensors"], *TENSORS)
-                values["tensors"] = save(tensors | {"logprobs": torch.full_like(tensors["logprobs"], torch.nan)})
-            connection.execute(table.update().where(place).values(with_checksum(table, values)))
-    connection.execute(meta_table.update().where(meta_table.c.key == "version").values(value=str(VERSION)))
 
 
 def make_engine(place: str) -> sa.Engine:

@@ -363,26 +363,3 @@ def test_seconds_are_unknown_in_older_steps_and_a_number_in_others(database, mon
     monkeypatch.setattr(database_module, "save", lambda tensors: save({"ngrams": tensors["ngrams"]}))
     database.add_step(run, make_step(2), [])
     assert [step.seconds for step in database.trajectory(run)] == [2.5, 0.0]
-
-
-@pytest.mark.parametrize("top_k", [0, 5])
-def test_an_older_database_gets_checksums(tmp_path, top_k):
-    path = tmp_path / "history.db"
-    database = RetrospectiveDatabase(str(path))
-    run = database.add_run(replace(FACTS, settings={"rollout": {"top_k": top_k}}))
-    database.add_step(run, make_step(1), [make_sample(text="one")], created=FACTS.created)
-    old_sample = database.samples()[0]
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for table in ("runs", "steps", "rollouts"):
-            connection.execute(f"ALTER TABLE rlkernels_{table} DROP COLUMN checksum")
-        connection.execute("UPDATE rlkernels_meta SET value = '3'")
-    with pytest.raises(UserError, match="has schema version 3, must be 4"):
-        RetrospectiveDatabase(str(path), create=False)
-    (sample,) = RetrospectiveDatabase(str(path)).samples()
-    assert torch.equal(sample.response_ids, old_sample.response_ids) and sample.text == "one"
-    assert (
-        sample.logprobs.isnan().all()
-        if top_k
-        else torch.equal(sample.logprobs.nan_to_num(7), old_sample.logprobs.nan_to_num(7))
-    )
-    assert len(contents(path)) > 100
