@@ -100,12 +100,14 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         raise UserError(f"there is no folder {missing[0]}")
     paths = [path for folder in folders for path in sorted(folder.rglob("metrics.jsonl"))]
     homes = list(dict.fromkeys(path.parent.absolute() for path in paths))  # absolute: "." has no name
-    same_name = Counter(home.name for home in homes)
+    variants = [home.parent if home.name.startswith("seed-") else home for home in homes]
+    counts = Counter((variant.name, home.name) for variant, home in zip(variants, homes))
+    repeated = {name for (name, _), count in counts.items() if count > 1}  # x/run and y/run are not of one variant
     runs = []
-    for home in homes:
-        name = home.parent.name if home.name.startswith("seed-") else home.name
-        if name == home.name and same_name[name] > 1:  # x/run and y/run are not seeds of one variant
-            name = str(home.relative_to(os.path.commonpath(homes)))
+    for variant, home in zip(variants, homes):
+        name = variant.name
+        if name in repeated:
+            name = str(variant.relative_to(os.path.commonpath([folder.parent for folder in variants])))
         if not (rows := read_metrics(home)):
             continue
         summary, ended = summary_of(home, rows)

@@ -27,7 +27,7 @@ from python_trainer.command_line.report import (
 from python_trainer.config import flatten, load_config
 from python_trainer.data import Rollout
 from python_trainer.errors import UserError
-from python_trainer.run.directory import read_metrics, read_samples
+from python_trainer.run.directory import EVALUATIONS, read_metrics, read_samples
 from python_trainer.run.logger import SAMPLES, Logger, choose_samples
 
 VOID = {"meta", "img"}
@@ -324,3 +324,20 @@ def test_runs_of_one_name_in_other_folders_are_not_seeds_of_a_variant(runs, tmp_
         shutil.copytree(runs / "other", tmp_path / place / "run")
     found_runs = find_runs([tmp_path / "x", tmp_path / "y"])
     assert [(run.name, run.label) for run in found_runs] == [("x/run", "x/run"), ("y/run", "y/run")]
+
+
+def test_a_seed_of_two_comparisons_is_not_paired_with_the_baseline_of_the_other(tmp_path):
+    for comparison, right in (("x", 1.0), ("y", 0.0)):
+        for variant in ("baseline", "rpo"):
+            folder = tmp_path / comparison / variant / "seed-0"
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+            (folder / EVALUATIONS).write_text(json.dumps({"step": 1, "name": "final", "correct": [right] * 9}) + "\n")
+    found_runs = find_runs([tmp_path / "x", tmp_path / "y"])
+    assert list(by_variant(found_runs)) == ["x/baseline", "x/rpo", "y/baseline", "y/rpo"]
+    assert found_runs[0].label == "x/baseline seed-0"
+    (tmp_path / "y" / "baseline" / "seed-0").rename(tmp_path / "y" / "baseline" / "seed-1")
+    (tmp_path / "y" / "rpo" / "seed-0").rename(tmp_path / "y" / "rpo" / "seed-1")
+    found_runs = find_runs([tmp_path / "x", tmp_path / "y"])  # other seeds of the same variants
+    assert list(by_variant(found_runs)) == ["baseline", "rpo"]
+    assert "accuracy not told apart (95 %: +0.0 to +0.0 points)" in verdicts(found_runs)[0]
