@@ -406,6 +406,8 @@ def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> t
 
 def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Begin a pass of the PagedCache among the model's arguments, if there is one."""
+    if isinstance(ACTIVE.get(), PagedCache):  # of a pass that KeyboardInterrupt ended: torch runs no hooks then
+        ACTIVE.set(None)
     signature = _signature(type(model).forward)
     inputs = signature.bind_partial(model, *args, **kwargs).arguments
     for name, parameter in signature.parameters.items():

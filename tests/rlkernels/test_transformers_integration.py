@@ -227,6 +227,23 @@ def test_a_failed_pass_leaves_nothing_behind(model, monkeypatch, passes, early):
         assert cache.num_cached == [4 * passes]
 
 
+@pytest.mark.parametrize("place", ["model.embed_tokens", "model.layers.1.mlp"])
+def test_a_pass_without_a_cache_after_an_interrupt_does_not_run_on_its_cache(model, place):
+    """As after Ctrl-C in a notebook, where torch runs no hook that would end the pass."""
+    ids = torch.randint(1, 61, (1, 6))
+    kv = paged_kv_cache(model, num_blocks=8, block_size=4)
+    with torch.no_grad(), PagedCache(kv, ids[:, :5]) as cache:
+        model(ids[:, :5], **{CACHE: cache})
+        hook = model.get_submodule(place).register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 5:], **{CACHE: cache})
+        hook.remove()
+        with pytest.raises(ValueError, match=r"needs cache=PagedCache\(...\)"):
+            model(ids[:, 5:])
+        with pytest.raises(ValueError, match="closed, failed or empty"):
+            model(ids[:, 5:], **{CACHE: cache})
+
+
 def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
     """Such as a reference model, copied from a policy that attends through a paged cache."""
     inputs = padded(7, 4)
