@@ -13,7 +13,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -176,10 +175,11 @@ def _with_trees(plain: Callable[..., Any], on_tree: Callable[..., Any]) -> Calla
     return function
 
 
-def _follow(modeling: ModuleType) -> None:
-    """Wrap the functions of a modeling file, so that they follow a tree if they get one."""
+def _follow(model_class: type[PreTrainedModel]) -> None:
+    """Wrap the functions of a model's modeling file, so that they follow a tree if they get one."""
+    modeling = sys.modules.get(model_class.__module__)  # None for a file that was executed without an import
     for name, (on_tree, _) in FUNCTIONS.items():
-        plain = vars(modeling).get(name)
+        plain = getattr(modeling, name, None)
         if plain is not None and not hasattr(plain, "follows_trees"):
             setattr(modeling, name, _with_trees(plain, on_tree))
 
@@ -197,11 +197,11 @@ def _follow_models() -> None:
 
     def follow(cls: type[PreTrainedModel], **kwargs: Any) -> None:
         plain(cls, **kwargs)
-        _follow(sys.modules[cls.__module__])
+        _follow(cls)
 
     PreTrainedModel.__init_subclass__ = classmethod(follow)  # type: ignore[assignment]
     for cls in PreTrainedModel.__subclasses__():
-        _follow(sys.modules[cls.__module__])
+        _follow(cls)
 
 
 _follow_models()

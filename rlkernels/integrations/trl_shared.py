@@ -84,8 +84,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
 
 def _eager_files(model: PreTrainedModel) -> list[Any]:
     """List the modeling files of a model's layers that define eager attention."""
-    files = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
-    return [file for file in files.values() if hasattr(file, EAGER)]
+    names = {type(module).__module__ for module in model.modules()}
+    return [file for name in names if hasattr(file := sys.modules.get(name), EAGER)]
 
 
 def dispatch_packed_attention(model: PreTrainedModel) -> None:

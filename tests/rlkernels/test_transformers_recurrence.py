@@ -191,6 +191,13 @@ def test_a_model_that_is_imported_later_follows(monkeypatch):
         torch.testing.assert_close(packed[..., place], module.causal_conv1d_fn(inputs[..., place], weight))
 
 
+def test_a_model_of_a_file_that_is_executed_without_an_import_can_be_defined():
+    """No entry of sys.modules leads to its file; so executes ``importlib.util.module_from_spec``."""
+    module = types.ModuleType("modeling_executed")
+    exec("from transformers import LlamaForCausalLM\nclass Executed(LlamaForCausalLM): pass", vars(module))
+    assert module.Executed(AutoConfig.for_model("llama", **SIZES)).can_generate()
+
+
 @pytest.mark.slow
 def test_a_model_that_is_imported_before_follows():
     code = """

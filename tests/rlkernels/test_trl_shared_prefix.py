@@ -220,6 +220,13 @@ def test_eager_attention_that_no_other_takes_the_place_of_is_an_obstacle():
     obstacle = importlib.import_module("rlkernels.integrations.trl_shared").obstacle
     config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
     assert "eager attention is no function" in obstacle(transformers.BloomForCausalLM(config))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                 attn_implementation="eager")
+    )  # fmt: skip
+    # a layer of a file that was executed without an import, to which no entry of sys.modules leads
+    model.extra = type("Extra", (torch.nn.Identity,), {"__module__": "executed"})()
+    assert obstacle(model) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "dropout"])
