@@ -236,7 +236,8 @@ class HistoryRecorder(TrainerCallback):
 
     ``vllm serve`` takes it by ``--additional-config '{"rlkernels_history": PATH}'`` with ``--speculative-config``,
     and reads it again when it is replaced. Answers to prompts of text or messages without tools are stored with their
-    reward, and with the pass over the data as their epoch. The first process writes those of all.
+    reward, and with the pass over the data as their epoch. A new run counts on from the last epoch in the file, a
+    resumed one goes on in it. The first process writes the answers of all.
 
     Args:
         path: of the file. An existing file is continued; a missing folder is made.
@@ -248,6 +249,9 @@ class HistoryRecorder(TrainerCallback):
         self.path, self.every = path, _check.integer("every", every, 1)
         self.history = RolloutHistory.load(path) if os.path.exists(path) else RolloutHistory()
         self.history.resize(max_tokens)
+        newest = self.history.stats["newest_epoch"]
+        self._stored_epochs = 0 if newest is None else newest + 1
+        self._first_epoch = 0  # of this run, in the file
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self._new: list[tuple[list[int], list[int], float, int]] = []
         self._tokenize: Callable[[list], list[list[int]]] | None = None
@@ -266,13 +270,15 @@ class HistoryRecorder(TrainerCallback):
         if self._tokenize is None:
             raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
         if self._model.training:
-            epoch = int(trainer_state.epoch or 0)
+            epoch = self._first_epoch + int(trainer_state.epoch or 0)
             for prompt, answer, value in zip(self._tokenize(prompts), completion_ids, values):
                 # TRL leaves None and NaN out, too
                 recorded = 0.0 if value is None or not math.isfinite(value) else float(value)
                 self._new.append((prompt, answer, recorded, epoch))
 
-    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        begun_epochs = math.ceil(state.epoch or 0)  # 0 but for a resumed run
+        self._first_epoch = max(self._stored_epochs - begun_epochs, 0)
         self._model = kwargs["model"]
         tokenizer = kwargs["processing_class"]
         self._tokenize = functools.partial(_tokenize, tokenizer=tokenizer, options=args.chat_template_kwargs)

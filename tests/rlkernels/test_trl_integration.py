@@ -187,6 +187,7 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
         history = RolloutHistory.load(path)
         assert history.stats["rollouts"] == steps * 2 * NUM_GENERATIONS == len(rewarded)
         assert history.stats["tokens"] == sum(len(ids) for _, ids in rewarded)
+        assert history.stats["newest_epoch"] == steps - 1  # a step passes over both prompts; new answers weigh more
     prompts = {"ABC": [17, 18, 19], "DE": [20, 21]}
     assert all(history.longest_prompt([*ids, 1]) == len(ids) for ids in prompts.values())
     for prompt, answer in rewarded[-2 * NUM_GENERATIONS :]:
@@ -202,6 +203,19 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
 
     with pytest.raises(TypeError, match="reward must be a plain function"):
         recorder.watch(later)
+
+
+def test_a_resumed_run_goes_on_in_its_epochs(trl_integration, make_trainer, tmp_path):
+    path = tmp_path / "history.bin"
+    stored = RolloutHistory()
+    stored.add([1], [2], epoch=6)
+    stored.save(path)
+    for steps, resume, newest in ((2, None, 8), (3, True, 9)):
+        recorder = trl_integration.HistoryRecorder(path)
+        trainer = make_trainer(recorder.watch(digits), steps, callbacks=[recorder])
+        trainer.args.set_save(steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        assert RolloutHistory.load(path).stats["newest_epoch"] == newest
 
 
 def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path):
