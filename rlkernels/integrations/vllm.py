@@ -41,7 +41,7 @@ _shared: RolloutHistory | None = None
 
 
 def share_history(history: RolloutHistory | None) -> None:
-    """Let the proposers of this process draft from a history; None: no drafts.
+    """Let the proposers of this process that have no file draft from a history; None: no drafts.
 
     Only an engine in this process sees it (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). An engine that starts with a shared
     history does not fill it: its owner adds the answers.
@@ -328,8 +328,12 @@ class HistoryProposer:
 
     def _refresh(self) -> bool:
         """Switch to the history of a replaced file, or to one newly shared; return whether there is a history."""
-        reads_file = self._path is not None and self._filled is None
-        history = self._read_again() if reads_file else _shared or self._filled
+        if self._path is None:
+            history = _shared or self._filled
+        elif self._filled is None:
+            history = self._read_again()
+        else:
+            history = self._filled
         if history is not None and history is not self._history:
             self._switch_to(history)
         return history is not None

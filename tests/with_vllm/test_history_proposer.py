@@ -269,6 +269,17 @@ def test_records_its_answers_and_keeps_those_of_other_engines(tmp_path):
     assert rlkernels.RolloutHistory.load(tmp_path / "history.bin").stats["rollouts"] == 3
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_a_shared_history_does_not_take_the_place_of_a_file(tmp_path, record):
+    path = tmp_path / "history.bin"
+    remember_answers((PROMPTS[0], ANSWER)).save(path)
+    share_answers((PROMPTS[0], [*range(70, 90)]))
+    drafter = make_proposer(rlkernels_history=str(path), rlkernels_record=record, end=ANSWER[-1])
+    assert answer(drafter, PROMPTS[0], ANSWER) == ANSWER[1:9]
+    drafter._close()
+    assert rlkernels.RolloutHistory.load(path).stats["rollouts"] == 1 + record
+
+
 def test_one_worker_of_a_model_records(tmp_path):
     path = tmp_path / "history.bin"
     drafter = make_proposer(rlkernels_history=str(path), rlkernels_record=True, end=ANSWER[-1], rank=1)
