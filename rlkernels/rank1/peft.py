@@ -221,6 +221,8 @@ def _module_name(name: str, update: Rank1Update, modules: Mapping[str, torch.nn.
                 "for the parts of vision-language models"
             )
         return name
+    if name in modules:
+        return name
     shape = (len(update.u), len(update.v))
 
     def fits(candidate: torch.nn.Module) -> bool:
@@ -233,7 +235,7 @@ def _find_module(
     module: str, name: str, modules: Mapping[str, torch.nn.Module], fits: Callable[[torch.nn.Module], bool]
 ) -> str:
     """Return the model's name of a module in a checkpoint file; ``fits`` tests a candidate's shapes."""
-    if module in modules:
+    if module in modules and fits(modules[module]):
         return module
     components = module.split(".")
     numbers = [component for component in components if component.isdigit()]

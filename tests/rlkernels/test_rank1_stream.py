@@ -335,6 +335,15 @@ def test_experts_are_streamed_and_exported_each_by_itself(tmp_path, kind):
         assert torch.allclose(weight, expected[name], atol=1e-6), name
 
 
+@pytest.mark.parametrize("expert", ["down_proj[4]", "4.down_proj.weight", "other[0]"])
+def test_an_expert_that_the_model_lacks_is_refused(tmp_path, expert):
+    name = f"model.layers.0.mlp.experts.{expert}"
+    update = rlkernels.top1_delta(torch.randn(32, 24), torch.zeros(32, 24))
+    updates = {"model.layers.0.mlp.experts.down_proj[0]": update, name: update}
+    with pytest.raises(ValueError, match=f"names of modules of the model, got '{re.escape(name)}', which fits none"):
+        rlkernels.export_peft(updates, tmp_path, base_model="tiny", model=mixture("qwen3"))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "matrices"),
     [("model.layers.0.mlp.experts.gate_up_proj", (3, 8, 4), 3), ("layers.0.mlp.experts.gate_up_proj_bias", (3, 8), 0),
