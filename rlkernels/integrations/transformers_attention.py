@@ -288,15 +288,10 @@ def uses_interface(model_class: type[PreTrainedModel]) -> bool:
     return not layers or any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def _names_positions(model_class: type[PreTrainedModel]) -> bool:
-    return "position_ids" in inspect.signature(model_class.forward).parameters
-
-
 def takes_positions(model: PreTrainedModel) -> bool:
     """Return whether a model, or a model inside it, takes position ids; others number the tokens of a row."""
-    if _names_positions(type(model)):
-        return True
-    return any(_names_positions(type(module)) for module in model.modules() if isinstance(module, PreTrainedModel))
+    classes = (type(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any("position_ids" in inspect.signature(cls.forward).parameters for cls in classes)
 
 
 def why_ignored(model: PreTrainedModel) -> str:

@@ -26,8 +26,8 @@ from rlkernels.prefix_cache.layout import sort_by_tokens
 __all__ = ["SharedPrefixGRPOTrainer", "SharedPrefixRLOOTrainer"]
 
 EAGER = "eager_attention_forward"  # each modeling file defines its own; no registry lists them
-TOLERANCE = {torch.float32: 1e-3}  # mean difference of log-probabilities from TRL's that rounding explains
-LOW_PRECISION = 0.05  # the same for narrower types
+TOLERANCE = 1e-3  # mean difference of log-probabilities from TRL's that rounding explains
+LOW_PRECISION = 0.05  # the same for types narrower than float32
 TOKENS_OVER_TRL = "shared_prefix/tokens_over_trl"
 
 logger = logging.getLogger(__name__)
@@ -286,8 +286,8 @@ class PrefixSharing:
             reason = str(error).split("\n")[0]
         finally:
             model.train(training)
-        low_precision = self.args.bf16 or self.args.fp16
-        limit = LOW_PRECISION if low_precision else TOLERANCE.get(next(model.parameters()).dtype, LOW_PRECISION)
+        is_narrow = self.args.bf16 or self.args.fp16 or next(model.parameters()).itemsize < 4
+        limit = LOW_PRECISION if is_narrow else TOLERANCE
         worst = self.accelerator.gather(mean_error).max().item()
         if not worst <= limit:
             self._stop_sharing(reason or f"log-probabilities differ from TRL's by {worst:.2g} a token, above {limit:g}")
