@@ -167,22 +167,22 @@ class Step(Folder):
 
     Args:
         path: the file of the step.
-        history: the step's history; None opens it.
+        history: the step's history.
 
     Raises:
-        ValueError: the file is no step, or as for :class:`History`.
+        ValueError: the file is no step.
     """
 
-    def __init__(self, path: str | Path, history: History | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, history: History) -> None:
+        self.path = path
         match = STEP_FILE.fullmatch(self.path.name)
         if match is None:
             raise ValueError(f"a step of a weight history must be called like step-000010.delta, got {self.path}")
-        self.history = history or History(self.path.parent)
+        self.history = history
         self.step = int(match[1])
-        self.folder = self.history.base.folder
-        self.files = self.history.base.files
-        self.shapes = self.history.base.shapes
+        self.folder = history.base.folder
+        self.files = history.base.files
+        self.shapes = history.base.shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the tensor; it changes when another step of the history is read."""
