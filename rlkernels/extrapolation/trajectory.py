@@ -140,13 +140,13 @@ class RankOneTrajectory:
             for records in by_module.values():
                 del records[index]
 
-    def facts(self, name: str, index: int = -1) -> dict[str, float]:
-        """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of one tracked step."""
-        return dict(zip(FACTS[:-1], self._facts[name][index]))
+    def facts(self, name: str) -> dict[str, float]:
+        """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of the latest step."""
+        return dict(zip(FACTS[:-1], self._facts[name][-1]))
 
-    def status(self, name: str, index: int = -1) -> str:
-        """Return the status of the solver, as in :class:`Rank1Update`."""
-        return STATUSES[int(self._facts[name][index][-1])]
+    def status(self, name: str) -> str:
+        """Return the status of the solver at the latest step, as in :class:`Rank1Update`."""
+        return STATUSES[int(self._facts[name][-1][-1])]
 
     def direction(self, name: str, index: int = -1) -> torch.Tensor:
         """Return v_t [n] of one tracked step."""
