@@ -147,11 +147,11 @@ def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch,
     finished = threading.Event()
     send = threading.Event()
     ask = Server.complete
-    fakes[0].answers |= {"/v1/completions": lambda body: finished.wait(9) and draw(body), "/health": ""}
+    fakes[0].answers |= {"/v1/completions": lambda body: finished.wait(60) and draw(body), "/health": ""}
     threads = {*threading.enumerate()}
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
     if late:
-        monkeypatch.setattr(Server, "complete", lambda *args: send.wait(9) and ask(*args))
+        monkeypatch.setattr(Server, "complete", lambda *args: send.wait(60) and ask(*args))
     engine = VLLMEngine(model, Servers(model, urls(fakes[:1]), tmp_path / "weights"), eos_token_ids=[63])
     monkeypatch.setattr(servers_module, "wait", Mock(side_effect=KeyboardInterrupt))
     start = time.monotonic()
@@ -160,8 +160,8 @@ def test_who_interrupts_waits_for_no_answer(fakes, model, tmp_path, monkeypatch,
     send.set()
     for thread in {*threading.enumerate()} - threads:
         if thread.name.startswith("ThreadPool"):  # Python does not end before
-            thread.join(4)
-    assert time.monotonic() - start < 4
+            thread.join(30)
+    assert time.monotonic() - start < 30
     finished.set()
     assert len(fakes[0].token_requests()) <= servers_module.CONNECTIONS
 
@@ -176,9 +176,9 @@ def test_a_server_behind_tls_may_answer_late(fakes, tmp_path, monkeypatch):
     looks = []
     context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
     fakes[0].socket = context.wrap_socket(fakes[0].socket, server_side=True)
-    fakes[0].answers["/late"] = lambda body: time.sleep(1.0) or "at last"
+    fakes[0].answers["/late"] = lambda body: time.sleep(1.5) or "at last"
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert"))
-    monkeypatch.setattr(servers_module, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servers_module, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(servers_module, "LOOK_SECONDS", 0.1)
     address = f"https://localhost:{fakes[0].server_address[1]}/late"
     assert read(address, b"{}", lambda: looks.append(1)) == (200, "at last") and looks

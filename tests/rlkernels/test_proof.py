@@ -110,13 +110,13 @@ def test_without_a_context_nothing_is_proven(monkeypatch):
     assert result["left_out"][OP].startswith("not proven: RuntimeError: all CUDA-capable devices are busy")
 
 
-@pytest.mark.parametrize(("start", "reason"), [
-    ("import sys; sys.exit('no module named numpy')", "the process died with code 1: no module named numpy"),
-    ("import time; time.sleep(60)", "hung for 1 s and was killed"),
+@pytest.mark.parametrize(("start", "limit", "reason"), [
+    ("import sys; sys.exit('no module named numpy')", 60.0, "the process died with code 1: no module named numpy"),
+    ("import time; time.sleep(60)", 1.0, "hung for 1 s and was killed"),
 ])  # fmt: skip
-def test_a_worker_that_does_not_start_is_no_finding_about_a_kernel(monkeypatch, start, reason):
+def test_a_worker_that_does_not_start_is_no_finding_about_a_kernel(monkeypatch, start, limit, reason):
     monkeypatch.setattr(proof, "WORKER_CODE", start)
-    monkeypatch.setattr(process, "START_S", 1.0)
+    monkeypatch.setattr(process, "START_S", limit)
     result, _ = prove(OP)
     assert result["verdicts"] == {} and result["left_out"] == {OP: f"not proven: {reason}"}
 

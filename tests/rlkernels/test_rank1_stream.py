@@ -148,10 +148,10 @@ def test_peak_memory_is_the_largest_pair(tmp_path):
     base = {f"w{i}": torch.randn(n, n).bfloat16() for i in range(8)}
     folders = write(tmp_path / "a", [base]), write(tmp_path / "b", [{k: v * 1.01 for k, v in base.items()}])
     code = f"""
-import threading, time, torch, rlkernels
+import os, threading, time, torch, rlkernels
 torch.set_num_threads(1)
 def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 w = torch.randn(64, 64)
 rlkernels.top1_delta(w, torch.zeros(64, 64))  # whatever is loaded on first use
 before, peak, done = resident(), 0, False
