@@ -74,15 +74,24 @@ def shared_prefix(groups, dtype, heads, kv_heads, dim, block_size=16):
     return shared, (problem.query, *slot_caches, slot_tables, total_lens, query_starts), problem.scale
 
 
-def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None, recompute=False):
-    """Attend as ``reference.attend``, each step rounded to the inputs' dtype; log-sum-exp in float32 at least."""
+def attend_where(visible, query, key, value, scale, softcap=None):
+    """Attend to the visible pairs [Q, K], each step rounded to the inputs' dtype; log-sum-exp in float32 at least."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
     score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
     score = score if softcap is None else (score / softcap).tanh() * softcap
-    if causally:
-        score = score.masked_fill(~reference.causal(*score.shape[1:], score.device, window=window), -torch.inf)
+    score = score.masked_fill(~visible, -torch.inf)
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
     return (score.softmax(-1) @ value).transpose(0, 1), lse.T
+
+
+def attend_in_their_dtype(query, key, value, scale, causally, window=None, softcap=None, recompute=False):
+    """Attend as ``reference.attend``, each step rounded to the inputs' dtype."""
+    shape = len(query), len(key)
+    if causally:
+        visible = reference.causal(*shape, query.device, window=window)
+    else:
+        visible = torch.ones(shape, dtype=torch.bool, device=query.device)
+    return attend_where(visible, query, key, value, scale, softcap)
 
 
 def check_attention(op: str, arguments, scale: float, backend: str, floor: float = 2e-6, relative: float = 0.0,
@@ -95,18 +104,18 @@ def check_attention(op: str, arguments, scale: float, backend: str, floor: float
     return results
 
 
-def attend_by_mask(query, key, value, layout, scale, window=None, softcap=None):
-    """Attend among packed tokens by a mask of all pairs, each step rounded to the inputs' dtype."""
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
-    index = torch.arange(layout.num_tokens)
+def visible_pairs(layout, window=None):
+    """Return bool [T, T] on the CPU, as the layout: which query sees which key."""
+    index = torch.arange(layout.num_tokens, device="cpu")
     visible = (index <= index[:, None]) & (index[:, None] < layout.end)
     if window is not None:
         visible &= layout.position_ids[:, None] - layout.position_ids < window
-    score = (query.transpose(0, 1) * scale) @ key.transpose(1, 2)
-    score = score if softcap is None else (score / softcap).tanh() * softcap
-    score = score.masked_fill(~visible, -torch.inf)
-    lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
-    return (score.softmax(-1) @ value).transpose(0, 1), lse.T
+    return visible
+
+
+def attend_by_mask(query, key, value, layout, scale, window=None, softcap=None):
+    """Attend among packed tokens by a mask of all pairs, each step rounded to the inputs' dtype."""
+    return attend_where(visible_pairs(layout, window).to(query.device), query, key, value, scale, softcap)
 
 
 def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads: int, kv_heads: int, dim: int,

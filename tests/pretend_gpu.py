@@ -161,7 +161,7 @@ class PretendGPU(TorchFunctionMode):
         if func is torch.Tensor.backward:
             with self:
                 return torch.autograd.backward(args[0])
-        if func is torch.autograd.backward:  # may compute again, and makes tensors on the GPU
+        if func in (torch.autograd.backward, torch.autograd.grad):  # may compute again, and make tensors on the GPU
             with self, patch.object(torch.autograd, "has_torch_function", lambda _: False):
                 return func(*args, **kwargs)
         if func is torch.Tensor.to:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_plain, with_gradients
+from paged_problems import visible_pairs
 
 pytest.importorskip("rlkernels.integrations.transformers", reason="this machine lacks transformers")
 from transformers import AutoModelForCausalLM
@@ -88,10 +89,8 @@ def test_compiled_models_run_packed_passes(compiled_part):
 def attend_with_sink_score(query, key, value, sinks, window):
     """Attend with a softmax over the scores of the keys and of the sink, every step rounded."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).transpose(0, 1) for t in (key, value))
-    position = torch.arange(LAYOUT.num_tokens)
-    depth = LAYOUT.position_ids
-    seen = (position <= position[:, None]) & (position[:, None] < LAYOUT.end) & (depth[:, None] - depth < window)
-    score = ((query.transpose(0, 1) * 0.3) @ key.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+    score = (query.transpose(0, 1) * 0.3) @ key.transpose(1, 2)
+    score = score.masked_fill(~visible_pairs(LAYOUT, window), -torch.inf)
     sink = sinks.view(-1, 1, 1).expand(*score.shape[:2], 1)
     weight = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
     return (weight @ value).transpose(0, 1)

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import assert_as_plain
-from paged_problems import check_grouped, check_grouped_without_tokens_or_gradients, check_tree, with_gradients
+from accuracy import assert_as_plain, with_gradients
+from paged_problems import check_grouped, check_grouped_without_tokens_or_gradients, check_tree, visible_pairs
 
 import rlkernels
 from rlkernels import GroupedLayout, TreeLayout
@@ -86,12 +86,6 @@ def test_a_long_beginning_is_cut_into_pieces(monkeypatch, name, heads, backend):
     assert all(torch.equal(a, b) for a, b in zip(first, run_again(), strict=True))
 
 
-def seen_pairs(layout):
-    """Bool [T, T], which query sees which key."""
-    place = torch.arange(layout.num_tokens, device="cpu")
-    return (place <= place[:, None]) & (place[:, None] < layout.end)
-
-
 @pytest.mark.parametrize(("generation", "dim", "ahead", "ahead_crossing", "back_crossing"), [
     (8, 64, 32, 32, 32), (9, 64, 64, 32, 32), (10, 64, 64, 32, 32), (12, 64, 32, 32, 32),
     (8, 128, 64, 64, 64), (9, 128, 32, 32, 32), (9, 256, 32, 32, 32), (9, 512, 16, 16, 16),
@@ -119,7 +113,7 @@ def test_tiles_of_two_levels_meet_every_key_once(name, rows):
     tiles = triton_tree.two_level_tiles(layout, rows)
     assert (tiles is not None) == two_levels
     if two_levels:
-        seen = seen_pairs(layout)
+        seen = visible_pairs(layout)
         met = torch.zeros_like(seen)
         for first, stop, part, prefix, prefix_end in tiles.tolist():
             keys = torch.cat([torch.arange(prefix, prefix_end), torch.arange(part, stop)])
@@ -147,7 +141,7 @@ def test_a_trie_of_two_levels_runs_as_groups():
 def test_tiles_of_queries_meet_every_key_once(name, rows, block, crosses):
     """A block without a mask is seen as a whole, one with a mask in part."""
     layout = layout_of(name)
-    seen = seen_pairs(layout)
+    seen = visible_pairs(layout)
     met = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int32, device="cpu")
     tiles, blocks = triton_tree.query_tiles(layout, rows, block, crosses)
     for first, stop, begin, masked, end in tiles.tolist():
