@@ -41,14 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name in args.names or names:
         try:
-            rows = _runner.run_file(name, args.quick, seconds, console, args.only)
+            for rows in _runner.run_file(name, args.quick, seconds, console, args.only):
+                num_rows += len(rows)
+                if csv:
+                    _runner.append(csv, rows, facts)
         except Exception:
             traceback.print_exc()
             failed.append(name)
-            continue
-        num_rows += len(rows)
-        if csv:
-            _runner.append(csv, rows, facts)
     if args.only is not None and not num_rows and not failed:
         parser.error(f"--only must be a part of the shape of a case, got {args.only!r}")
     console.print(", ".join(f"{key} {value}" for key, value in facts.items() if value), highlight=False)

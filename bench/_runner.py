@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -265,8 +266,20 @@ def cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch and the kernels use one thread; waking another may take longer than what is timed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Append the rows to the CSV, after its header if it is new."""
+    """Append the rows to the CSV, after its header if it is new, with the present number of threads."""
+    facts = facts | {"threads": torch.get_num_threads()}
     names = [field.name for field in dataclasses.fields(Row)] + list(facts)
     is_new = not path.exists() or path.stat().st_size == 0
     if not is_new:
@@ -284,21 +297,19 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
             writer.writerow({**values, **facts})
 
 
-def run_file(name: str, quick: bool, seconds: float, console: Console, only: str | None = None) -> list[Row]:
-    """Run one benchmark file and print a table for each case.
+def run_file(name: str, quick: bool, seconds: float, console: Console, only: str | None = None) -> Iterator[list[Row]]:
+    """Run one benchmark file: print a table for each case, and yield its rows.
 
     Args:
         only: text in the shape of the cases to run.
     """
-    rows: list[Row] = []
     for case in importlib.import_module(f"bench.{name}").cases(quick):
         if isinstance(case, Case):
             if only is not None and only not in case.shape:
                 continue
             with console.status(f"{case.op}: {case.shape} {case.dtype}"):
-                case_rows = list(run_case(case, seconds))
+                rows = list(run_case(case, seconds))
         else:
-            case_rows = case if isinstance(case, list) else [case]
-        console.print(table(case_rows))
-        rows += case_rows
-    return rows
+            rows = case if isinstance(case, list) else [case]
+        console.print(table(rows))
+        yield rows

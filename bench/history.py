@@ -15,12 +15,13 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
-import torch
 
 import rlkernels
-from bench import Missing, Row
+from bench import Missing, Row, optional
+from bench._runner import one_thread
 
 EPOCHS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 MAX_DRAFT_TOKENS = 16  # a step, for every provider
@@ -233,28 +234,18 @@ def row(name: str, make: Callable[[], object], trace: Trace) -> Row:
 
 
 def cases(quick: bool) -> Iterator[Row]:
-    torch.set_num_threads(1)
-    try:
-        from arctic_inference.suffix_decoding import SuffixDecodingCache
-    except ImportError as error:
-        cache_type = None
-        reason = f"{error}; pip install arctic-inference"
-    else:
-        cache_type = SuffixDecodingCache
-        reason = ""
-    for trace in (gsm8k_trace(200 if quick else 1319), trainer_trace()):
-        if isinstance(trace, Missing):
-            yield Row("rollout_history", "rlkernels", "replay", missing=trace.reason)
-            continue
-        yield row("rlkernels", OurHistory, trace)
-        yield row("rlkernels, no feedback", lambda: OurHistory(use_feedback=False), trace)
-        for name, options in (
-            ("ArcticInference", {}),
-            ("ArcticInference, max_spec_factor=4", {"max_spec_factor": 4.0}),
-        ):
-            if cache_type is None:
-                yield Row("rollout_history", name, trace.name, missing=reason)
-            else:
-                yield row(name, partial(ArcticHistory, cache_type, **options), trace)
-        shape = f"{trace.name}, 256 handles a call"
-        yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))
+    arctic: Any = optional("arctic_inference.suffix_decoding", lambda m: m.SuffixDecodingCache, "arctic-inference")
+    with one_thread():
+        for trace in (gsm8k_trace(200 if quick else 1319), trainer_trace()):
+            if isinstance(trace, Missing):
+                yield Row("rollout_history", "rlkernels", "replay", missing=trace.reason)
+                continue
+            yield row("rlkernels", OurHistory, trace)
+            yield row("rlkernels, no feedback", lambda: OurHistory(use_feedback=False), trace)
+            for name, options in ARCTIC_SETTINGS.items():
+                if isinstance(arctic, Missing):
+                    yield Row("rollout_history", name, trace.name, missing=arctic.reason)
+                else:
+                    yield row(name, partial(ArcticHistory, arctic, **options), trace)
+            shape = f"{trace.name}, 256 handles a call"
+            yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))

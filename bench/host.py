@@ -22,7 +22,7 @@ import torch
 import rlkernels
 from bench import Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
-from bench._runner import quantile
+from bench._runner import one_thread, quantile
 from bench.gpu.model import TINY, make_model, tokens
 from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
@@ -142,9 +142,7 @@ def pass_row(passes: int, with_drafts: bool) -> Row:
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # waking a thread takes longer than a call
-    try:
+    with one_thread():
         for with_drafts in (False, True):
             yield [pass_row(20 if quick else 120, with_drafts)]
         for op, arguments in inputs().items():
@@ -153,5 +151,3 @@ def cases(quick: bool) -> Iterator[list[Row]]:
                 yield rows(op, arguments, "no gradient", turns)
                 if op in GRADIENTS:
                     yield rows(op, with_gradient(op, arguments), "with a gradient", turns)
-    finally:
-        torch.set_num_threads(threads)

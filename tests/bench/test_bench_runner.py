@@ -109,6 +109,35 @@ def test_only_cases_whose_shape_contains_a_text(capsys, monkeypatch):
     assert "--only must be a part of the shape of a case, got 'third'" in capsys.readouterr().err
 
 
+def test_a_failing_case_leaves_the_rows_before_it(tmp_path, capsys, monkeypatch):
+    def fail():
+        raise ValueError("no such thing")
+
+    shapes = [Case("op", str(i), {"ours": call}, reference=None) for i, call in enumerate((lambda: 1, fail))]
+    monkeypatch.setattr(importlib.import_module("bench.keyed_uniform"), "cases", lambda quick: iter(shapes))
+    path = tmp_path / "rows.csv"
+    assert main(["keyed_uniform", "--quick", "--csv", str(path)]) == 1
+    assert "no such thing" in capsys.readouterr().err
+    with path.open(newline="") as file:
+        assert [row["shape"] for row in csv.DictReader(file)] == ["0"]
+
+
+def test_a_benchmark_on_one_thread_leaves_the_others_theirs(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLKERNELS_GSM8K_DIR", raising=False)
+    monkeypatch.delenv("RLKERNELS_TRACE", raising=False)
+    path = tmp_path / "rows.csv"
+    threads = torch.get_num_threads()
+    try:
+        arguments = ["history", "keyed_uniform", "--quick", "--threads", "2", "--seconds", "0.001", "--csv", str(path)]
+        assert main(arguments) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    with path.open(newline="") as file:
+        used = {row["op"]: row["threads"] for row in csv.DictReader(file)}
+    assert used == {"rollout_history": "1", "keyed_uniform": "2"}
+
+
 def test_missing_provider_is_named_in_the_table(capsys):
     _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="no file [/lib/peer]")]))
     assert "missing: peer: no file [/lib/peer]" in capsys.readouterr().out
