@@ -1,9 +1,11 @@
 """The interface between a benchmark file and the runner."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class Case:
             output once, untimed. None: nothing to compare.
         limit: (name, seconds): the resource that bounds the op, and the least time that it needs.
         work: (unit, amount per call): reported as amount / median, ``("cells", 64 * 64 * 512 * 512)``.
-        seconds: time budget per provider; at least one call is made. None: the runner's.
         compare: (output, reference output) -> text, in place of the runner's match.
     """
 
@@ -44,7 +45,6 @@ class Case:
     reference: str | Callable[[], Any] | None = "torch reference"
     limit: tuple[str, float] | None = None
     work: tuple[str, float] | None = None
-    seconds: float | None = None
     compare: Callable[[Any, Any], str] | None = None
 
 
@@ -66,6 +66,11 @@ class Row:
     limit: str = ""
     extra: str = ""  # "1.9 Gcells/s"
     missing: str = ""  # why the provider did not run; the figures are empty then
+
+    def timed(self, samples: Sequence[float]) -> Self:
+        """Fill in median and quantiles of seconds per call, and return this row."""
+        self.median_s, self.q20_s, self.q80_s = np.quantile(samples, (0.5, 0.2, 0.8)).tolist()
+        return self
 
 
 def optional(module: str, make: Callable[[Any], Provider], install: str | None = None) -> Provider:

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+from rlkernels.proof.worker import synchronize
+
+CPU = torch.device("cpu")
+MEASURED_S = 0.3
 SOURCE = Path(__file__).with_name("_limits.cpp")
 
 
@@ -28,34 +32,29 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _fastest(run: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
-    """Return the time of the shortest call within ``seconds``, after one warm-up call."""
+def _fastest(run: Callable[[], object], device: torch.device = CPU) -> float:
+    """Return the time of the shortest call within ``MEASURED_S``, after one warm-up call."""
     run()
     shortest = float("inf")
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + MEASURED_S
     while shortest == float("inf") or time.perf_counter() < deadline:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         shortest = min(shortest, time.perf_counter() - start)
     return shortest
 
 
 @functools.cache
-def read_bandwidth(nbytes: int = 2**28, device: str = "cpu") -> float:
+def read_bandwidth(nbytes: int = 2**28) -> float:
     """Measure bytes/s of reading ``nbytes`` repeatedly with all threads; pass the op's footprint, as caches count."""
-    target = torch.device(device)
     num_floats = max(nbytes // 4 // 128, 1) * 128
-    floats = torch.ones(num_floats + 16, device=target)
-    if target.type == "cuda":
-        return num_floats * 4 / _fastest(floats.sum, target)
+    floats = torch.ones(num_floats + 16)
     address = (floats.data_ptr() + 63) // 64 * 64
     library = _library()
     threads = torch.get_num_threads()
-    return num_floats * 4 / _fastest(lambda: library.read_all(address, num_floats, threads), target)
+    return num_floats * 4 / _fastest(lambda: library.read_all(address, num_floats, threads))
 
 
 @functools.cache
@@ -74,13 +73,12 @@ def fma_rate() -> float:
     threads = torch.get_num_threads()
     sink = torch.empty(threads)
     operations = library.multiply_add(200_000, threads, sink.data_ptr())
-    return operations / _fastest(lambda: library.multiply_add(200_000, threads, sink.data_ptr()), torch.device("cpu"))
+    return operations / _fastest(lambda: library.multiply_add(200_000, threads, sink.data_ptr()))
 
 
 @functools.cache
-def matmul_rate(dtype: torch.dtype = torch.float32, n: int | None = None, device: str = "cpu") -> float:
+def matmul_rate(dtype: torch.dtype, n: int = 1024, device: str = "cpu") -> float:
     """Measure operations/s of torch's n x n x n matrix product on random data: the rate of the matrix units."""
     target = torch.device(device)
-    n = n or (8192 if target.type == "cuda" else 1024)
     a, b = (torch.randn(n, n, device=target).to(dtype) for _ in range(2))
     return 2 * n**3 / _fastest(lambda: a @ b, target)

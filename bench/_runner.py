@@ -9,7 +9,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from bench._case import Case, Missing, Row
 from rlkernels.proof.problem import largest_error
+from rlkernels.proof.worker import seconds_of
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.csv"
@@ -101,37 +101,16 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _timer(device: str) -> Callable[[Callable[[], Any], int], float]:
-    """Return a timer: (function, number of calls) -> seconds per call."""
-
-    def on_cpu(call: Callable[[], Any], num_calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        return (time.perf_counter() - start) / num_calls
-
-    def on_gpu(call: Callable[[], Any], num_calls: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(num_calls):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / num_calls
-
-    return on_gpu if device.startswith("cuda") else on_cpu
-
-
 class _Timed:
     """One provider of a case: warmed up, then sampled until its budget is spent."""
 
     def __init__(self, provider: Any, device: str, budget: float):
         self.setup, self.function = provider if isinstance(provider, tuple) else (None, provider)
-        self.timer = _timer(device)
+        self.device = torch.device(device)
         self.samples: list[float] = []
         self.spent = 0.0
         self.output = self.prepared()()  # warm-up: loads code, fills pools
-        call_s, self.peak = _resident_peak(device, partial(self.timer, self.prepared(), 1))
+        call_s, self.peak = _resident_peak(device, partial(seconds_of, self.prepared(), 1, self.device))
         self.num_calls = 1 if self.setup or call_s > SAMPLE_S else math.ceil(SAMPLE_S / max(call_s, 1e-7))
         self.budget = budget
         if call_s > budget:  # a further call would not fit
@@ -149,7 +128,7 @@ class _Timed:
         if self.samples and (self.spent >= self.budget or len(self.samples) >= MAX_SAMPLES):
             return False
         call = self.prepared()
-        self.samples.append(self.timer(call, self.num_calls))
+        self.samples.append(seconds_of(call, self.num_calls, self.device))
         self.spent += self.samples[-1] * self.num_calls
         return True
 
@@ -162,7 +141,7 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
         if isinstance(provider, Missing):
             failed[name] = provider.reason
             continue
-        timed[name] = _Timed(provider, case.device, case.seconds or seconds)
+        timed[name] = _Timed(provider, case.device, seconds)
     while any([t.sample() for t in timed.values()]):
         pass
     reference: Any = None
@@ -178,22 +157,17 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
 
 
 def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
-    row.median_s = statistics.median(timed.samples)
-    row.q20_s = quantile(timed.samples, 0.2)
-    row.q80_s = quantile(timed.samples, 0.8)
+    row.timed(timed.samples)
+    median_s = statistics.median(timed.samples)
     row.peak_bytes = timed.peak
     if case.reference is not None and row.provider != case.reference:
         row.match = (case.compare or match)(timed.output, reference)
     if case.limit:
         row.limit, limit_s = case.limit
-        row.of_limit = limit_s / row.median_s
+        row.of_limit = limit_s / median_s
     if case.work:
         unit, amount = case.work
-        row.extra = f"{_si(amount / row.median_s)}{unit}/s"
-
-
-def quantile(samples: Sequence[float], q: float) -> float:
-    return torch.tensor(samples, dtype=torch.float64).quantile(q).item()
+        row.extra = f"{_si(amount / median_s)}{unit}/s"
 
 
 def _si(value: float) -> str:

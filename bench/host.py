@@ -9,7 +9,6 @@ kernels do nothing. Not included: ops that wait for results on the way (``top1_d
 
 import importlib
 import pkgutil
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ import torch
 import rlkernels
 from bench import Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
-from bench._runner import one_thread, quantile
+from bench._runner import one_thread
 from bench.gpu.model import TINY, make_model, tokens
 from python_trainer.data import Request
 from python_trainer.rollout.drafting import Drafter
@@ -97,10 +96,9 @@ def rows(op: str, arguments: Arguments, shape: str, turns: int) -> list[Row]:
         samples = measure(calls, turns)
     unit = min(samples["torch.add"])
     return [
-        Row(op, name, shape, median_s=statistics.median(s), q20_s=quantile(s, 0.2), q80_s=quantile(s, 0.8),
-            extra=f"{min(s) * 1e6:.1f} µs, {min(s) / unit:.1f} x torch.add")
+        Row(op, name, shape, extra=f"{min(s) * 1e6:.1f} µs, {min(s) / unit:.1f} x torch.add").timed(s)
         for name, s in samples.items()
-    ]  # fmt: skip
+    ]
 
 
 def pass_seconds(passes: int, with_drafts: bool) -> list[float]:
@@ -136,9 +134,9 @@ def pass_seconds(passes: int, with_drafts: bool) -> list[float]:
 
 def pass_row(passes: int, with_drafts: bool) -> Row:
     samples = pass_seconds(passes, with_drafts)
-    return Row("decode pass", "PagedEngine", f"256 sequences{', drafts' if with_drafts else ''}",
-               median_s=statistics.median(samples), q20_s=quantile(samples, 0.2), q80_s=quantile(samples, 0.8),
-               extra=f"at least {min(samples) * 1e3:.2f} ms")  # fmt: skip
+    row = Row("decode pass", "PagedEngine", f"256 sequences{', drafts' if with_drafts else ''}")
+    row.extra = f"at least {min(samples) * 1e3:.2f} ms"
+    return row.timed(samples)
 
 
 def cases(quick: bool) -> Iterator[list[Row]]:

@@ -11,7 +11,6 @@ two operations a weight and generated token in generation, six in the update. Pr
 import json
 import os
 import random
-import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
-from bench import Row
-from bench._runner import quantile
+from bench import Row, matmul_rate
 from bench._trl import Step, run_ours, run_trl
 from bench._turns import Worker
 from bench._vllm_server import VLLMServer
@@ -170,15 +168,9 @@ def measure(workers: dict[str, Worker], warm_up: int, steps: int) -> dict[str, l
     return step_reports
 
 
-def product_rate() -> float:
-    """Measure operations per second of a large product in bfloat16, at its best."""
-    x = torch.randn(2048, 2048).bfloat16()
-    return 2 * 2048**3 / min(timeit.repeat(lambda: x @ x, number=1, repeat=10))
-
-
 def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[list[Row]]:
     """Make a table each of steps, rollouts and updates."""
-    rate = product_rate() if work.weights else 0.0
+    rate = matmul_rate(torch.bfloat16, 2048) if work.weights else 0.0
     rollout = work.config.rollout
     shape = (
         f"{work.name}: {rollout.prompts_per_step} x {rollout.num_generations}, up to {rollout.max_completion_length}"
@@ -191,16 +183,14 @@ def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[list[R
         update_s = [step.seconds - step.rollout_s for step in steps]
         columns = (step_s, rollout_s, update_s)
         for (op, table), values, operations in zip(tables.items(), columns, (8, 2, 6), strict=True):
-            is_whole_step = op == "training step"
             extra = f"{tokens / median(values):.0f} tokens/s"
             if work.weights:
                 achieved = operations * work.weights * tokens / median(values)
                 extra += f", {achieved / 1e9:.0f} GFLOP/s, {achieved / rate:.0%} of a large product"
-            table.append(Row(
-                op, name, shape, "bfloat16" if work.weights else "float32", median_s=median(values),
-                q20_s=quantile(values, 0.2), q80_s=quantile(values, 0.8), extra=extra,
-                peak_bytes=max(step.peak_bytes or 0 for step in steps) if is_whole_step else None,
-            ))  # fmt: skip
+            row = Row(op, name, shape, "bfloat16" if work.weights else "float32", extra=extra).timed(values)
+            if op == "training step":
+                row.peak_bytes = max(step.peak_bytes or 0 for step in steps)
+            table.append(row)
     if find_spec("trl") is None:
         tables["training step"].append(Row("training step", "TRL", shape, missing="pip install trl"))
     yield from tables.values()

@@ -19,7 +19,7 @@ import torch
 
 from bench._case import Row
 from bench._limits import copy_bandwidth, read_bandwidth
-from bench._runner import quantile, reset_resident_peak, resident_peak
+from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.model.weights import checkpoint_weights
 from rlkernels import weights
 
@@ -95,14 +95,11 @@ class Sender:
         for name, figures in self.figures.items():
             only_reads = name in ("encode", "index and value")
             limit_s = 2 * self.nbytes / (read_bandwidth() if only_reads else copy_bandwidth())
-            row = Row("weight delta", name, shape, str(self.dtype).removeprefix("torch."))
-            row.median_s = median(figures.seconds)
-            row.q20_s = quantile(figures.seconds, 0.2)
-            row.q80_s = quantile(figures.seconds, 0.8)
+            row = Row("weight delta", name, shape, str(self.dtype).removeprefix("torch.")).timed(figures.seconds)
             row.peak_bytes = max(figures.peaks, default=None)
             row.match = "exact" if figures.exact else "differs"
             row.limit = "memory bandwidth"
-            row.of_limit = limit_s / row.median_s
+            row.of_limit = limit_s / median(figures.seconds)
             size = fmean(figures.sizes)
             row.extra = f"{size / 1e6:.2f} MB a step, {self.nbytes / size:.1f}x"
             rows.append(row)

@@ -25,6 +25,7 @@ from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
+from rlkernels.proof.worker import synchronize
 
 Message = dict[str, Any]
 NUM_GENERATIONS = 8
@@ -117,11 +118,6 @@ def verdict(errors: Sequence[float], plain: Sequence[float]) -> Message:
     error, limit = max(zip(errors, allowed), key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else float("inf"))
     ok = all(e <= a for e, a in zip(errors, allowed))  # NaN is not
     return {"ok": ok, "error": error if error == error else None, "allowed": limit}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from rlkernels.proof.worker import synchronize
+
 Message = dict[str, Any]
 # settings of the model that differ between sizes
 SIZES = {
@@ -158,7 +160,7 @@ def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[st
         ) -> Message:  # fmt: skip
     """Run a job of the worker: rows for the gradients of an arm and for each shape, but those in ``without``."""
     say({"begin": arm})
-    from bench.gpu.model import QWEN, synchronize
+    from bench.gpu.model import QWEN
     from bench.gpu.model import TINY as TINY_SIZE
 
     size = TINY_SIZE if name == TINY else replace(QWEN, config={**QWEN.config, **SIZES[name]})

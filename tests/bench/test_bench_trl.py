@@ -81,7 +81,7 @@ def test_trainers_take_turns_and_their_settings_reach_them(tmp_path):
 def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monkeypatch):
     sizes = {"num_hidden_layers": 1, "vocab_size": 1000, "intermediate_size": 64}
     monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
-    monkeypatch.setattr(trl, "product_rate", lambda: 1e9)
+    monkeypatch.setattr(trl, "matmul_rate", lambda dtype, n: 1e9)
     work = trl.real_size(tmp_path)
     num_providers = 1 if find_spec("trl") is None else 2
     assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == num_providers
