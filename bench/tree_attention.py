@@ -1,6 +1,7 @@
 """Attention on the trie of a training batch, forward and backward, against the layouts of other trainers.
 
 Each arm has inputs in its own layout: padded rows repeat the prefixes that sequences share, the trie has them once.
+FlexAttention has no backward pass on a CPU: ``bench.gpu.session`` times it.
 """
 
 import itertools
@@ -13,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernels
-from bench import Case, Missing
+from bench import Case
 from bench._runner import match
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
 
@@ -113,56 +114,25 @@ def copied(layout: TreeLayout, scale: float) -> Arm:
     return Arm(place, attend)
 
 
-def flex(layout: TreeLayout, scale: float) -> Arm | Missing:
-    """Make compiled FlexAttention with the mask of the trie."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    end = layout.end
-    tokens = layout.num_tokens
-    mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i < end[j]), None, None, tokens, tokens, device="cpu")
-    torch._dynamo.reset()
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        query, key, value = (t.transpose(0, 1)[None] for t in tensors)
-        return compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-
-    try:
-        leaves = [torch.zeros(tokens, heads, HEADS[2], requires_grad=True) for heads in (HEADS[0], HEADS[1], HEADS[1])]
-        attend(*leaves).sum().backward()
-    except Exception as error:  # whatever the compiler raises on this machine is the reason
-        return Missing(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    return Arm(torch.arange(tokens), attend)
-
-
-def make_case(label: str, samples: Sequence[Sample], with_flex: bool = False) -> Case:
+def make_case(label: str, samples: Sequence[Sample]) -> Case:
     layout = TreeLayout.from_sequences([prompt + answer for prompt, answer in samples])
     scale = HEADS[2] ** -0.5
     tensors = [torch.randn(layout.num_tokens, heads, HEADS[2]) for heads in (HEADS[0], HEADS[1], HEADS[1])]
     grad = torch.randn_like(tensors[0])
     ours: Any = partial(rlkernels.tree_attention, layout=layout, scale=scale)
-    arms: dict[str, Arm | Missing] = {
+    arms = {
         "rlkernels": Arm(torch.arange(layout.num_tokens), ours),
         "rlkernels, two levels": two_levels(samples, layout, scale),
         "torch SDPA, padded": padded(layout, scale),
         "torch SDPA, paths copied": copied(layout, scale),
     }
-    if with_flex:
-        arms["FlexAttention"] = flex(layout, scale)
 
-    def provider(name: str, arm: Arm | Missing) -> Any:
-        if isinstance(arm, Missing):
-            return arm
+    def provider(name: str, arm: Arm) -> Any:
         run = arm.timed(tensors, grad)
         return lambda: (name, run())
 
     def compare(result: tuple[str, list[torch.Tensor]], expected: tuple[str, list[torch.Tensor]]) -> str:
-        by_place = []
-        for name, results in (result, expected):
-            arm = arms[name]
-            assert isinstance(arm, Arm)
-            by_place.append(arm.to_trie(results, layout.num_tokens))
-        return match(*by_place)
+        return match(*(arms[name].to_trie(results, layout.num_tokens) for name, results in (result, expected)))
 
     num_tokens = sum(len(prompt) + len(answer) for prompt, answer in samples)
     return Case(
@@ -202,7 +172,7 @@ def make_turns(
 def cases(quick: bool) -> Iterator[Case]:
     torch.manual_seed(0)
     numbers = itertools.count()
-    yield make_case("1 prompt of 1024, 8 answers of 96", make_samples(numbers, 0, 1, 1024, 8, 96), with_flex=True)
+    yield make_case("1 prompt of 1024, 8 answers of 96", make_samples(numbers, 0, 1, 1024, 8, 96))
     yield make_case("1 prompt of 1024, 128 answers of 4", make_samples(numbers, 0, 1, 1024, 128, 4))
     yield make_case("4 rollouts of 8 turns, thinking dropped", make_turns(numbers, 4, 8, 40, 20, 60))
     sizes = ((4, 4, 100),) if quick else ((16, 4, 100), (16, 4, 500), (4, 4, 2000))

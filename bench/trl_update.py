@@ -4,9 +4,9 @@ An update is the forward and backward pass of a batch in micro-batches, without 
 the vocabulary of SmolLM2; ``match`` is the error of the gradients. On a CPU TRL applies the output layer to prompts
 too; the arm "head on answers" does not, as TRL on a GPU: it is the fair rival. "No padding" packs answers, each with
 its own copy of the prompt. "Two levels" shares only equal prompts. "Paths copied" attends as TRL's AsyncGRPOTrainer,
-"FlexAttention" by its mask, both on our trie; "TRL's head" uses TRL's log-probabilities without logits. A full step
-also generates, with Transformers, and runs the optimizer. ``--only`` picks cases by their shapes: "system prompt",
-"turns", "group of", "micro-batches of".
+on our trie; "TRL's head" uses TRL's log-probabilities without logits. A full step also generates, with Transformers,
+and runs the optimizer. ``--only`` picks cases by their shapes: "system prompt", "turns", "group of",
+"micro-batches of". FlexAttention has no backward pass on a CPU: ``bench.gpu.session`` times it.
 """
 
 import functools
@@ -22,11 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bench import Case, Missing
 from bench._case import Provider
-from bench.gpu.updates import attend_by_flex
 from bench.logprobs import score_by_trl
-from bench.tree_attention import copied, flex
+from bench.tree_attention import copied
 from python_trainer.model.hub import policy_folder
-from rlkernels.prefix_cache import TreeLayout
 
 VOCAB = 49152
 # prompt, longest answer, answers, answers of a micro-batch, layers
@@ -178,17 +176,9 @@ ARMS: dict[str, Patches] = {  # those named TRL are TRL's trainer and pad, the o
     "rlkernels": {},
     "paths copied": {ATTEND: attend_with_copies},
     "TRL's head": {f"{SHARED}.linear_token_logprobs": score_by_trl},
-    "FlexAttention": {ATTEND: attend_by_flex},
 }
 PADDED = ("TRL", "TRL, head on answers")
 UNSHARED = (*PADDED, "rlkernels, no padding")
-
-
-@functools.cache
-def flex_obstacle() -> Missing | None:
-    """Compile FlexAttention, and return why it cannot be trained here, if so."""
-    arm = flex(TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4]]), 1.0)
-    return arm if isinstance(arm, Missing) else None
 
 
 def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, int], layers: int,
@@ -213,8 +203,7 @@ def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, in
 
         return gradients
 
-    missing = flex_obstacle() if "FlexAttention" in arms else None
-    providers = {arm: missing if arm == "FlexAttention" and missing else provider(arm) for arm in arms}
+    providers = {arm: provider(arm) for arm in arms}
     size_text = " and ".join(str(size) for size in dict.fromkeys(sizes))
     shape = f"{label}, {size_text} a micro-batch" + (f", {layers} layers" if layers not in (2, 12) else "")
     return Case("trl_update", shape, providers, reference=next(arm for arm in arms if arm in PADDED))
