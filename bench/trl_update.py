@@ -199,6 +199,8 @@ def update_case(label: str, samples: Callable[[], Samples], sizes: tuple[int, in
         def gradients() -> list[torch.Tensor | None]:
             trainer, call = run()
             call()
+            if not getattr(trainer, "shares_prefixes", True):
+                raise RuntimeError(f"the arm {arm} left the batch to TRL: its log tells why")
             return [p.grad for p in trainer.model.parameters()]
 
         return gradients

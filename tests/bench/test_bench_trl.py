@@ -115,6 +115,14 @@ def test_all_arms_of_an_update_compute_the_gradients_of_trl(trl_integration, par
             torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_an_arm_that_leaves_its_batch_to_trl_fails(trl_integration, monkeypatch):
+    wrong_attention = Mock(attend=lambda query, key, value: query * 0)
+    monkeypatch.setattr(trl_update, "copied", lambda layout, scale: wrong_attention)
+    (case,) = (case for case in trl_update.cases(quick=True) if case.shape.startswith("system prompt 8, "))
+    with pytest.raises(RuntimeError, match="paths copied left the batch to TRL"):
+        case.providers["paths copied"]()
+
+
 def test_the_copies_of_paths_are_attended_to(trl_integration):
     """Check the arm that stands for TRL's asynchronous trainer."""
     layout = TreeLayout.from_sequences([[1, 2, 3], [1, 2, 4, 5], [6]])
