@@ -5,7 +5,7 @@ FlexAttention has no backward pass on a CPU: ``bench.gpu.session`` times it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernels
 from bench import Case
+from bench._copies import Copies
 from bench._runner import match
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
 
 HEADS = (6, 2, 64)  # of queries, of keys, elements of each
+SCALE = HEADS[2] ** -0.5
+ON_HEADS = f"{HEADS[0]} on {HEADS[1]} heads of {HEADS[2]}"
 Sample = tuple[list[int], list[int]]  # prompt, answer
 
 
@@ -27,18 +30,17 @@ class Arm:
     """One layout of the batch.
 
     Attributes:
-        places: int64 [n] or [B, L], the place in the trie of each token of the layout; -1: padding.
+        copies: where the tokens of the trie lie in it.
         attend: query, key, value, [n, H, d] or [B, L, H, d] -> output.
     """
 
-    places: torch.Tensor
+    copies: Copies
     attend: Callable[..., torch.Tensor]
 
     def timed(self, tensors: Sequence[torch.Tensor], grad: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Return a function that computes output and gradients of query, key and value."""
-        places = self.places.clamp(min=0)
-        leaves = [t[places].contiguous().requires_grad_() for t in tensors]
-        grad_output = grad[places] * self.first_copies()[..., None, None]
+        leaves = [t[self.copies.at].contiguous().requires_grad_() for t in tensors]
+        grad_output = grad[self.copies.at] * self.copies.counts[..., None, None]  # copies count once
 
         def run() -> list[torch.Tensor]:
             out = self.attend(*leaves)
@@ -46,53 +48,27 @@ class Arm:
 
         return run
 
-    def first_copies(self) -> torch.Tensor:
-        """Return for each token whether it is the first of its copies, so that copies count once."""
-        flat = self.places.flatten()
-        order = flat.argsort(stable=True)
-        sorted_places = flat[order]
-        is_first = torch.empty_like(flat, dtype=torch.bool)
-        is_first[order] = torch.cat([sorted_places.new_ones(1), sorted_places.diff()]).bool() & (sorted_places >= 0)
-        return is_first.view(self.places.shape)
 
-    def to_trie(self, results: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-        """Return output and gradients by place in the trie, with the sum of the gradients of copies."""
-        is_first = self.first_copies().flatten()
-        is_token = (self.places >= 0).flatten()
-        places = self.places.flatten()
-        out, *grads = (t.flatten(0, -3) for t in results)
-        trie_out = out.new_empty(num_tokens, *out.shape[1:]).index_copy(0, places[is_first], out[is_first])
-        trie_grads = [g.new_zeros(num_tokens, *g.shape[1:]).index_add(0, places[is_token], g[is_token]) for g in grads]
-        return [trie_out, *trie_grads]
-
-
-def padded(layout: TreeLayout, scale: float) -> Arm:
+def padded(layout: TreeLayout) -> Arm:
     places = torch.nn.utils.rnn.pad_sequence(layout.places, batch_first=True, padding_value=-1)
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         query, key, value = (t.transpose(1, 2) for t in tensors)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True).transpose(
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True).transpose(
             1, 2
         )
 
-    return Arm(places, attend)
+    return Arm(Copies(places, layout.num_tokens), attend)
 
 
-def two_levels(samples: Sequence[Sample], layout: TreeLayout, scale: float) -> Arm:
-    """Make the layout that stores equal prompts once; samples are in order of prompts."""
-    prefixes = []
-    suffixes = []
-    starts = [0]
-    places = []
-    for _, group in itertools.groupby(zip(samples, layout.places), lambda pair: pair[0][0]):
-        members = list(group)
-        prompt = len(members[0][0][0])
-        places += [members[0][1][:prompt], *(sample_places[prompt:] for _, sample_places in members)]
-        prefixes.append(prompt)
-        suffixes += [len(answer) for (_, answer), _ in members]
-        starts.append(len(suffixes))
-    packed = GroupedLayout(prefixes, suffixes, starts)
-    return Arm(torch.cat(places), partial(rlkernels.grouped_attention, layout=packed, scale=scale))
+def two_levels(samples: Sequence[Sample], layout: TreeLayout) -> Arm:
+    """Make the layout that stores equal prompts once."""
+    packed = GroupedLayout.from_sequences([p + a for p, a in samples], [len(p) for p, _ in samples])
+    places = torch.empty(packed.num_tokens, dtype=torch.int64)
+    for packed_places, trie_places in zip(packed.places, layout.places, strict=True):
+        places[packed_places] = trie_places
+    attend = partial(rlkernels.grouped_attention, layout=packed, scale=SCALE)
+    return Arm(Copies(places, layout.num_tokens), attend)
 
 
 def copied(layout: TreeLayout, scale: float) -> Arm:
@@ -111,38 +87,36 @@ def copied(layout: TreeLayout, scale: float) -> Arm:
             out.append(node_out[0].transpose(0, 1))
         return torch.cat(out)
 
-    return Arm(place, attend)
+    return Arm(Copies(place, layout.num_tokens), attend)
 
 
-def make_case(label: str, samples: Sequence[Sample]) -> Case:
-    layout = TreeLayout.from_sequences([prompt + answer for prompt, answer in samples])
-    scale = HEADS[2] ** -0.5
+def make_case(op: str, shape: str, layout: TreeLayout, arms: Mapping[str, Arm], reference: str) -> Case:
     tensors = [torch.randn(layout.num_tokens, heads, HEADS[2]) for heads in (HEADS[0], HEADS[1], HEADS[1])]
     grad = torch.randn_like(tensors[0])
-    ours: Any = partial(rlkernels.tree_attention, layout=layout, scale=scale)
-    arms = {
-        "rlkernels": Arm(torch.arange(layout.num_tokens), ours),
-        "rlkernels, two levels": two_levels(samples, layout, scale),
-        "torch SDPA, padded": padded(layout, scale),
-        "torch SDPA, paths copied": copied(layout, scale),
-    }
 
     def provider(name: str, arm: Arm) -> Any:
         run = arm.timed(tensors, grad)
         return lambda: (name, run())
 
     def compare(result: tuple[str, list[torch.Tensor]], expected: tuple[str, list[torch.Tensor]]) -> str:
-        return match(*(arms[name].to_trie(results, layout.num_tokens) for name, results in (result, expected)))
+        return match(*(arms[name].copies.outputs(results) for name, results in (result, expected)))
 
+    providers = {name: provider(name, arm) for name, arm in arms.items()}
+    return Case(op, shape, providers, reference=reference, compare=compare)
+
+
+def tree_case(label: str, samples: Sequence[Sample]) -> Case:
+    layout = TreeLayout.from_sequences([prompt + answer for prompt, answer in samples])
+    ours: Any = partial(rlkernels.tree_attention, layout=layout, scale=SCALE)
+    arms = {
+        "rlkernels": Arm(Copies(torch.arange(layout.num_tokens), layout.num_tokens), ours),
+        "rlkernels, two levels": two_levels(samples, layout),
+        "torch SDPA, padded": padded(layout),
+        "torch SDPA, paths copied": copied(layout, SCALE),
+    }
     num_tokens = sum(len(prompt) + len(answer) for prompt, answer in samples)
-    return Case(
-        op="tree_attention",
-        shape=f"{label}: {num_tokens} tokens, {layout.num_tokens} in the trie, "
-        f"{HEADS[0]} on {HEADS[1]} heads of {HEADS[2]}",
-        providers={name: provider(name, arm) for name, arm in arms.items()},
-        reference="torch SDPA, padded",
-        compare=compare,
-    )
+    shape = f"{label}: {num_tokens} tokens, {layout.num_tokens} in the trie, {ON_HEADS}"
+    return make_case("tree_attention", shape, layout, arms, "torch SDPA, padded")
 
 
 def make_samples(
@@ -172,10 +146,10 @@ def make_turns(
 def cases(quick: bool) -> Iterator[Case]:
     torch.manual_seed(0)
     numbers = itertools.count()
-    yield make_case("1 prompt of 1024, 8 answers of 96", make_samples(numbers, 0, 1, 1024, 8, 96))
-    yield make_case("1 prompt of 1024, 128 answers of 4", make_samples(numbers, 0, 1, 1024, 128, 4))
-    yield make_case("4 rollouts of 8 turns, thinking dropped", make_turns(numbers, 4, 8, 40, 20, 60))
+    yield tree_case("1 prompt of 1024, 8 answers of 96", make_samples(numbers, 0, 1, 1024, 8, 96))
+    yield tree_case("1 prompt of 1024, 128 answers of 4", make_samples(numbers, 0, 1, 1024, 128, 4))
+    yield tree_case("4 rollouts of 8 turns, thinking dropped", make_turns(numbers, 4, 8, 40, 20, 60))
     sizes = ((4, 4, 100),) if quick else ((16, 4, 100), (16, 4, 500), (4, 4, 2000))
     for count, answers, answer in sizes:
         label = f"system prompt of 1000, {count} prompts of 100 x {answers} answers of {answer}"
-        yield make_case(label, make_samples(numbers, 1000, count, 100, answers, answer))
+        yield tree_case(label, make_samples(numbers, 1000, count, 100, answers, answer))

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from bench._copies import Copies
 from bench.logprobs import score_by_trl
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
@@ -234,38 +235,12 @@ def sees(layout: TreeLayout, device: torch.device) -> Callable[..., torch.Tensor
     return lambda b, h, i, j: (j <= i) & (i < end[j])
 
 
-class Repeated:
-    """Every suffix with a copy of its prefix, as trainers do that know no groups; rows are padded at their end.
-
-    Attributes:
-        at: int64 [S, L], which token lies there.
-        real: bool [S, L], False where a row is padded.
-        counts: bool [S, L], False there and for a prefix that an earlier row has.
-    """
-
-    def __init__(self, layout: GroupedLayout, device: torch.device):
-        rows, first = [], []
-        for prefix, suffixes in layout.spans():
-            for i, s in enumerate(suffixes):
-                rows.append(torch.cat([torch.arange(prefix.start, prefix.stop), torch.arange(s.start, s.stop)]))
-                first.append(torch.arange(len(rows[-1])) >= (0 if i == 0 else prefix.stop - prefix.start))
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        self.at, self.counts = pad(rows).to(device), pad(first).to(device)
-        self.real = pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
-        self.lens = [len(row) for row in rows]
-        self.tokens = layout.num_tokens
-
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[T, H, d] -> [S, L, H, d]."""
-        return tensor[self.at]
-
-    def outputs(self, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Output and gradients as rows [S, L, H, d] -> as packed tokens [T, H, d], the gradients of copies added up."""
-        out, *grads = found
-        whole = out.new_empty(self.tokens, *out.shape[2:])
-        whole[self.at[self.counts]] = out[self.counts]
-        sums = [g.new_zeros(self.tokens, *g.shape[2:], dtype=torch.float32) for g in grads]
-        return [whole, *(s.index_add_(0, self.at[self.real], g[self.real].float()) for s, g in zip(sums, grads))]
+def repeat_prefixes(layout: GroupedLayout, device: torch.device) -> Copies:
+    """Give every suffix a copy of its prefix, as trainers do that know no groups; rows are padded at their end."""
+    tokens = torch.arange(layout.num_tokens)
+    rows = [torch.cat([tokens[prefix], tokens[s]]) for prefix, suffixes in layout.spans() for s in suffixes]
+    places = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return Copies(places, layout.num_tokens, device)
 
 
 def tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: TreeLayout
@@ -292,12 +267,12 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
             ) -> Rivals:  # fmt: skip
     """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
     scale = query.shape[-1] ** -0.5
-    copies = Repeated(layout, query.device)
-    outer = copies.rows(grad) * copies.counts[..., None, None]  # a prefix counts once
+    copies = repeat_prefixes(layout, query.device)
+    outer = grad[copies.at] * copies.counts[..., None, None]  # a prefix counts once
 
     def padded() -> list[torch.Tensor]:
-        rows = (copies.rows(t) for t in (query, *repeated(query.shape[1], key, value)))
-        return [t.transpose(1, 2).contiguous() for t in rows]
+        tensors = (query, *repeated(query.shape[1], key, value))
+        return [t[copies.at].transpose(1, 2).contiguous() for t in tensors]
 
     def flat() -> list[torch.Tensor]:
         places = copies.at[copies.real]
@@ -318,8 +293,8 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
         attend: Any = varlen_attn
         q, k, v = leaves = [t.requires_grad_() for t in flat()]
-        weight, longest = outer[copies.real], max(copies.lens)
-        starts = torch.tensor([0, *copies.lens], device=q.device).cumsum(0, dtype=torch.int32)
+        weight, longest = outer[copies.real], copies.real.shape[1]
+        starts = functional.pad(copies.real.sum(1).cumsum(0), (1, 0)).int()
 
         def run() -> list[torch.Tensor]:
             out = attend(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))

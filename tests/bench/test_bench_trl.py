@@ -1,5 +1,6 @@
 """Steps against TRL's trainer: both trainers run, on equal settings, and every figure gets its row."""
 
+import itertools
 from dataclasses import replace
 from importlib.util import find_spec
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench import _trl, trl, trl_update
+from bench import _runner, _trl, tree_attention, trl, trl_update
 from bench._trl import Step
 from bench._turns import Turns
 from bench.studies import trl as study
@@ -121,6 +122,14 @@ def test_an_arm_that_leaves_its_batch_to_trl_fails(trl_integration, monkeypatch)
     (case,) = (case for case in trl_update.cases(quick=True) if case.shape.startswith("system prompt 8, "))
     with pytest.raises(RuntimeError, match="paths copied left the batch to TRL"):
         case.providers["paths copied"]()
+
+
+def test_all_layouts_of_a_tree_have_the_same_results():
+    """The first copy of a token counts, and the gradients of all copies are those of the token."""
+    samples = tree_attention.make_turns(itertools.count(), 2, 3, 4, 3, 2)
+    rows = {row.provider: row for row in _runner.run_case(tree_attention.tree_case("turns", samples), 0.001)}
+    assert rows.pop("torch SDPA, padded").match == "" and len(rows) == 3
+    assert all(float(row.match) < 1e-5 for row in rows.values()), rows
 
 
 def test_the_copies_of_paths_are_attended_to(trl_integration):
