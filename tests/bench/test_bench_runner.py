@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bench import Case, Row, _limits, _runner, memory, optional
+from bench import Case, Row, _limits, _runner, memory, optional, prefix_cache
 from bench.__main__ import main
 
 
@@ -141,6 +141,26 @@ def test_a_benchmark_on_one_thread_leaves_the_others_theirs(tmp_path, monkeypatc
 def test_missing_provider_is_named_in_the_table(capsys):
     _runner.Console(width=120).print(_runner.table([Row("op", "peer", "n=1", missing="no file [/lib/peer]")]))
     assert "missing: peer: no file [/lib/peer]" in capsys.readouterr().out
+
+
+HEADS = (4, 2, 16)
+ATTENTION = {
+    "decode": lambda: prefix_cache.decode(3, 40, HEADS, torch.float32),
+    "prefill": lambda: prefix_cache.prefill(2, 40, 5, HEADS, torch.float32),
+    "shared": lambda: prefix_cache.shared(2, 3, 32, 16, HEADS, torch.float32),
+    "write": lambda: prefix_cache.write(40, 2, 16, torch.float32),
+    "merge": lambda: prefix_cache.merge(40, 2, 16, torch.float32),
+    "grouped": lambda: prefix_cache.grouped(2, 3, 8, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_peers_of_attention_compute_the_same(kind, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "read_bandwidth", lambda nbytes: 1e9)
+    case = ATTENTION[kind]()
+    matches = {row.provider: row.match for row in _runner.run_case(case, 0.001)}
+    reference = matches.pop(case.reference, "") if isinstance(case.reference, str) else ""
+    assert reference == "" and matches and all(m == "exact" or float(m) < 1e-5 for m in matches.values()), matches
 
 
 def test_limits_are_plausible():
