@@ -5,7 +5,6 @@ With RLKERNELS_TRACE=OUT.npz, ``python -m bench history`` replays them. An epoch
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from python_trainer.accelerators.base import Accelerator, StepContext
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.config import Config, load_config
 from python_trainer.data import Rollout
-from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 DEFAULTS = ["max_seconds=null", "evaluation.eval_steps=0", "task.test_size=1", "save.save_steps=0"]
@@ -51,13 +49,12 @@ def main() -> None:
 
 
 def record(config: Config, out: Path) -> None:
-    """Train, and write the rollouts of all steps with the CPU seconds of generation in each step."""
+    """Train, and write the rollouts of all steps."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, Path(folder) / "run", timer=time.process_time)
+        trainer = Trainer(config, Path(folder) / "run")
         trainer.accelerators.append(recorder)
         trainer.run()
-        seconds = [row["time/rollout_s"] for row in read_metrics(Path(folder) / "run") if row["step"]]
     rollouts = [rollout for _, rollout in recorder.rollouts]
     per_epoch = len(trainer.prompts.ids["train"]) / config.rollout.prompts_per_step
     columns: dict[str, Any] = {f"prompt_{k}": v for k, v in flatten_rows(trainer.prompts.ids["train"]).items()}
@@ -68,7 +65,6 @@ def record(config: Config, out: Path) -> None:
         reward=np.array([r.reward for r in rollouts]),
         step=np.array([step for step, _ in recorder.rollouts]),
         epoch=np.array([int((step - 1) / per_epoch) for step, _ in recorder.rollouts]),
-        rollout_s=np.array(seconds),
         **columns,
     )
 

@@ -20,7 +20,7 @@ from transformers import Qwen2ForCausalLM
 from bench.studies.harness import Arm, Study, fewer_prompts
 from python_trainer import Trainer, load_config
 from python_trainer.model.hub import policy_folder
-from python_trainer.tasks.sums import prompt_of
+from python_trainer.tasks.sums import prompt_of, solution
 from tools.policies.sums import SLIPS
 from tools.policies.training import EOS_ID, Corpus, Stretch, save, train
 
@@ -82,15 +82,10 @@ def prepare(part: str, work: Path) -> None:
 def first_error(prompt: str, completion: str) -> float | None:
     """Return the position of the first wrong line of an answer, from 0 to 1; None: there is none."""
     terms = [int(term) for term in prompt.removesuffix("=").split("+")]
-    partial = terms[0]
-    expected_lines = []
-    for term in terms[1:]:
-        expected_lines.append(f"{partial}+{term}={partial + term}")
-        partial += term
     lines = completion.split("\n")
-    for number, line in enumerate([*expected_lines, f"A:{partial}"]):
+    for number, line in enumerate(solution(terms).split("\n")):
         if number >= len(lines) or lines[number] != line:
-            return number / len(expected_lines)
+            return number / (len(terms) - 1)
     return None
 
 
