@@ -62,7 +62,7 @@ def paged(given: Mapping[str, Any]) -> Rivals:
     if len(set(zip(lens, queries))) > 1:
         return {}
     rows, scale = query.unflatten(0, (len(tables), -1)), query.shape[-1] ** -0.5
-    key, value = (torch.stack([dense(cache, table, lens[0]) for table in tables]) for cache in caches)
+    key, value = (dense(cache, tables, lens[0]) for cache in caches)
     dense_rivals = attention(rows, key, value, scale)
     for name, rival in dense_rivals.items():
         dense_rivals[name] = replace(rival, copy=functools.partial(gather, caches, tables, lens[0]))
@@ -71,8 +71,7 @@ def paged(given: Mapping[str, Any]) -> Rivals:
 
 def gather(caches: Sequence[torch.Tensor], tables: torch.Tensor, length: int) -> list[torch.Tensor]:
     """[B, Hk, length, d] of each cache: what lies in pages, copied for attention that reads it contiguous."""
-    blocks = tables[:, : -(-length // caches[0].shape[1])].long()
-    return [cache[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for cache in caches]
+    return [dense(cache, tables, length).transpose(1, 2).contiguous() for cache in caches]
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
@@ -215,7 +214,7 @@ def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Ten
         from flash_attn import flash_attn_with_kvcache
 
         cache_lens = torch.tensor(list(lens), dtype=torch.int32, device=query.device)
-        key, value = (torch.stack([dense(cache, table, max(lens)) for table in tables]) for cache in caches)
+        key, value = (dense(cache, tables, max(lens)) for cache in caches)
         return lambda: flash_attn_with_kvcache(
             query, key, value, cache_seqlens=cache_lens, softmax_scale=scale, causal=True
         ).flatten(0, 1)
@@ -223,16 +222,21 @@ def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Ten
     return {"FlashInfer": Rival(flashinfer), "flash-attn": Rival(flash_attn)}
 
 
-def dense(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """[length, Hk, d], the pages of a sequence side by side."""
-    blocks = -(-length // cache.shape[1])
-    return cache[table[:blocks].long()].flatten(0, 1)[:length]
+def dense(cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
+    """[B, length, Hk, d], the pages of each sequence side by side."""
+    blocks = tables[:, : -(-length // cache.shape[1])].long()
+    return cache[blocks].flatten(1, 2)[:, :length]
 
 
 def sees(layout: TreeLayout, device: torch.device) -> Callable[..., torch.Tensor]:
     """FlexAttention's mask function: a token sees its ancestors and itself."""
     end = layout.end.to(device)
     return lambda b, h, i, j: (j <= i) & (i < end[j])
+
+
+def tree_mask(layout: TreeLayout, device: torch.device) -> Any:
+    tokens = layout.num_tokens
+    return create_block_mask(sees(layout, device), None, None, tokens, tokens, device=device)
 
 
 def repeat_prefixes(layout: GroupedLayout, device: torch.device) -> Copies:
@@ -249,8 +253,7 @@ def tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torc
 
     def flex() -> Call:
         leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
-        tokens = layout.num_tokens
-        mask = create_block_mask(sees(layout, query.device), None, None, tokens, tokens, device=query.device)
+        mask = tree_mask(layout, query.device)
         attend = flex_on(query.device)
 
         def run() -> list[torch.Tensor]:

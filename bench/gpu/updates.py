@@ -46,16 +46,11 @@ def jobs(device: str) -> Iterator[tuple[str, str]]:
 def attend_by_flex(self: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float,
                    window: int | None) -> torch.Tensor:  # fmt: skip
     """Stand in for ``TreeLayout.attend``: FlexAttention with the mask of the tree, made once for all layers."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    from bench.gpu.rivals import flex_on
+    from bench.gpu.rivals import flex_on, tree_mask
 
     place = "FlexAttention", query.device
     if place not in self.kernel_tables:
-        end = self.end.to(query.device)
-        self.kernel_tables[place] = create_block_mask(
-            lambda b, h, i, j: (j <= i) & (i < end[j]), None, None, len(end), len(end), device=query.device
-        )
+        self.kernel_tables[place] = tree_mask(self, query.device)
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
     out = flex_on(query.device)(q, k, v, block_mask=self.kernel_tables[place], scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
