@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -49,86 +50,70 @@ def angle(v: torch.Tensor, expected_v: torch.Tensor) -> str:
     return f"angle {math.atan2((a - b * (a @ b)).norm().item(), abs((a @ b).item())):.1e}"
 
 
-def solve_cases(sizes: list[int], rms: float) -> Iterator[Case]:
-    for n in sizes:
-        weight, base = planted(n, n, rms)
-        delta = weight.float() - base.float()
-        warm = true_direction(weight, base)
+def solve_case(n: int, rms: float) -> Case:
+    weight, base = planted(n, n, rms)
+    delta = weight.float() - base.float()
+    warm = true_direction(weight, base)
+    nbytes = weight.nbytes + base.nbytes
 
-        def sklearn(m, delta=delta):
-            return lambda: torch.from_numpy(m.randomized_svd(delta.numpy(), 1, random_state=0)[2][0])
+    def sklearn(module: Any) -> Provider:
+        return lambda: torch.from_numpy(module.randomized_svd(delta.numpy(), 1, random_state=0)[2][0])
 
-        nbytes = weight.nbytes + base.nbytes
+    return Case(
+        op="top1_delta",
+        shape=f"{n} x {n}, {(weight == base).float().mean():.0%} unchanged",
+        dtype="bfloat16",
+        providers={
+            "rlkernels": lambda: rlkernels.top1_delta(weight, base).v,
+            "rlkernels, warm start": lambda: rlkernels.top1_delta(weight, base, start=warm).v,
+            "torch.svd_lowrank(6, 2) of the delta made in float32": lambda: lowrank(weight.float() - base.float()),
+            "torch.svd_lowrank(6, 2), delta given": lambda: lowrank(delta),
+            "torch, Cholesky QR, delta given": lambda: cholesky_qr(delta[None])[0],
+            "sklearn randomized_svd, delta given": optional("sklearn.utils.extmath", sklearn, "scikit-learn"),
+        },
+        reference=lambda: true_direction(weight, base),
+        compare=angle,
+        limit=("one read of both matrices", nbytes / read_bandwidth(nbytes)),
+    )
+
+
+def use_cases(n: int) -> Iterator[Case]:
+    """Make the cases of what is done with a direction: products with a delta, and updates by it."""
+    weight, base = planted(n, n, 1e-5)
+    v = torch.randn(n)
+    nbytes = weight.nbytes + base.nbytes
+    yield Case(
+        op="delta_matvec",
+        shape=f"{n} x {n}",
+        dtype="bfloat16",
+        providers={
+            "rlkernels": lambda: rlkernels.delta_matvec(weight, base, v),
+            "torch reference": lambda: reference.delta_matvec(weight, base, v),
+        },
+        limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
+    )
+    for stochastic in (False, True):
+        providers: dict[str, Provider] = {
+            "rlkernels": (weight.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
+            "torch reference": (weight.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
+        }
+        if not stochastic:
+            outer = functools.partial(torch.Tensor.addcmul_, tensor1=v[:, None], tensor2=v, value=1e-5)
+            providers["torch addcmul_"] = weight.clone, outer
         yield Case(
-            op="top1_delta",
-            shape=f"{n} x {n}, {(weight == base).float().mean():.0%} unchanged",
+            op="add_rank1_",
+            shape=f"{n} x {n}, {'stochastic' if stochastic else 'nearest'} rounding",
             dtype="bfloat16",
-            providers={
-                "rlkernels": functools.partial(lambda w, b: rlkernels.top1_delta(w, b).v, weight, base),
-                "rlkernels, warm start": functools.partial(
-                    lambda w, b, s: rlkernels.top1_delta(w, b, start=s).v, weight, base, warm
-                ),
-                "torch.svd_lowrank(6, 2) of the delta made in float32": functools.partial(
-                    lambda w, b: lowrank(w.float() - b.float()), weight, base
-                ),
-                "torch.svd_lowrank(6, 2), delta given": functools.partial(lowrank, delta),
-                "torch, Cholesky QR, delta given": functools.partial(lambda d: cholesky_qr(d[None])[0], delta),
-                "sklearn randomized_svd, delta given": optional("sklearn.utils.extmath", sklearn, "scikit-learn"),
-            },
-            reference=functools.partial(true_direction, weight, base),
-            compare=angle,
-            limit=("one read of both matrices", nbytes / read_bandwidth(nbytes)),
+            providers=providers,
+            limit=("read and write", 2 * weight.nbytes / read_bandwidth(2 * weight.nbytes)),
         )
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    yield from solve_cases([512] if quick else [2048, 4096, 8192], 1e-5)
-    if not quick:
-        yield from solve_cases([2048], 3e-6)
+    for n, rms in [(512, 1e-5)] if quick else [(2048, 1e-5), (4096, 1e-5), (8192, 1e-5), (2048, 3e-6)]:
+        yield solve_case(n, rms)
     for n in [512] if quick else [4096, 8192]:
-        weight, base = planted(n, n, 1e-5)
-        v = torch.randn(n)
-        nbytes = weight.nbytes + base.nbytes
-        limit = ("read bandwidth", nbytes / read_bandwidth(nbytes))
-        for passes in (2, 6):  # the difference is four passes: reads and small algebra
-            yield Case(
-                op="top1_delta passes",
-                shape=f"{n} x {n}, {passes} passes",
-                dtype="bfloat16",
-                providers={
-                    "rlkernels": functools.partial(
-                        rlkernels.top1_delta, weight, base, tol=1e-9, max_passes=passes
-                    )
-                },
-                reference=None,
-                limit=("read bandwidth", passes * limit[1]),
-            )  # fmt: skip
-        yield Case(
-            op="delta_matvec",
-            shape=f"{n} x {n}",
-            dtype="bfloat16",
-            providers={
-                "rlkernels": functools.partial(rlkernels.delta_matvec, weight, base, v),
-                "torch reference": functools.partial(reference.delta_matvec, weight, base, v),
-            },
-            limit=limit,
-        )
-        copy = weight.clone()
-        for stochastic in (False, True):
-            providers: dict[str, Provider] = {
-                "rlkernels": (copy.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
-                "torch reference": (copy.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
-            }
-            if not stochastic:
-                outer = functools.partial(torch.Tensor.addcmul_, tensor1=v[:, None], tensor2=v, value=1e-5)
-                providers["torch addcmul_"] = copy.clone, outer
-            yield Case(
-                op="add_rank1_",
-                shape=f"{n} x {n}, {'stochastic' if stochastic else 'nearest'} rounding",
-                dtype="bfloat16",
-                providers=providers,
-                limit=("read and write", 2 * copy.nbytes / read_bandwidth(2 * copy.nbytes)),
-            )
+        yield from use_cases(n)
     count = 20 if quick else 200
     pairs = {str(i): planted(256, 256, 1e-4, seed=i) for i in range(count)}
     deltas = torch.stack([w.float() - b.float() for w, b in pairs.values()])
@@ -137,10 +122,10 @@ def cases(quick: bool) -> Iterator[Case]:
         shape=f"{count} modules of 256 x 256",
         dtype="bfloat16",
         providers={
-            "rlkernels": functools.partial(directions, pairs),
+            "rlkernels": lambda: torch.stack([update.v for update in rlkernels.top1_deltas(pairs).values()]),
             "rlkernels, Python loop": lambda: torch.stack([rlkernels.top1_delta(w, b).v for w, b in pairs.values()]),
             "torch.svd_lowrank(6, 2), Python loop, deltas given": lambda: torch.stack([lowrank(d) for d in deltas]),
-            "torch, batched Cholesky QR, deltas given": functools.partial(cholesky_qr, deltas),
+            "torch, batched Cholesky QR, deltas given": lambda: cholesky_qr(deltas),
         },
         reference=None,
     )
@@ -148,7 +133,3 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def add(op, v: torch.Tensor, stochastic: bool, weight: torch.Tensor) -> torch.Tensor:
     return op(weight, v, v, 1e-5, stochastic_rounding=stochastic, seed=0)
-
-
-def directions(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    return torch.stack([update.v for update in rlkernels.top1_deltas(pairs).values()])

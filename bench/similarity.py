@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 import rlkernels
@@ -70,83 +69,49 @@ def large(quick: bool) -> Iterator[Case]:
         )
 
 
-def against_others(quick: bool) -> Iterator[Case]:
-    n = 16
-    m = 64 if quick else 256
-    threads = torch.get_num_threads()
-    for steps, band in ((128, None), (128, 16)):
-        x, y = curves(n, steps, 0), curves(m, steps, 1)
-        a, b = x.double().numpy(), y.double().numpy()
-        concatenated = list(np.concatenate([a, b]))
+def against_others(n: int, m: int, band: int | None) -> Case:
+    steps, threads = 128, torch.get_num_threads()
+    x, y = curves(n, steps, 0), curves(m, steps, 1)
+    a, b = x.double().numpy(), y.double().numpy()
+
+    def dtaidistance(module: Any) -> Any:
+        window = None if band is None else band + 1
         block = ((0, n), (n, n + m))
+        run = partial(module.distance_matrix_fast, [*a, *b], block=block, window=window, parallel=threads > 1)
+        return lambda: torch.as_tensor(run()[:n, n:]).square()
 
-        def dtaidistance(module: Any, band=band, concatenated=concatenated, block=block) -> Any:
-            window = None if band is None else band + 1
-            run = partial(module.distance_matrix_fast, concatenated, block=block, window=window, parallel=threads > 1)
-            return lambda: torch.as_tensor(run()[:n, n:]).square()
+    def tslearn(module: Any) -> Any:
+        constraint = {} if band is None else {"global_constraint": "sakoe_chiba", "sakoe_chiba_radius": band}
+        return lambda: torch.as_tensor(module.cdist_dtw(a, b, n_jobs=threads, **constraint)).square()
 
-        def tslearn(module: Any, band=band, a=a, b=b) -> Any:
-            constraint = {} if band is None else {"global_constraint": "sakoe_chiba", "sakoe_chiba_radius": band}
-            return lambda: torch.as_tensor(module.cdist_dtw(a, b, n_jobs=threads, **constraint)).square()
+    def aeon(module: Any) -> Any:
+        run = partial(module.dtw_pairwise_distance, a[:, None], b[:, None], n_jobs=threads)
+        return lambda: torch.as_tensor(run())
 
-        def aeon(module: Any, a=a, b=b) -> Any:
-            run = partial(module.dtw_pairwise_distance, a[:, None], b[:, None], n_jobs=threads)
-            return lambda: torch.as_tensor(run())
-
-        providers = {
-            "rlkernels": partial(rlkernels.dtw, x, y, band=band),
-            "torch reference": partial(reference.dtw, x, y, band=band),
-            "dtaidistance": optional("dtaidistance.dtw", dtaidistance),
-            "tslearn": optional("tslearn.metrics", tslearn),
-        }
-        if band is None:  # aeon's window is a sloped share of the length
-            providers["aeon"] = optional("aeon.distances", aeon)
-        num_cells = cells(torch.full((n,), steps), torch.full((m,), steps), band)
-        yield Case(
-            op="dtw",
-            shape=f"{n} x {m}, L {steps}, band {band}, against others",
-            providers=providers,
-            limit=limit(num_cells),
-            work=("cells", num_cells),
-        )
-
-
-def tokens(quick: bool) -> Iterator[Case]:
-    """Compare rapidfuzz's edit distance of token sequences, 64 cells at a time, with DTW of the same table size."""
-    n = 16
-    m = 64 if quick else 512
-    steps = 128
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(0, 50, (count, steps), generator=generator) for count in (n, m))
-
-    def rapidfuzz(process: Any) -> Any:
-        from rapidfuzz.distance import Levenshtein
-
-        a = x.tolist()
-        b = y.tolist()
-        workers = torch.get_num_threads()
-        return lambda: torch.as_tensor(process.cdist(a, b, scorer=Levenshtein.distance, workers=workers))
-
-    yield Case(
+    providers = {
+        "rlkernels": partial(rlkernels.dtw, x, y, band=band),
+        "torch reference": partial(reference.dtw, x, y, band=band),
+        "dtaidistance": optional("dtaidistance.dtw", dtaidistance),
+        "tslearn": optional("tslearn.metrics", tslearn),
+    }
+    if band is None:  # aeon's window is a sloped share of the length
+        providers["aeon"] = optional("aeon.distances", aeon)
+    num_cells = cells(torch.full((n,), steps), torch.full((m,), steps), band)
+    return Case(
         op="dtw",
-        shape=f"{n} x {m} token sequences, L {steps}",
-        providers={
-            "rlkernels": partial(rlkernels.dtw, x.float(), y.float()),
-            "rapidfuzz": optional("rapidfuzz.process", rapidfuzz),
-        },
-        reference="rlkernels",
-        compare=lambda out, expected: "itself" if out is expected or torch.equal(out, expected) else "another measure",
-        limit=limit(n * m * steps**2),
-        work=("cells", n * m * steps**2),
+        shape=f"{n} x {m}, L {steps}, band {band}, against others",
+        providers=providers,
+        limit=limit(num_cells),
+        work=("cells", num_cells),
     )
 
 
-def top(quick: bool) -> Iterator[Case]:
+def top(quick: bool) -> Case:
     n, m, steps, band = (8, 4000, 64, 6) if quick else (64, 100_000, 64, 6)
     x = curves(n, steps, 0)
     y = curves(m, steps, 1)
     k = m // 100
-    yield Case(
+    return Case(
         op="dtw_topk",
         shape=f"{n} x {m}, L {steps}, band {band}, top {k}",
         providers={
@@ -160,11 +125,11 @@ def top(quick: bool) -> Iterator[Case]:
     )
 
 
-def memory() -> Iterator[Case]:
+def memory() -> Case:
     """Make the case of 512 x 512 pairs of length 2048, whose cost tensor would take 4.4 TB."""
     x, y = curves(512, 2048, 0), curves(512, 2048, 1)
     num_cells = cells(torch.full((512,), 2048), torch.full((512,), 2048), 20)
-    yield Case(
+    return Case(
         op="dtw",
         shape="512 x 512, L 2048, band 20",
         providers={"rlkernels": partial(rlkernels.dtw, x, y, band=20)},
@@ -174,7 +139,7 @@ def memory() -> Iterator[Case]:
     )
 
 
-def soft(quick: bool) -> Iterator[Case]:
+def soft(quick: bool) -> Case:
     batch, steps = (8, 32) if quick else (64, 128)
     x, y = curves(batch, steps, 0), curves(batch, steps, 1)
 
@@ -183,7 +148,7 @@ def soft(quick: bool) -> Iterator[Case]:
         value = function(*leaves, gamma=0.1)
         return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
 
-    yield Case(
+    return Case(
         op="soft_dtw",
         shape=f"{batch} pairs, L {steps}, value and gradient",
         providers={
@@ -194,13 +159,13 @@ def soft(quick: bool) -> Iterator[Case]:
     )
 
 
-def rhyme(quick: bool) -> Iterator[Case]:
+def rhyme(quick: bool) -> Case:
     n, m = (8, 256) if quick else (64, 4096)
     query, bank = (
         rlkernels.Trajectories(curves(count, 128, seed).clamp(0, 1), torch.rand(count, 32, 8))
         for seed, count in enumerate((n, m))
     )
-    yield Case(
+    return Case(
         op="rhyme_topk",
         shape=f"{n} x {m}, 128 rewards, 32 states of 8 features",
         providers={"rlkernels": lambda: rlkernels.rhyme_topk(query, bank, band=16)[0]},
@@ -210,7 +175,9 @@ def rhyme(quick: bool) -> Iterator[Case]:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for group in (large, against_others, tokens, top, soft, rhyme):
-        yield from group(quick)
+    yield from large(quick)
+    for band in (None, 16):
+        yield against_others(16, 64 if quick else 256, band)
+    yield from (make(quick) for make in (top, soft, rhyme))
     if not quick:
-        yield from memory()
+        yield memory()
