@@ -30,6 +30,7 @@ from python_trainer.run.callbacks import Callback
 RECORDS = Path(__file__).parents[1] / "results" / "soak.jsonl"
 WARM_UP = 0.2  # share of the steps in which caches fill
 BLOCKS = 40  # of neighbouring steps, whose means are nearly independent
+MIN_STEPS = 50  # so that each block has one after the warm-up
 MAX_GROWTH = 1024  # bytes a step, 1 GB in a million steps
 
 
@@ -89,6 +90,8 @@ def main() -> int:
         return 0
     if args.part is None:
         parser.error(f"name a part: {', '.join(PARTS)}")
+    if args.steps < MIN_STEPS:  # the growth would be NaN, which no limit notices
+        parser.error(f"--steps must be at least {MIN_STEPS}, got {args.steps}")
     torch.set_num_threads(1)
     started = time.monotonic()
     figures = PARTS[args.part](args)

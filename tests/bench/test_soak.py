@@ -1,5 +1,6 @@
 """Soak: the comparisons see what they are for."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,15 @@ def test_growth_is_the_slope_and_its_interval():
     for expected in (0.0, 300.0):
         slope, low, high = soak.growth([3e8 + expected * step + noise_bytes for step, noise_bytes in zip(steps, noise)])
         assert low < expected < high and high - low < 30 and low < slope < high  # noise of 1.4 a step: 95 % are 5.4
+
+
+def test_too_few_steps_for_a_slope_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.soak", "memory", "--steps", "49"])
+    monkeypatch.setitem(soak.PARTS, "memory", lambda args: pytest.fail("it trains"))
+    with pytest.raises(SystemExit):
+        soak.main()
+    assert "--steps must be at least 50, got 49" in capsys.readouterr().err
+    assert np.isfinite(soak.growth([*range(soak.MIN_STEPS)][int(soak.WARM_UP * soak.MIN_STEPS) :])).all()
 
 
 @pytest.mark.slow
