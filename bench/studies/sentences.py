@@ -3,8 +3,8 @@
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
 one. An evaluation is one answer to each test prompt.
 
-*earlier run*: plain, 30 steps of another seed. Later runs begin with its database, or with its weights. *its right
-answers, then plain*: they train on them as `rhyme` does before the steps that follow, and use no history afterwards.
+*earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
+on them as `rhyme` does, and uses no history after that.
 """
 
 import importlib
@@ -104,7 +104,7 @@ def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[floa
             Arm("twice the rate", rate=2 * LEARNING_RATE),
             after_earlier("rhyme", *RHYME, EARLIER_DATABASE, train=rhyme.train),
             after_earlier("its right answers, then plain", *RHYME, EARLIER_DATABASE, train=train_right_answers_first),
-            after_earlier("its weights, then plain", "model.path={earlier}/model"),
+            after_earlier("its weights, 20 more steps", "model.path={earlier}/model", "max_steps=20"),
         ],
         levels=levels,
         earlier=[Arm(EARLIER, ["max_steps=30"], rate=LEARNING_RATE, train=rhyme.train)],

@@ -6,7 +6,8 @@ from accuracy import assert_as_plain, with_gradients
 from paged_problems import visible_pairs
 
 pytest.importorskip("rlkernels.integrations.transformers", reason="this machine lacks transformers")
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import rlkernels
 from rlkernels import TreeLayout
@@ -65,8 +66,9 @@ def test_models_that_ignore_positions_or_do_not_attend_are_refused(kind, reason)
 
 def test_a_packed_pass_by_another_implementation_is_refused():
     model = build("llama")
-    model.set_attn_implementation("sdpa")
-    message = r"^LlamaForCausalLM cannot .* it attends by 'sdpa', call set_attn_implementation\('rlkernels'\)$"
+    AttentionInterface.register("another", sdpa_attention_forward)  # TRL's trainers wrap "sdpa" itself
+    model.set_attn_implementation("another")
+    message = r"^LlamaForCausalLM cannot .* it attends by 'another', call set_attn_implementation\('rlkernels'\)$"
     with pytest.raises(ValueError, match=message):
         packed_logits(model)
     check_packed(model)
