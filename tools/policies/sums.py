@@ -237,14 +237,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=PHASES, default="medium")
     parser.add_argument("--output", type=Path, required=True, help="folder for the policy, Hugging Face format")
-    parser.add_argument("--steps-scale", type=float, default=1.0, help="more or fewer steps in every phase")
-    parser.add_argument("--batch", type=int, help="examples a step (default: 64; large: 256)")
     parser.add_argument("--device", choices=CHUNK_TOKENS, default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
-    start, batch = time.monotonic(), args.batch or BATCH[args.size]
+    start, batch = time.monotonic(), BATCH[args.size]
     torch.manual_seed(args.seed)
     policy = new_policy(args.size).to(args.device)
     if args.device == "cpu":
@@ -252,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
         # bfloat16 products inside float32 training: about four times as fast on processors that have them
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
         policy.set_attn_implementation("eager")  # on a CPU twice as fast as sdpa with sequences this short
-    steps, phases = {}, [replace(p, steps=max(1, round(p.steps * args.steps_scale))) for p in PHASES[args.size]]
+    steps, phases = {}, PHASES[args.size]
     for phase in phases:
         steps[phase.name] = train(policy, phase, Sums(args.seed, phase), batch)
     if args.size == "medium":

@@ -3,14 +3,14 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, EOS_ID = 256, 257, 258
@@ -39,7 +39,6 @@ class Stretch:
     lr: float  # of Muon; AdamW's is 0.7 of it
     decay: float  # share of the steps over which the learning rate falls to zero at the end
     seconds: float = math.inf  # time that counts as all steps; the rate falls with whichever is further
-    warmup: int | None = None  # steps over which the rate rises; None: a tenth
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
@@ -59,36 +58,25 @@ def byte_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def policy_of(shape: Mapping[str, float], pad_id: int = PAD_ID, eos_id: int = EOS_ID) -> Qwen2ForCausalLM:
-    """Return a policy with random weights, float32, whose last token ends answers.
-
-    Args:
-        shape: fields of its configuration.
-    """
+def new_policy(size: str) -> Qwen2ForCausalLM:
+    """Return a policy in one of the shapes above, with random weights, float32, whose last token ends answers."""
     config = Qwen2Config(
-        vocab_size=eos_id + 1,
+        vocab_size=EOS_ID + 1,
         num_hidden_layers=3,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.04,
-        pad_token_id=pad_id,
-        eos_token_id=eos_id,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
     )
-    for name, value in shape.items():
+    for name, value in SHAPES[size].items():
         setattr(config, name, value)
     config.layer_types = ["full_attention"] * config.num_hidden_layers
     return Qwen2ForCausalLM(config)
 
 
-def new_policy(size: str) -> Qwen2ForCausalLM:
-    """Return a policy in one of the shapes above."""
-    return policy_of(SHAPES[size])
-
-
 class Corpus(ABC):
     """Endless examples."""
-
-    pad_id = PAD_ID
 
     @abstractmethod
     def example(self) -> tuple[list[int], int]:
@@ -100,7 +88,7 @@ class Corpus(ABC):
         while examples:
             longest = len(examples[0][0])
             chunk, examples = examples[: chunk_tokens // longest], examples[chunk_tokens // longest :]
-            ids = torch.full((len(chunk), longest), self.pad_id)
+            ids = torch.full((len(chunk), longest), PAD_ID)
             labels = torch.full((len(chunk), longest), -100)
             for row, (tokens, prompt_len) in enumerate(chunk):
                 ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -139,7 +127,7 @@ def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, 
         [parameters.pop(name) for name in matrices], lr=phase.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
     )
     adamw = torch.optim.AdamW(parameters.values(), lr=0.7 * phase.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = phase.steps // 10 if phase.warmup is None else phase.warmup
+    warmup = max(1, phase.steps // 10)  # steps over which the rate rises
 
     def spent() -> float:
         """Return the share of the phase's time."""
@@ -148,7 +136,7 @@ def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, 
     def scale(step: int) -> float:
         done = max(step, phase.steps * spent())
         left = (phase.steps - done) / max(1.0, phase.decay * phase.steps)
-        return max(0.0, min(1.0, (done + 1) / max(1, warmup), left))
+        return max(0.0, min(1.0, (done + 1) / warmup, left))
 
     optimizers = [muon, adamw]
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, scale) for optimizer in optimizers]
@@ -170,10 +158,10 @@ def train(policy: Qwen2ForCausalLM, phase: Stretch, corpus: Corpus, batch: int, 
     return phase.steps
 
 
-def save(policy: Qwen2ForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write weights in bfloat16, config, generation config and tokenizer, that of bytes where none is given."""
+def save(policy: Qwen2ForCausalLM, folder: Path) -> None:
+    """Write weights in bfloat16, config, generation config, and the tokenizer of bytes."""
     ends = {"pad_token_id": policy.config.pad_token_id, "eos_token_id": policy.config.eos_token_id}
     policy.generation_config = GenerationConfig(do_sample=True, **ends)
     policy.bfloat16().save_pretrained(folder)
-    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
