@@ -5,29 +5,32 @@ losses, gradients and lengths equal those of the plain run bit for bit. In an en
 `--set rollout.engine=vllm` drafts inside vLLM, which samples other tokens from the same distribution.
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.studies.harness import Arm, Study, fewer_prompts
+from python_trainer.run.directory import read_metrics
 
 # metrics that depend on the clock, or, in the last digits of the sampler's log-probabilities, on the forward passes
 NOT_COMPARED = ("time/", "drafts/", "tokens_per_second", "rollout_tokens_per_second", "sampling/")
 
 
-def read_learning(run: Path) -> list[dict[str, Any]]:
+def drop_timing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of metrics without those that drafts may change."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Compare the run with the plain one of its seed, and sum up its generation."""
+    """Compare the run with the plain one of its seed, and sum up its generation. Empty until the plain run finishes."""
     plain = run.parents[1] / "plain" / run.name
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    figures = {"s of rollouts": sum(row.get("time/rollout_s", 0.0) for row in rows)}
-    if plain.exists():
-        figures["same training"] = float(read_learning(run) == read_learning(plain))
+    if not (plain / "summary.json").exists():
+        return {}
+    rows = read_metrics(run)
+    figures = {
+        "s of rollouts": sum(row.get("time/rollout_s", 0.0) for row in rows),
+        "same training": float(drop_timing(rows) == drop_timing(read_metrics(plain))),
+    }
     drafted_rows = [row for row in rows if row.get("drafts/tokens_per_step")]
     for epoch, start in enumerate(range(0, len(drafted_rows), 12), 1):
         epoch_rows = drafted_rows[start : start + 12]

@@ -34,6 +34,7 @@ from python_trainer.accelerators.rhyme.replay import in_batches
 from python_trainer.accelerators.rhyme.sampling import MAX_IMPORTANCE_WEIGHT
 from python_trainer.command_line.sft import Sft
 from python_trainer.data import Rollout, by_group
+from python_trainer.run.directory import read_metrics
 from python_trainer.tasks.sums import TERMS, draw_terms, prompt_of, solution
 
 CONFIG = "configs/gsm8k_smollm2.yaml"
@@ -114,8 +115,7 @@ def train_sampled_first(turns: Turns, config: str, overrides: Sequence[str], fol
 
 def measure(run: Path) -> dict[str, Any]:
     """Return the accuracy at the start and pass@k at the end; of a plain run also its ranks."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    *_, last = (row for row in rows if ACCURACY in row)
+    *_, last = (row for row in read_metrics(run) if ACCURACY in row)
     figures: dict[str, Any] = {"accuracy at the start": evaluations(run)[0][3]}
     figures |= {f"{key.removeprefix('eval/')} at the end": last[key] for key in last if key.startswith("eval/pass@")}
     if run.parent.name == "plain":

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from bench.studies import __main__ as command
+from bench.studies import drafts, ranks, report, trl
 from bench.studies import harness as harnesses
-from bench.studies import ranks, report, trl
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
 from bench.studies.language import SampledFirst
 from bench.studies.rhyme import Oracle
@@ -318,6 +318,20 @@ def test_right_answers_of_the_first_policy_are_trained_on_first():
     assert Counter(answer.prompt_index for answer in batch) == {0: 3, 1: 3, 2: 3}
     assert all(answer.success_rate == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
     assert sampled_first.before_step(StepContext(run, 2, 0)) == []
+
+
+def test_drafts_are_compared_with_a_plain_run_that_has_finished(tmp_path):
+    folders = [tmp_path / arm / "seed-0" for arm in ("plain", "drafts")]
+    for folder, seconds in zip(folders, (1.0, 2.0)):
+        folder.mkdir(parents=True)
+        rows = [{"step": step, "loss": 0.5, "time/rollout_s": seconds} for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert drafts.measure(folders[1]) == {}, "it waits"
+    (folders[0] / "summary.json").write_text("{}")
+    assert drafts.measure(folders[1]) == {"s of rollouts": 4.0, "same training": 1.0}
+    with (folders[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "loss": 0.5}) + "\n")
+    assert drafts.measure(folders[1])["same training"] == 0.0
 
 
 def test_where_the_first_error_of_an_answer_stands():
