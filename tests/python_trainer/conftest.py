@@ -4,6 +4,7 @@ import json
 import math
 import random
 import resource
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -13,11 +14,13 @@ from rich.console import Console
 from tiny import digits, save_tiny_policy  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.faults.training import differences
 from python_trainer.__main__ import main
 from python_trainer.config import load_config
 from python_trainer.data import Rollout
 from python_trainer.model.policy import load_policy
 from python_trainer.model.settings import ModelConfig
+from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.trainer import Trainer
 
 QUIET = Console(quiet=True)
@@ -181,6 +184,27 @@ def graded(rewards, lengths=None, *, vocab=64, num_generations=4, finish="stop")
         prompt = [i // num_generations % vocab, 0]
         rollouts.append(Rollout(prompt, ids, 0, [-math.log(vocab)] * len(ids), finish, rewards={"r": reward}, **facts))
     return rollouts
+
+
+MAX_WAIT_S = 120  # seconds that a test waits for a checkpoint
+
+
+def saved(folder):
+    return [path.name for path in list_checkpoints(folder / "checkpoints")]
+
+
+def wait_for(checkpoint, folder):
+    """Wait as a step does that takes long."""
+    deadline = time.monotonic() + MAX_WAIT_S
+    while checkpoint not in saved(folder):
+        assert time.monotonic() < deadline, saved(folder)
+        time.sleep(0.01)
+
+
+def assert_goes_on(run, tmp_path):
+    """Resume the run of the fixture ``run``; check that it ends as an undisturbed one."""
+    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
 def same(a, b):

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from conftest import QUIET, run_settings
+from conftest import QUIET, run_settings, wait_for
 from gloo import KINDS, run_on_ranks, train
 from tiny import digits
 
@@ -15,23 +14,9 @@ from bench.faults.training import differences
 from python_trainer.config import load_config
 from python_trainer.errors import Interrupted
 from python_trainer.loop.learner import Learner
-from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # two processes train twice
-
-MAX_WAIT_S = 120  # seconds that a step waits for a checkpoint
-
-
-def saved(folder):
-    return [path.name for path in list_checkpoints(folder / "checkpoints")]
-
-
-def wait_for(checkpoint, folder):
-    deadline = time.monotonic() + MAX_WAIT_S
-    while checkpoint not in saved(folder):
-        assert time.monotonic() < deadline, saved(folder)
-        time.sleep(0.01)
 
 
 class Interrupt:

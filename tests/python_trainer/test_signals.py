@@ -17,9 +17,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LORA, QUIET, digits
+from conftest import LORA, MAX_WAIT_S, QUIET, assert_goes_on, digits, saved, wait_for
 
-from bench.faults.training import differences
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.data import Rollout
@@ -28,24 +27,9 @@ from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
 from python_trainer.process.signals import SIGNALS, StopSignal
 from python_trainer.run import last_step
-from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.run.directory import read_metrics
 from python_trainer.run.last_step import LastStep, copy_to_host, free_memory
 from python_trainer.trainer import Trainer
-
-MAX_WAIT_S = 120  # seconds that a test waits for a checkpoint
-
-
-def saved(folder):
-    return [path.name for path in list_checkpoints(folder / "checkpoints")]
-
-
-def wait_for(checkpoint, folder):
-    """Wait as a step does that takes long."""
-    deadline = time.monotonic() + MAX_WAIT_S
-    while checkpoint not in saved(folder):
-        assert time.monotonic() < deadline, saved(folder)
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -126,70 +110,7 @@ def test_a_signal_in_a_reward_saves_the_last_finished_step(run, tmp_path, reward
     assert f"{name}: step 2 is saved, and the step under way goes on" in errors
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     reward(lambda: None)
-    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
-
-
-@pytest.mark.parametrize("changes", [
-    {"model": {"lora": LORA}},
-    {"algorithm": {"advantage": "gae", "beta": 0.1, "num_minibatches": 2}, "critic": {"separate": True}},
-    {"accelerators": {"enabled": ["rpo", "rhyme"], "rpo": {"preset": "paper"}}, "rollout": {"schedule": "history"}},
-    {"parallel": "fsdp2"},
-])  # fmt: skip
-def test_every_part_of_a_checkpoint_is_saved_at_once(run, tmp_path, reward, interrupt, changes):
-    reward(interrupt)
-    assert run(changes | {"save": {"save_steps": 0}})[0] == 130 and saved(tmp_path / "run") == ["step-000002"]
-    reward(lambda: None)
-    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
-
-
-def long_rollout(monkeypatch, act):
-    original = Trainer.generate
-
-    def generate(self, requests, seed):
-        if self.state.step == 2:
-            act()
-        return original(self, requests, seed)
-
-    monkeypatch.setattr(Trainer, "generate", generate)
-    return "step-000002"
-
-
-def long_evaluation(monkeypatch, act):
-    original = Trainer.evaluate_if_due
-
-    def evaluate(self, **options):
-        if self.state.step == 3:
-            act()
-        return original(self, **options)
-
-    monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
-    return "step-000003"
-
-
-def long_last_evaluation(monkeypatch, act):
-    original = Trainer.evaluate_if_due
-
-    def evaluate(self, **options):
-        if self.state.step == 4:
-            act()
-        return original(self, **options)
-
-    monkeypatch.setattr(Trainer, "evaluate_if_due", evaluate)
-    return "step-000004"
-
-
-@pytest.mark.parametrize("place", [long_rollout, long_evaluation, long_last_evaluation])
-def test_a_signal_elsewhere_in_a_step(run, tmp_path, monkeypatch, interrupt, place):
-    changes = {"save": {"save_steps": 0}, "evaluation": {"eval_steps": 3}}
-    with monkeypatch.context() as patched:
-        checkpoint = place(patched, lambda: interrupt(checkpoint=checkpoint))
-        assert run(changes)[0] == 130 and saved(tmp_path / "run") == [checkpoint]
-    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
-    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
-    assert samples[0] == samples[1]
+    assert_goes_on(run, tmp_path)
 
 
 class Rehearses(Accelerator):
@@ -218,13 +139,38 @@ class RehearsesSettings(AcceleratorSettings):
 STORED = {"accelerators": {"enabled": ["test_signals:RehearsesSettings"]}, "save": {"save_steps": 0}}
 
 
-def test_a_signal_after_an_update_on_stored_answers(run, tmp_path, reward, interrupt):
-    """The weights of the last finished step are gone, but for the copy that was made in time."""
+@pytest.mark.parametrize("changes", [
+    {"model": {"lora": LORA}},
+    {"algorithm": {"advantage": "gae", "beta": 0.1, "num_minibatches": 2}, "critic": {"separate": True}},
+    {"accelerators": {"enabled": ["rpo", "rhyme"], "rpo": {"preset": "paper"}}, "rollout": {"schedule": "history"}},
+    {"parallel": "fsdp2"},
+    STORED,  # the weights of the last finished step are gone, but for the copy that was made in time
+])  # fmt: skip
+def test_every_part_of_a_checkpoint_is_saved_at_once(run, tmp_path, reward, interrupt, changes):
     reward(interrupt)
-    assert run(STORED)[0] == 130 and saved(tmp_path / "run") == ["step-000002"]
+    assert run(changes | {"save": {"save_steps": 0}})[0] == 130 and saved(tmp_path / "run") == ["step-000002"]
     reward(lambda: None)
-    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    assert_goes_on(run, tmp_path)
+
+
+@pytest.mark.parametrize(("place", "step"), [("generate", 2), ("evaluate_if_due", 3), ("evaluate_if_due", 4)])
+def test_a_signal_elsewhere_in_a_step(run, tmp_path, monkeypatch, interrupt, place, step):
+    """In a long rollout, in an evaluation and in that at the end."""
+    changes = {"save": {"save_steps": 0}, "evaluation": {"eval_steps": 3}}
+    checkpoint = f"step-{step:06d}"
+    original = getattr(Trainer, place)
+
+    def take_long(self, *arguments, **options):
+        if self.state.step == step:
+            interrupt(checkpoint=checkpoint)
+        return original(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, place, take_long)
+        assert run(changes)[0] == 130 and saved(tmp_path / "run") == [checkpoint]
+    assert_goes_on(run, tmp_path)
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.parametrize(("room", "message"), [(1 << 40, "step 2 is saved"), (0, "no step is saved")])
@@ -235,7 +181,7 @@ def test_an_error_after_an_update_on_stored_answers(run, reward, monkeypatch, ro
     assert code == 2 and message in error
 
 
-def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch, interrupt):
+def test_a_signal_in_an_update_lets_it_end(run, tmp_path, monkeypatch):
     """Then the step is saved, while it is evaluated."""
     original = Learner.update
 

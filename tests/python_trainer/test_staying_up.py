@@ -6,7 +6,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from conftest import QUIET, digits, train
+from conftest import QUIET, assert_goes_on, digits, saved, train
 
 from bench.faults.training import differences
 from python_trainer.__main__ import main
@@ -16,7 +16,6 @@ from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.settings import OptimizerConfig
 from python_trainer.process.signals import SIGNALS, StopSignal
 from python_trainer.rollout.paged.engine import PagedEngine
-from python_trainer.run.checkpoint import list_checkpoints
 from python_trainer.run.directory import EVALUATIONS, read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -52,7 +51,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
     message = "the loss is (nan|inf|-inf): optimizer.learning_rate 0.01 may be too high, after 2 steps; step 2 is saved"
     with pytest.raises(UserError, match=message):
         trainer.run()
-    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step-000002"
+    assert saved(tmp_path / "run")[-1] == "step-000002"
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     reward.side_effect = None
@@ -89,9 +88,8 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
         patched.setattr(Trainer, "step", step)
         code, errors = run({"max_steps": 5, "save": {"save_steps": 0}, "accelerators": {"enabled": ["rpo"]}})
     assert code == 0 and "SIGINT: stopped after step 3, which is saved; a resumed run continues from it" in errors
-    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000003"]
-    assert run({}, "--resume")[0] == run(folder="whole")[0] == 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    assert saved(tmp_path / "run") == ["step-000003"]
+    assert_goes_on(run, tmp_path)
 
 
 @pytest.mark.parametrize(("at", "error", "accelerators"), [
