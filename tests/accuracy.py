@@ -44,6 +44,16 @@ def assert_as_plain(results: Sequence[torch.Tensor], plain: Sequence[torch.Tenso
             )
 
 
+def draw_logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [rows, vocab], of which the second row is ruled out in part, and ids [rows]."""
+    logits = (torch.randn(rows, vocab) * scale + 5).to(dtype)
+    ids = torch.randint(vocab, (rows,))
+    logits[1, ::3] = -torch.inf
+    logits[1, -1] = 0
+    ids[1] = vocab - 1
+    return logits, ids
+
+
 def check_logprobs(backend: str, logits: torch.Tensor, ids: torch.Tensor, temperature: float, floor: float) -> None:
     """Judge log-probabilities, entropies and the gradients of both by their reference."""
     grads = torch.randn(2, *ids.shape)

@@ -149,7 +149,7 @@ def test_mistakes_are_found_before_torch_is_loaded(settings, tmp_path):
         assert words in error
 
 
-def test_a_reader_that_has_seen_enough(tmp_path):
+def test_a_reader_that_has_seen_enough():
     command = [sys.executable, "-m", "python_trainer", "train", "--help-settings"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()

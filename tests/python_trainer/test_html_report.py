@@ -163,7 +163,7 @@ def test_answers_before_and_after_are_shown(runs, jsonl_files):
     assert "before training" not in (runs / "other" / "report.html").read_text()
 
 
-def test_variants_have_a_verdict_and_one_order(runs, capsys):
+def test_variants_have_a_verdict_and_one_order(runs):
     """The baseline comes first wherever it lies; what did not do the same, or has not ended, is said."""
     (runs / "other").rename(runs / "baseline")
     (runs / "baseline" / "summary.json").unlink()
@@ -306,7 +306,6 @@ def test_a_step_at_work_fits_into_80_columns(tmp_path):
 def test_small_parts():
     assert flatten({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
     assert table_rows([{"a": "1", "b": "2"}, {"a": "1"}]) == [("a", "1", "1"), ("b", "2", "-")]
-    assert escape_controls("a\tb\nc\x00\x9b\u202ed é") == "a\tb\nc\\x00\\x9b\\u202ed é"
 
 
 @pytest.mark.parametrize(("name", "shown"), [("_hidden", " _hidden"), ("lr_$LR_$SEED", r"lr_\$LR_\$SEED")])

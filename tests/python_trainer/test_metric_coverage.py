@@ -27,10 +27,6 @@ def last_is_even(prompts, completions, completion_ids, **columns):
     return [float(len(p) % 2 or ids[-2:][0] % 2 == 0) for p, ids in zip(prompts, completion_ids)]
 
 
-def always(prompts, completions, completion_ids, **columns):
-    return [1.0] * len(completions)
-
-
 def test_entropy_counts_every_generated_token_once():
     """Answers without advantage count; prefixes, replies of an environment and stored answers do not."""
     answers = [
@@ -91,7 +87,7 @@ def test_one_answer_has_no_spread(make_config, tmp_path):
 
 
 def test_a_step_that_teaches_nothing_has_no_ratios(make_config, tmp_path):
-    task = {"reward": "test_metric_coverage:always"}
+    task = {"reward": "test_dynamic_sampling:always"}
     algorithm = {"importance_sampling": "token_mask"}
     train(make_config(max_steps=1, task=task, algorithm=algorithm), tmp_path / "run")
     row = read_metrics(tmp_path / "run")[1]

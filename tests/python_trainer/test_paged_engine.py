@@ -314,6 +314,15 @@ def test_a_pass_runs_few_lines_of_python_for_each_sequence():
     assert 0 < num_lines[40] - num_lines[8] <= 12 * 32
 
 
+def with_graphs(monkeypatch, record):
+    """Return a model, an engine and one that records its passes by ``record``, a stand-in for CUDA graphs."""
+    monkeypatch.setattr(graphs, "record", record)
+    model = make()
+    plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
+    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
+    return model, plain, engine
+
+
 def test_recorded_passes_draw_the_same(monkeypatch):
     """A stand-in for CUDA graphs computes again what was recorded, from the tensors that were recorded."""
     recorded = []
@@ -322,11 +331,8 @@ def test_recorded_passes_draw_the_same(monkeypatch):
         recorded.append(run())
         return lambda result=recorded[-1]: result.copy_(run()), recorded[-1]
 
-    monkeypatch.setattr(graphs, "record", record)
-    model = make()
+    model, plain, engine = with_graphs(monkeypatch, record)
     sampling = SamplingParams(seed=3)
-    plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
-    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
     assert_same(engine.generate(mixed_requests(), sampling), plain.generate(mixed_requests(), sampling))
     sizes = {size for size, _ in engine.graphs.recorded}
     assert len(recorded) == len(engine.graphs.recorded) and max(sizes) == 8 and sizes <= {1, 2, 3, 4, 6, 8}
@@ -357,12 +363,9 @@ def test_recorded_passes_hold_a_bounded_memory(monkeypatch):
         result = run()
         return lambda: result.copy_(run()), result
 
-    monkeypatch.setattr(graphs, "record", record)
     monkeypatch.setattr(graphs, "held_bytes", lambda device: held_bytes[0])
-    model = make()
+    _, plain, engine = with_graphs(monkeypatch, record)
     sampling = SamplingParams(seed=3)
-    plain, engine = (engine_for(model, fused=False, max_sequences=7) for _ in range(2))
-    engine.graphs = graphs.DecodeGraphs(model, engine.cache)
     engine.graphs.most_bytes = 5
     lookup = engine.graphs.logits
     monkeypatch.setattr(engine.graphs, "logits", lambda *args: peaks.append(engine.graphs.bytes) or lookup(*args))

@@ -72,13 +72,13 @@ def test_a_share_of_the_groups_is_whole():
     assert counts == pytest.approx(expected, abs=0.03)  # four deviations
 
 
-def step_with(rpo, step, share, notes, prompts=16):
+def step_with(rpo, step, share, notes):
     """Step with answers that are right with this chance; return whether the next one is cut."""
     step_context = context(seed=step, step=step)
     step_context.run = SimpleNamespace(note=notes.append)
     generator = torch.Generator().manual_seed(step)
     groups = []
-    for key in range(prompts):
+    for key in range(16):
         rewards = (torch.rand(4, generator=generator) < share).float().tolist()
         groups += [replace(answer, group=key) for answer in answered(rewards, key=key)]
     rpo.collect(step_context, groups)

@@ -46,6 +46,12 @@ def extrapolate(base, folders, out, *options):
     return main(["extrapolate", str(base), *map(str, folders), "--output-dir", str(out), *options])
 
 
+def assert_moved(folder, name, start, move, tolerance=1e-4):
+    """Check that a weight of the model in a folder has moved so far from the start."""
+    weights = dict(transformers.LlamaForCausalLM.from_pretrained(folder).named_parameters())
+    torch.testing.assert_close(weights[name], start[name] + move, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("predictor", ["full", "secant"])
 def test_a_straight_line_goes_on(training, tmp_path, capsys, predictor):
     base, folders, start, direction = training
@@ -105,9 +111,8 @@ def test_pls_goes_by_accuracy_in_any_order_of_the_checkpoints(training, tmp_path
     checkpoints = [renamed[place] for place in (3, 0, 2, 1)]
     assert extrapolate(base, checkpoints, tmp_path / "further", *options) == 0
     assert "taken from step 40 to 80" in capsys.readouterr().out, "trainer_state.json tells the steps"
-    weights = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"  # an accuracy of 1 is ten times that of the first checkpoint
-    torch.testing.assert_close(weights[name], start[name] + 100 * direction[name], rtol=1e-3, atol=1e-3)
+    assert_moved(tmp_path / "further", name, start, 100 * direction[name], tolerance=1e-3)
 
 
 @pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 2, 1, 0)], ids=["of a shell", "backwards"])
@@ -122,6 +127,5 @@ def test_checkpoints_are_sorted_by_the_steps_of_their_names(training, tmp_path, 
             folders[number] = folder.rename(target)
     assert extrapolate(base, [folders[place] for place in order], tmp_path / "further", "--horizon", "1.5") == 0
     assert "taken from step 40 to 60" in capsys.readouterr().out
-    weights = dict(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "further").named_parameters())
     name = "model.layers.1.self_attn.q_proj.weight"
-    torch.testing.assert_close(weights[name], start[name] + 60 * direction[name], rtol=1e-4, atol=1e-4)
+    assert_moved(tmp_path / "further", name, start, 60 * direction[name])

@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 import torch
-from accuracy import check_blocks, check_linear_logprobs, check_logprobs, with_gradients
+from accuracy import check_blocks, check_linear_logprobs, check_logprobs, draw_logits, with_gradients
 from hypothesis import strategies as st
 from support import Launches
 
@@ -94,11 +94,7 @@ def test_bad_arguments(logits, ids, temperature, error, message):
 @pytest.mark.parametrize("vocab", [1, 2, 17, 1023, 2053, 40_009])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 20.0])
 def test_native_error_is_that_of_plain_torch(cpu_isa, vocab, dtype, scale):
-    logits = (torch.randn(5, vocab) * scale + 5).to(dtype)
-    ids = torch.randint(vocab, (5,))
-    logits[1, ::3] = -torch.inf
-    logits[1, -1] = 0
-    ids[1] = vocab - 1
+    logits, ids = draw_logits(5, vocab, scale, dtype)
     for temperature in (1.0, 0.7):
         check_logprobs("cpu", logits, ids, temperature, floor=1e-6 * (1 + scale))
 

@@ -172,6 +172,14 @@ print((peak - before) / 2**20)
     assert 8 < grown < 16 + 20  # one pair is 16 MiB; the rest is the solver's vectors and the loader
 
 
+def merged_by_peft(updates, base, folder):
+    """Export updates as an adapter; return the base model, into which PEFT has merged it."""
+    rlkernels.export_peft(updates, folder, base_model="tiny", scale=1.0, model=base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
+        return peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+
 def tiny_llama(size=32):
     sizes = {"hidden_size": size, "intermediate_size": size + 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
@@ -285,10 +293,7 @@ def test_peft_reads_every_key_of_a_whole_checkpoint(tmp_path, build):
     updates = {module.name: module.update for module in modules}
     with pytest.raises(ValueError, match="model must be given for '.*embed_tokens'"):
         rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0)
-    rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
-        merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = merged_by_peft(updates, base, tmp_path / "adapter")
     for (name, merged_weight), expected in zip(merged.named_parameters(), trained.parameters()):
         assert torch.allclose(merged_weight, expected, atol=1e-6), name
     with pytest.raises(ValueError, match="updates must have names of modules of the model, got 'layers.0.nothing'"):
@@ -326,10 +331,7 @@ def test_experts_are_streamed_and_exported_each_by_itself(tmp_path, kind):
     assert len(experts) == 2 * 4 * (3 if kind in ("qwen3", "mixtral") else 2)  # layers, experts, projections
     with pytest.raises(ValueError, match="model must be given for '.*experts.*: only the base model tells how PEFT"):
         rlkernels.export_peft({experts[0]: updates[experts[0]]}, tmp_path / "adapter", base_model="tiny")
-    rlkernels.export_peft(updates, tmp_path / "adapter", base_model="tiny", scale=1.0, model=base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = merged_by_peft(updates, base, tmp_path / "adapter")
     expected = dict(trained.named_parameters())
     for name, weight in merged.named_parameters():
         assert torch.allclose(weight, expected[name], atol=1e-6), name

@@ -4,8 +4,7 @@ import importlib
 import logging
 
 import pytest
-import torch
-from tiny import gradient_recorder, save_tiny_policy
+from tiny import assert_same_gradients, gradient_recorder, save_tiny_policy
 
 EOS = 63
 # prompt, chosen, rejected: prompts of two pairs, answers that begin alike, one that begins the other, one token
@@ -45,10 +44,7 @@ def train(trl_integration, policy, tmp_path):
 
 def assert_same(shared, alone):
     (trainer, steps), (plain, expected) = shared, alone
-    assert len(steps) == len(expected) == 2 and steps[0].keys() == expected[0].keys()
-    for result, expected_step in zip(steps, expected):
-        for name in expected_step:
-            torch.testing.assert_close(result[name], expected_step[name], rtol=1e-4, atol=1e-6)
+    assert_same_gradients(steps, expected)
     for step, (result, expected_step) in enumerate(zip(trainer.state.log_history[:2], plain.state.log_history)):
         assert result.keys() - expected_step.keys() == {"shared_prefix/tokens_over_trl"}
         # before the first update the policy is the reference: the sign of a reward is that of rounding

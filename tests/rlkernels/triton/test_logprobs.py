@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import check_blocks, check_linear_logprobs, check_logprobs, with_gradients
+from accuracy import check_blocks, check_linear_logprobs, check_logprobs, draw_logits, with_gradients
 
 import rlkernels
 from rlkernels import _check
@@ -13,12 +13,7 @@ from rlkernels.logprobs import triton_kernels
 @pytest.mark.parametrize("vocab", [1, 1023, 4099])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_error_is_that_of_plain_torch(vocab, dtype, scale):
-    logits = (torch.randn(4, vocab) * scale + 5).to(dtype)
-    ids = torch.randint(vocab, (4,))
-    logits[1, ::3] = -torch.inf
-    logits[1, -1] = 0
-    ids[1] = vocab - 1
-    check_logprobs("triton", logits, ids, 0.7, floor=1e-6 * (1 + scale))
+    check_logprobs("triton", *draw_logits(4, vocab, scale, dtype), 0.7, floor=1e-6 * (1 + scale))
 
 
 def test_log_probabilities_alone_and_rows_without_a_distribution():
