@@ -5,6 +5,9 @@
 // min, fma and a share of 2 / R loads and 1 / R stores, and R x kGroups independent chains of min + fma (8 cycles)
 // hide each other's latency. Out-of-band cells are infinite; a lane's own result stands in `row` at its length - 1.
 #pragma once
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 #include <limits>
 
 #include "dtw.h"
@@ -26,6 +29,17 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // One instruction. Drops NaN in the first argument, which is why packing leaves none.
 RLK_INLINE vfloat minimum(vfloat a, vfloat b) { return a < b ? a : b; }
+// a * b + c. The compiler may fuse a product or not, by the code around it: the cost of a pair would depend on its
+// neighbours in the tile.
+RLK_INLINE vfloat fused(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
 RLK_INLINE vfloat splat(float value) { return vfloat{} + value; }
 
 // Squared distances of R rows of x from one column of y, without the last feature: that one is fused into the
@@ -38,7 +52,7 @@ RLK_INLINE void partial_cost(const float* x, const float* y, int64_t dims, vfloa
       const vfloat value = load<vfloat>(y + d * kTileLanes + g * kLanes);
       RLK_UNROLL for (int r = 0; r < R; ++r) {
         const vfloat difference = value - x[r * dims + d];
-        cost[r][g] = difference * difference + cost[r][g];
+        cost[r][g] = fused(difference, difference, cost[r][g]);
       }
     }
   }
@@ -92,7 +106,7 @@ struct Block {
         const vfloat difference = value[g] - xr;
         vfloat best = minimum(minimum(corner[g], above[g]), b.left[r][g]);
         if constexpr (!kOneFeature) best += cost[r][g];
-        vfloat cell = difference * difference + best;
+        vfloat cell = fused(difference, difference, best);
         if (kEdge && band.narrowest != band.widest)
           cell = band.radius[g] >= int32_t(gap < 0 ? -gap : gap) ? cell : splat(kInfinity);
         corner[g] = b.left[r][g], above[g] = b.left[r][g] = cell;
