@@ -9,7 +9,7 @@ import pytest
 from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
-NODES = {"python_trainer": 123_000, "rlkernels": 145_000, "bench": 88_000, "tests": 345_000}  # of Python's syntax tree
+NODES = {"python_trainer": 122_000, "rlkernels": 145_000, "bench": 83_500, "tests": 346_000}  # of Python's syntax tree
 LINES = {"csrc": 9_000}
 SETTINGS = 116
 WORDS = 20_950  # of README, CONTRIBUTING and docs
