@@ -109,7 +109,7 @@ def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[floa
         levels=levels,
         earlier=[Arm(EARLIER, ["max_steps=30"], rate=LEARNING_RATE, train=rhyme.train)],
         prepare=prepare,
-        columns={"stored": "rhyme/stored_answers", "rehearsed": "rhyme/rehearsed_answers"},
+        columns={"rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
     )  # fmt: skip
 
