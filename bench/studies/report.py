@@ -88,7 +88,7 @@ def weights_table(arm: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     for name in other_weights[0]:
         cells = ", ".join(f"{weights[name][0]:.3f} ± {weights[name][1]:.3f}" for weights in other_weights)
         share = Interval.of([100 * share_of_gain(weights, name) for weights in other_weights])
-        lines.append(f"| {name} | {cells} | {share.text('{:.0f}'.format)} % |")
+        lines.append(f"| {name} | {cells} | {share.text('{:z.0f}'.format)} % |")
     return lines
 
 

@@ -101,12 +101,33 @@ def sooner(arm: str, text: str = "") -> list[str]:
     return [f"{fmean(at_level(arm_rows('trl', arm), 0.85, 1)):.1f}", f"{mean} {text}[{', '.join(ends)}]"]
 
 
-def with_weights(name: str) -> list[str]:
+QUARTER = "a quarter of the prompts"
+
+
+def with_weights(name: str, arm: str = "plain") -> list[str]:
     """Return the accuracy of the runs of sentences with other weights, by seed, and the share of the gain."""
-    rows = arm_rows("sentences", "a quarter of the prompts")
+    rows = arm_rows("sentences", arm)
     seeds = [row["more"]["other weights"] for row in sorted(rows, key=lambda row: row["seed"])]
     shares = [100 * share_of_gain(weights, name) for weights in seeds]
-    return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:.0f}", "% ")]
+    return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:z.0f}", "% ")]
+
+
+def fewer_prompts() -> list[str]:
+    """Return the end of a quarter of the prompts on sentences, beside plain's, and the cost to 0.5 as shares."""
+    pairs = pairs_of("sentences", QUARTER)
+    points = bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
+    costs = [geometric(log_ratios([pair_of(pair, 0.5) for pair in pairs], column)) for column in (0, 1)]
+    return [f"{fmean(row['accuracy'] for row, _ in pairs):.3f}", points, *costs]
+
+
+def after_earlier_run(arm: str) -> list[str]:
+    """Return accuracy, tokens and seconds on sentences, the latter two alone and with the earlier run."""
+    rows = arm_rows("sentences", arm)
+    figures = [f"{fmean(row['accuracy'] for row in rows):.3f}"]
+    for key in ("tokens", "seconds"):
+        cost, earlier_cost = (fmean(row.get(name, 0) for row in rows) for name in (key, f"earlier {key}"))
+        figures += [f"{cost:,.0f}", f"{cost + earlier_cost:,.0f}"]
+    return figures
 
 
 def update(provider: str) -> str:
@@ -164,6 +185,16 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
+        "| a quarter of the prompts | 0.780": fewer_prompts,
+        **{
+            f"| {start}": lambda arm=arm: after_earlier_run(arm)
+            for start, arm in (
+                ("nothing: plain |", "plain"),
+                ("its database: `rhyme` |", "rhyme"),
+                ("its right answers, then plain |", "its right answers, then plain"),
+                ("its weights, 20 more steps |", "its weights, 20 more steps"),
+            )
+        },
         "| before |": lambda: with_weights("start")[:-1],
         "| after |": lambda: with_weights("end")[:-1],
         "| projections not trained": lambda: with_weights("rank 0"),
@@ -171,8 +202,12 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| rank 4 |": lambda: with_weights("rank 4"),
         "| rank 1, norm of the update kept": lambda: with_weights("rank 1, norm kept"),
         "| rank 4, norm kept": lambda: with_weights("rank 4, norm kept"),
-        "| after 5 of the steps": lambda: with_weights("step 5"),
-        "| the end predicted": lambda: with_weights("step 5, then full"),
+        "| after 20 of the steps": lambda: with_weights("step 20"),
+        "| then `secant` to the end": lambda: with_weights("step 20, then secant"),
+        "| then `full`": lambda: with_weights("step 20, then full"),
+        "| then `pls` |": lambda: with_weights("step 20, then pls"),
+        "| then `pls` in rank 1 alone": lambda: with_weights("step 20, then pls, rank 1 alone, norm kept"),
+        "| with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER),
         "| [SmolLM2-135M]": lambda: [with_weights(name)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")],
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
