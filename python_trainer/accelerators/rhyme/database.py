@@ -8,6 +8,7 @@ transaction. Tensors are safetensors bytes; nothing is ever unpickled.
 import hashlib
 import json
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from python_trainer.accelerators.database_url import FORMS, parse_database_url, show_database_url
 from python_trainer.errors import UserError, on_one_line
@@ -30,6 +31,7 @@ VERSION = 4  # of the tables; another one is refused
 MOST_ANSWERS = 1_000_000  # that are read at once
 MOST_RUNS = 64  # in a database; the oldest go
 BUSY_SECONDS = 60  # how long a writer waits for others
+BUSY_PAUSE = 0.05  # seconds between two tries where SQLite does not wait by itself
 TENSORS = "response_ids", "logprobs"  # of an answer, stored together
 
 metadata = sa.MetaData()
@@ -238,10 +240,11 @@ class RetrospectiveDatabase:
         try:
             with self._engine.begin() as connection:
                 if self.is_sqlite:
-                    journal = ["PRAGMA journal_mode = WAL"] if self._create else []  # which is written into the file
+                    if self._create:
+                        write_ahead(connection)
                     # a writer takes the lock at once: two that both read first could never go on
                     begin = "BEGIN IMMEDIATE" if write else "BEGIN"
-                    for statement in (*journal, "PRAGMA synchronous = NORMAL", "PRAGMA foreign_keys = ON", begin):
+                    for statement in ("PRAGMA synchronous = NORMAL", "PRAGMA foreign_keys = ON", begin):
                         connection.exec_driver_sql(statement)
                 elif write:  # two that make room at once would remove each other's rows
                     connection.execute(sa.text(f"SET LOCAL lock_timeout = '{BUSY_SECONDS}s'"))
@@ -349,6 +352,19 @@ def run_of(row: sa.Row) -> StoredRun:
     if not isinstance(settings, dict):
         raise UserError(f"settings of a row of {run_table.name} must be an object, got {type(settings).__name__}")
     return StoredRun(columns.tokenizer, columns.task, settings, columns.created, row.id)
+
+
+def write_ahead(connection: sa.Connection) -> None:
+    """Let SQLite log ahead, which is written into the file; wait for others, for whom SQLite itself does not here."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+            return
+        except OperationalError as error:
+            if getattr(error.orig, "sqlite_errorname", None) != "SQLITE_BUSY" or time.monotonic() >= deadline:
+                raise
+            time.sleep(BUSY_PAUSE)
 
 
 def make_engine(place: str) -> sa.Engine:

@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import shutil
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -99,6 +100,19 @@ def start_writers(url, count, runs, steps):
     for writer in writers:
         writer.start()
     return writers, started
+
+
+def test_a_database_is_opened_once_another_trainer_has_made_it(tmp_path):
+    """SQLite does not wait by itself where the journal of a file that somebody writes is to change."""
+    path = tmp_path / "history.db"
+    RetrospectiveDatabase(str(path))
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")  # as in a new file
+        connection.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.5, lambda: connection.execute("COMMIT"))
+        timer.start()
+        assert RetrospectiveDatabase(str(path)).runs() == []
+        timer.join()
 
 
 @pytest.mark.parametrize(("count", "runs", "steps", "remaining"), [(3, 1, 15, 3), (4, 6, 3, 5)])
