@@ -112,9 +112,9 @@ def with_weights(name: str, arm: str = "plain") -> list[str]:
     return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:z.0f}", "% ")]
 
 
-def fewer_prompts() -> list[str]:
-    """Return the end of a quarter of the prompts on sentences, beside plain's, and the cost to 0.5 as shares."""
-    pairs = pairs_of("sentences", QUARTER)
+def beside_plain(arm: str) -> list[str]:
+    """Return the end of an arm on sentences, its points above plain's, and the cost to 0.5 as shares of plain's."""
+    pairs = pairs_of("sentences", arm)
     points = bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
     costs = [geometric(log_ratios([pair_of(pair, 0.5) for pair in pairs], column)) for column in (0, 1)]
     return [f"{fmean(row['accuracy'] for row, _ in pairs):.3f}", points, *costs]
@@ -185,7 +185,8 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
-        "| a quarter of the prompts | 0.780": fewer_prompts,
+        "| a quarter of the prompts | 0.780": lambda: beside_plain(QUARTER),
+        "| twice the rate, seeds": lambda: beside_plain("twice the rate"),
         **{
             f"| {start}": lambda arm=arm: after_earlier_run(arm)
             for start, arm in (
