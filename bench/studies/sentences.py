@@ -25,6 +25,7 @@ from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
 from python_trainer.data import Rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = str(EXAMPLES / "sentences.yaml")
 LEARNING_RATE = 2e-5
 EARLIER = "earlier run"
 EARLIER_DATABASE = f"{DATABASE}={{earlier}}.db"
@@ -89,15 +90,20 @@ def after_earlier(name: str, *settings: str, train: Callable[..., None] = harnes
     return Arm(name, settings, after=EARLIER, rate=LEARNING_RATE, train=train)
 
 
+def common(constraint: str, *, steps: int, eval_steps: int) -> list[str]:
+    """Return the settings of all runs on one constraint."""
+    return [
+        f"task.constraint={constraint}", "model.path={work}/smollm2", f"max_steps={steps}",
+        f"evaluation.eval_steps={eval_steps}",
+    ]  # fmt: skip
+
+
 def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[float]) -> Study:
     """Make the study of one constraint."""
     return Study(
         name=constraint,
-        config=str(EXAMPLES / "sentences.yaml"),
-        common=[
-            f"task.constraint={constraint}", "model.path={work}/smollm2", f"max_steps={steps}",
-            f"evaluation.eval_steps={eval_steps}",
-        ],
+        config=CONFIG,
+        common=common(constraint, steps=steps, eval_steps=eval_steps),
         arms=[
             Arm("plain", [SNAPSHOTS], rate=LEARNING_RATE),
             *(replace(arm, rate=LEARNING_RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),

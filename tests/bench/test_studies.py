@@ -326,12 +326,12 @@ def test_drafts_are_compared_with_a_plain_run_that_has_finished(tmp_path):
         folder.mkdir(parents=True)
         rows = [{"step": step, "loss": 0.5, "time/rollout_s": seconds} for step in (1, 2)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert drafts.measure(folders[1]) == {}, "it waits"
+    assert drafts.measure(12, folders[1]) == {}, "it waits"
     (folders[0] / "summary.json").write_text("{}")
-    assert drafts.measure(folders[1]) == {"s of rollouts": 4.0, "same training": 1.0}
+    assert drafts.measure(12, folders[1]) == {"s of rollouts": 4.0, "same training": 1.0}
     with (folders[0] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "loss": 0.5}) + "\n")
-    assert drafts.measure(folders[1])["same training"] == 0.0
+    assert drafts.measure(12, folders[1])["same training"] == 0.0
 
 
 def test_where_the_first_error_of_an_answer_stands():
