@@ -1,9 +1,10 @@
 """Lossless drafts from earlier answers: forward passes and seconds, and proof that training does not change.
 
-192 prompts of `sums` return every twelve steps, 64 of `keys` (examples/sentences.py, SmolLM2-135M) every four; float32
-with exact products. *same training* is 1 if all rewards, losses, gradients and lengths equal those of the plain run bit
-for bit. In an environment with vLLM (`make test-vllm`), `--set rollout.engine=vllm` drafts inside vLLM, which samples
-other tokens from the same distribution.
+*drafts*: 192 prompts of `sums` return every twelve steps; float32 with exact products. *keys*: 64 prompts of
+examples/sentences.py return every four; SmolLM2-135M in bfloat16, whose rounding may change a token. *same training* is
+1 if all rewards, losses, gradients and lengths equal those of the plain run bit for bit. In an environment with vLLM
+(`make test-vllm`), `--set rollout.engine=vllm` drafts inside vLLM, which samples other tokens from the same
+distribution.
 """
 
 from collections.abc import Sequence

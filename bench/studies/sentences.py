@@ -1,7 +1,7 @@
 """SmolLM2-135M learns to write sentences under a constraint: examples/sentences.py, without supervised steps.
 
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
-one. An evaluation is one answer to each test prompt.
+one. An evaluation is one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer.
 
 *earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
 on them as `rhyme` does, and uses no history after that.
@@ -93,7 +93,7 @@ def after_earlier(name: str, *settings: str, train: Callable[..., None] = harnes
 def common(constraint: str, *, steps: int, eval_steps: int) -> list[str]:
     """Return the settings of all runs on one constraint."""
     return [
-        f"task.constraint={constraint}", "model.path={work}/smollm2", f"max_steps={steps}",
+        f"task.constraint={constraint}", "model.path={work}/smollm2", "model.dtype=bfloat16", f"max_steps={steps}",
         f"evaluation.eval_steps={eval_steps}",
     ]  # fmt: skip
 
