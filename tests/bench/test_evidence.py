@@ -248,7 +248,7 @@ def test_every_interval_is_computed_here(page):
             assert not INTERVAL.search(re.sub("`[^`]*`", "", line)), f"{page.name} has an interval: {line}"
 
 
-@pytest.mark.parametrize("name", ["sentences"])
+@pytest.mark.parametrize("name", ["sentences", "drafts"])
 def test_the_page_of_a_study_has_the_tables_of_its_rows(name):
     rows = read_rows(RESULTS / f"{name}.jsonl")
     page = (RESULTS / f"{name}.md").read_text().splitlines()
