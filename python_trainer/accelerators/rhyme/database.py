@@ -409,5 +409,4 @@ def check_sqlite_file(path: Path, *, create: bool) -> None:
     except (sqlite3.Error, UnicodeDecodeError) as error:  # their messages quote what is there
         verdict = str(error)
     if verdict != "ok":
-        reason = " ".join(verdict.split())
-        raise UserError(f"retrospective database {path} cannot be used ({reason}); it was left as it is")
+        raise UserError(f"retrospective database {path} cannot be used ({on_one_line(verdict)}); it was left as it is")
