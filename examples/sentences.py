@@ -2,6 +2,7 @@
 
 - ``keys``: one short sentence with three given words, no two of them side by side.
 - ``near``: one sentence of a given number of words, one more or less; ``count``: exactly that many.
+- ``form``: five lines, as in two worked examples; the last one is a sentence with two given words.
 
 SmolLM2-135M meets each constraint now and then, so training needs no supervised steps. These tasks check mechanisms;
 they do not stand for a real use. From this folder, after ``python ../tools/smollm2.py ../runs/smollm2``:
@@ -25,6 +26,19 @@ WORDS = (
 )
 NOUNS = WORDS.split()
 LENGTHS = range(5, 15)  # words of a sentence, in `near` and `count`
+LABELS = ("Name", "Looks", "Food", "Home", "Story")  # of the lines of a form
+WORKED_FORMS = (  # subject, two words, and the form
+    (
+        ("dog", "tree", "rain"),
+        "Name: Max the dog\nLooks: brown fur and a long tail\nFood: meat, bread and milk\n"
+        "Home: a small house by the lake\nStory: The dog waited under a tree until the rain was over.",
+    ),
+    (
+        ("singer", "lamp", "bridge"),
+        "Name: Ada the singer\nLooks: long red hair and a green coat\nFood: apples, cheese and tea\n"
+        "Home: a room above the school\nStory: The singer left her lamp on the bridge and went home.",
+    ),
+)
 
 
 def words_of(text):
@@ -58,6 +72,22 @@ def has_length(text, subject, length, tolerance):
     return is_sentence(text) and right_length and subject in text.lower() and varied(words, 0.8)
 
 
+def first_wrong_line(text, keys):
+    """Return the index of the first line of a form that is wrong, or None.
+
+    A line is right if it has its label and one to 12 words; the last one if it has its label and a sentence with the
+    keys.
+    """
+    lines = text.split("\n")
+    for index, label in enumerate(LABELS):
+        line = lines[index] if index < len(lines) else ""
+        entry = line.removeprefix(f"{label}: ")
+        right = has_keys(entry, keys) if label == LABELS[-1] else 1 <= len(words_of(entry)) <= 12
+        if entry == line or not right:
+            return index
+    return None if len(lines) == len(LABELS) else len(LABELS)
+
+
 def texts_of(completions):
     """Return the texts of chat completions, each of which is a list with one message."""
     return [completion[0]["content"].strip() for completion in completions]
@@ -80,7 +110,13 @@ def count(prompts, completions, completion_ids, subject, length, **columns):
     return [float(has_length(*row, tolerance=0)) for row in rows]
 
 
-REWARDS = {"keys": keys, "near": near, "count": count}
+def form(prompts, completions, completion_ids, words, **columns):
+    """Return 1 for each completion that is a form with its prompt's words in the last line, else 0."""
+    rows = zip(texts_of(completions), words, strict=True)
+    return [float(first_wrong_line(text, words[1:]) is None) for text, words in rows]
+
+
+REWARDS = {"keys": keys, "near": near, "count": count, "form": form}
 TEST_SIZE = 256
 
 
@@ -89,13 +125,28 @@ def user_message(text):
     return [{"role": "user", "content": text}]
 
 
-def draw_keys(rng, number):
+def keys_prompt(words):
+    """Return the prompt of a sentence with three words."""
+    return user_message(f"Write one short sentence with the words {words[0]}, {words[1]} and {words[2]}.")
+
+
+def form_prompt(words):
+    """Return the prompt of a form about the first word, after two worked examples."""
+    messages = []
+    for (subject, *keys), answer in (*WORKED_FORMS, (words, "")):
+        request = (
+            f"Fill in the form about a {subject}: {', '.join(LABELS)}. The story has the words {' and '.join(keys)}."
+        )
+        messages += [*user_message(request), {"role": "assistant", "content": answer}]
+    return messages[:-1]
+
+
+def draw_words(rng, number, prompt_of):
     """Draw this many prompts of three words, no two with the same three."""
     drawn = {}
     while len(drawn) < number:
         words = rng.sample(NOUNS, 3)
-        prompt = f"Write one short sentence with the words {words[0]}, {words[1]} and {words[2]}."
-        drawn.setdefault(frozenset(words), Example(user_message(prompt), {"words": words}))
+        drawn.setdefault(frozenset(words), Example(prompt_of(words), {"words": words}))
     return list(drawn.values())
 
 
@@ -113,12 +164,14 @@ class SentencesSettings(TaskSettings):
     """Settings of the tasks: those of all tasks, and the constraint."""
 
     name: str = "sentences:SentencesSettings"
-    constraint: Literal["keys", "near", "count"] = "keys"
-    """What a sentence must meet."""
+    constraint: Literal["keys", "near", "count", "form"] = "keys"
+    """What an answer must meet."""
 
     def load(self) -> Task:
         rng = random.Random(0)
-        examples = draw_keys(rng, 768) if self.constraint == "keys" else draw_lengths(rng)
+        prompts = {"keys": keys_prompt, "form": form_prompt}
+        prompt_of = prompts.get(self.constraint)
+        examples = draw_words(rng, 768, prompt_of) if prompt_of else draw_lengths(rng)
         train, test = examples[:-TEST_SIZE], examples[-TEST_SIZE:]
         rewards = {self.constraint: REWARDS[self.constraint]}
         return Task("sentences", train[: self.train_size], test[: self.test_size], rewards)

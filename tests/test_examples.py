@@ -9,7 +9,7 @@ import torch
 from calculator import Calculator, calculate, right_number
 from countdown import CountdownSettings, reward
 from rich.console import Console
-from sentences import SentencesSettings, count, keys, near
+from sentences import WORKED_FORMS, SentencesSettings, count, first_wrong_line, form, keys, near
 
 from python_trainer.config import load_config
 from python_trainer.trainer import Trainer
@@ -99,12 +99,25 @@ def test_sentences_of_eight_words(text, is_exact, is_near):
     assert near([], as_messages(text), [], **columns) == [is_near]
 
 
-@pytest.mark.parametrize("constraint", ["keys", "near"])
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [("", "", None), ("Name: Max", "Max", 0), ("brown fur and a long tail", " ", 1), ("Food: ", "Meals: ", 2),
+     ("Home", "\nHome", 3), ("lake", "lake with one boat and two green doors", 3), ("tree", "tower", 4),
+     ("\nStory", " Story", 3), ("over.", "over", 4), ("over.", "over.\nEnd", 5), (": The dog", ": A tree rain", 4)],
+)  # fmt: skip
+def test_forms(old, new, line):
+    (_, *words), text = WORKED_FORMS[0]
+    text = text.replace(old, new, 1)
+    assert first_wrong_line(text, words) == line
+    assert form([], as_messages(text), [], words=[["dog", *words]]) == [float(line is None)]
+
+
+@pytest.mark.parametrize("constraint", ["keys", "near", "form"])
 def test_sentences_to_test_are_not_trained_on(constraint):
     task = SentencesSettings(constraint=constraint).load()
     trained = {str(sorted(map(str, example.columns.values()))) for example in task.train}
     assert len(task.test) == 256 and not trained & {str(sorted(map(str, e.columns.values()))) for e in task.test}
-    assert all(word in e.prompt[0]["content"] for e in task.test for word in map(str, e.columns.get("words", [])))
+    assert all(word in e.prompt[-1]["content"] for e in task.test for word in map(str, e.columns.get("words", [])))
 
 
 def test_a_loop_of_your_own_packs_what_answers_begin_with(capsys):

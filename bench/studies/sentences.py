@@ -1,7 +1,9 @@
 """SmolLM2-135M learns to write sentences under a constraint: examples/sentences.py, without supervised steps.
 
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
-one. An evaluation is one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer.
+one; *count*: exactly that many words. *form*: five lines, of which nearly all errors are in the last. An evaluation is
+one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* and *form* have 128
+prompts, which return every eight steps, and twice the rate.
 
 *earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
 on them as `rhyme` does, and uses no history after that.
@@ -27,6 +29,7 @@ from python_trainer.data import Rollout
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = str(EXAMPLES / "sentences.yaml")
 LEARNING_RATE = 2e-5
+RPO = ["accelerators.enabled=[rpo]"]
 EARLIER = "earlier run"
 EARLIER_DATABASE = f"{DATABASE}={{earlier}}.db"
 PATTERN_PROMPTS = 128  # training prompts whose answers are searched for a pattern
@@ -90,37 +93,80 @@ def after_earlier(name: str, *settings: str, train: Callable[..., None] = harnes
     return Arm(name, settings, after=EARLIER, rate=LEARNING_RATE, train=train)
 
 
-def common(constraint: str, *, steps: int, eval_steps: int) -> list[str]:
+def common(constraint: str, *settings: str, steps: int, eval_steps: int) -> list[str]:
     """Return the settings of all runs on one constraint."""
     return [
         f"task.constraint={constraint}", "model.path={work}/smollm2", "model.dtype=bfloat16", f"max_steps={steps}",
-        f"evaluation.eval_steps={eval_steps}",
+        f"evaluation.eval_steps={eval_steps}", *settings,
     ]  # fmt: skip
 
 
-def study(constraint: str, *, steps: int, eval_steps: int, levels: Sequence[float]) -> Study:
-    """Make the study of one constraint."""
+def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
+    """Give arms a learning rate, and names that end with this one."""
+    return [replace(arm, rate=rate, name=arm.name + name) for arm in arms]
+
+
+def without_earlier_run(constraint: str, *settings: str, arms: Sequence[Arm], levels: Sequence[float]) -> Study:
+    """Make a study of 40 steps, on 128 prompts that return every eight."""
     return Study(
         name=constraint,
         config=CONFIG,
-        common=common(constraint, steps=steps, eval_steps=eval_steps),
+        common=common(constraint, "task.train_size=128", *settings, steps=40, eval_steps=8),
+        arms=with_rate(arms, 2 * LEARNING_RATE),
+        levels=levels,
+        prepare=prepare,
+    )
+
+
+SNAPSHOTTED = [Arm("plain", [SNAPSHOTS]), *fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])]
+PLAIN_AND_QUARTER = [Arm("plain"), *fewer_prompts(16, divisors=(4,))]
+STUDIES = [
+    Study(
+        name="keys",
+        config=CONFIG,
+        common=common("keys", steps=50, eval_steps=10),
         arms=[
-            Arm("plain", [SNAPSHOTS], rate=LEARNING_RATE),
-            *(replace(arm, rate=LEARNING_RATE) for arm in fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])),
-            Arm("twice the rate", rate=2 * LEARNING_RATE),
+            *with_rate(SNAPSHOTTED, LEARNING_RATE),
+            *with_rate(PLAIN_AND_QUARTER, 2 * LEARNING_RATE, ", twice the rate"),
+            *with_rate(PLAIN_AND_QUARTER, 4 * LEARNING_RATE, ", four times the rate"),
             after_earlier("rhyme", *RHYME, EARLIER_DATABASE, train=rhyme.train),
             after_earlier("its right answers, then plain", *RHYME, EARLIER_DATABASE, train=train_right_answers_first),
             after_earlier("its weights, 20 more steps", "model.path={earlier}/model", "max_steps=20"),
         ],
-        levels=levels,
+        levels=(0.5, 0.8),
         earlier=[Arm(EARLIER, ["max_steps=30"], rate=LEARNING_RATE, train=rhyme.train)],
         prepare=prepare,
         columns={"rehearsed": "rhyme/rehearsed_answers"},
         measure=measure,
-    )  # fmt: skip
-
-
-STUDIES = [
-    study("keys", steps=50, eval_steps=10, levels=(0.5, 0.8)),
-    study("near", steps=100, eval_steps=20, levels=(0.3, 0.5)),
-]
+    ),
+    Study(
+        name="near",
+        config=CONFIG,
+        common=common("near", steps=100, eval_steps=20),
+        arms=with_rate(SNAPSHOTTED, LEARNING_RATE),
+        levels=(0.3, 0.5),
+        prepare=prepare,
+        measure=measure,
+    ),
+    without_earlier_run(
+        "count",
+        arms=[
+            *PLAIN_AND_QUARTER,
+            Arm("8 prompts of 16 answers", ["rollout.prompts_per_step=8", "rollout.num_generations=16"]),
+            Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
+            Arm("rhyme", RHYME, train=rhyme.train),
+        ],
+        levels=(0.05, 0.1),
+    ),
+    without_earlier_run(
+        "form",
+        "rollout.max_completion_length=80",
+        arms=[
+            Arm("plain"),
+            *fewer_prompts(16),
+            Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
+            Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
+        ],
+        levels=(0.3, 0.5),
+    ),
+]  # fmt: skip

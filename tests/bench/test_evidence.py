@@ -186,7 +186,7 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
         "| a quarter of the prompts | 0.780": lambda: beside_plain(QUARTER),
-        "| twice the rate, seeds": lambda: beside_plain("twice the rate"),
+        "| twice the rate, seeds": lambda: beside_plain("plain, twice the rate"),
         **{
             f"| {start}": lambda arm=arm: after_earlier_run(arm)
             for start, arm in (
