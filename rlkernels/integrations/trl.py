@@ -301,6 +301,9 @@ class HistoryRecorder(TrainerCallback):
             self.history.save(self.path)
 
 
+GATE_STATE = "gate of GatedExtrapolation"  # in the trainer's state, which a checkpoint holds
+
+
 class GatedExtrapolation(TrainerCallback):
     """Extrapolate weights along their direction of training, if a paired test on held-out prompts accepts the result.
 
@@ -331,14 +334,16 @@ class GatedExtrapolation(TrainerCallback):
                  **rules: Any):  # fmt: skip
         _check.integer("every", every, 1)
         self.prompts = _check.integer("prompts", prompts, 1)
+        gate = Gate(level)
         self.extrapolator = Extrapolator(
-            Attempt(prompts=None, **rules), Gate(level), track_steps=track_steps, first_step=first_step,
+            Attempt(prompts=None, **rules), gate, track_steps=track_steps, first_step=first_step,
             every=every, smoothing=smoothing,
         )  # fmt: skip
         self.events = self.extrapolator.events
         self.evaluate = evaluate
         self.metric = metric
         self._weights = Projections.of({})
+        self._gate = gate
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         strategy = IntervalStrategy(args.logging_strategy).value
@@ -359,6 +364,9 @@ class GatedExtrapolation(TrainerCallback):
                 f"{unusable[0] if unusable else 'none that is trained'}"
             )
         self.extrapolator.restart(self._places(), state.global_step)
+        states: Any = state.stateful_callbacks  # typed as a list, but a dictionary
+        if progress := states.get(GATE_STATE):  # of a resumed run
+            self._gate.comparisons, self._gate.position, self.extrapolator.next_attempt = progress
 
     def _places(self) -> dict[str, list[torch.Tensor]]:
         """Return for each projection the tensors that hold it: the parameter."""
@@ -386,6 +394,9 @@ class GatedExtrapolation(TrainerCallback):
                     forget=functools.partial(forget_momentum, kwargs["optimizer"], self._weights.weights),
                     on_rank0=_call_on_rank0,
                 )
+                progress = [self._gate.comparisons, self._gate.position, self.extrapolator.next_attempt]
+                states: Any = state.stateful_callbacks
+                states[GATE_STATE] = progress
 
     def _evaluate(self, model: torch.nn.Module, prompts: range) -> Sequence[float]:
         """Evaluate held-out prompts, divided among the processes; return 0 or 1 for each of them."""

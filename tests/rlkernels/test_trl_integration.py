@@ -283,7 +283,8 @@ def test_experts_of_a_mixture_are_followed(trl_integration):
     model = transformers.Qwen3MoeForCausalLM(config)
     callback = trl_integration.GatedExtrapolation(print, 80)
     arguments = SimpleNamespace(logging_strategy="steps")
-    callback.on_train_begin(arguments, SimpleNamespace(logging_steps=1, global_step=0), None, model=model)
+    state = transformers.TrainerState(logging_steps=1)
+    callback.on_train_begin(arguments, state, None, model=model)
     shapes = {name: weight.shape for name, weight in callback.extrapolator.trajectory.base.items()}
     assert shapes["model.layers.0.mlp.experts.gate_up_proj[3]"] == (12, 8)
     assert len(shapes) == 4 + 1 + 2 * 4, "attention, router, two projections of each expert"
@@ -308,6 +309,21 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     assert len(random_numbers) == 6 and all(torch.equal(a, random_numbers[0]) for a in random_numbers)
     expected = copy_weights(plain)
     assert all(torch.equal(p, expected[name]) for name, p in copy_weights(watched).items())
+
+
+def test_a_resumed_run_counts_the_attempts_before_its_checkpoint(trl_integration, make_trainer):
+    def attempts(steps, resume=None):
+        callback = trl_integration.GatedExtrapolation(
+            lambda model, rows: [0.0] * len(rows), 80, track_steps=1, first_step=3, every=2, max_tries=1, limits=LENIENT
+        )
+        trainer = make_trainer(steps=steps, callbacks=[callback])
+        trainer.args.set_save(steps=4)
+        trainer.train(resume_from_checkpoint=resume)
+        return [event["tries"][0]["needed"] for event in callback.events if "tries" in event]
+
+    begun = attempts(4)
+    resumed = attempts(10, resume=True)
+    assert begun + resumed == attempts(7) and len(begun) == 1
 
 
 def test_refusals_are_noted(trl_integration, make_trainer):
