@@ -2,8 +2,8 @@
 
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
 one; *count*: exactly that many words. *form*: five lines, of which nearly all errors are in the last. An evaluation is
-one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* and *form* have 128
-prompts, which return every eight steps, and twice the rate.
+one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* has 128 prompts,
+which return every eight steps, *form* 64, which return every four; both have twice the rate.
 
 *earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
 on them as `rhyme` does, and uses no history after that.
@@ -106,18 +106,6 @@ def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
     return [replace(arm, rate=rate, name=arm.name + name) for arm in arms]
 
 
-def without_earlier_run(constraint: str, *settings: str, arms: Sequence[Arm], levels: Sequence[float]) -> Study:
-    """Make a study of 40 steps, on 128 prompts that return every eight."""
-    return Study(
-        name=constraint,
-        config=CONFIG,
-        common=common(constraint, "task.train_size=128", *settings, steps=40, eval_steps=8),
-        arms=with_rate(arms, 2 * LEARNING_RATE),
-        levels=levels,
-        prepare=prepare,
-    )
-
-
 SNAPSHOTTED = [Arm("plain", [SNAPSHOTS]), *fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])]
 PLAIN_AND_QUARTER = [Arm("plain"), *fewer_prompts(16, divisors=(4,))]
 STUDIES = [
@@ -148,25 +136,36 @@ STUDIES = [
         prepare=prepare,
         measure=measure,
     ),
-    without_earlier_run(
-        "count",
-        arms=[
-            *PLAIN_AND_QUARTER,
-            Arm("8 prompts of 16 answers", ["rollout.prompts_per_step=8", "rollout.num_generations=16"]),
-            Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
-            Arm("rhyme", RHYME, train=rhyme.train),
-        ],
+    Study(
+        name="count",
+        config=CONFIG,
+        common=common("count", "task.train_size=128", steps=40, eval_steps=8),
+        arms=with_rate(
+            [
+                *PLAIN_AND_QUARTER,
+                Arm("8 prompts of 16 answers", ["rollout.prompts_per_step=8", "rollout.num_generations=16"]),
+                Arm("dynamic sampling", ["rollout.dynamic_sampling=true"]),
+                Arm("rhyme", RHYME, train=rhyme.train),
+            ],
+            2 * LEARNING_RATE,
+        ),
         levels=(0.05, 0.1),
+        prepare=prepare,
     ),
-    without_earlier_run(
-        "form",
-        "rollout.max_completion_length=80",
-        arms=[
-            Arm("plain"),
-            *fewer_prompts(16),
-            Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
-            Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
-        ],
+    Study(
+        name="form",
+        config=CONFIG,
+        common=common("form", "task.train_size=64", "rollout.max_completion_length=80", steps=24, eval_steps=4),
+        arms=with_rate(
+            [
+                Arm("plain"),
+                *fewer_prompts(16),
+                Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
+                Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
+            ],
+            2 * LEARNING_RATE,
+        ),
         levels=(0.3, 0.5),
+        prepare=prepare,
     ),
 ]  # fmt: skip
