@@ -139,7 +139,7 @@ STUDIES = [
     Study(
         name="count",
         config=CONFIG,
-        common=common("count", "task.train_size=128", steps=40, eval_steps=8),
+        common=common("count", "task.train_size=128", steps=32, eval_steps=8),
         arms=with_rate(
             [
                 *PLAIN_AND_QUARTER,
