@@ -155,7 +155,7 @@ STUDIES = [
     Study(
         name="form",
         config=CONFIG,
-        common=common("form", "task.train_size=64", "rollout.max_completion_length=80", steps=24, eval_steps=4),
+        common=common("form", "task.train_size=64", "rollout.max_completion_length=80", steps=16, eval_steps=4),
         arms=with_rate(
             [
                 Arm("plain"),
