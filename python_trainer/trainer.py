@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from python_trainer.accelerators.base import Accelerator, RunContext, StepContext
@@ -82,7 +84,7 @@ class Trainer:
                 "started"
             )
         compare_settings(config, ranks)
-        output_dir = Path(output_dir)
+        output_dir = Path(output_dir).absolute()  # a reward function may change the working folder
         self.config = config
         self.ranks = ranks
         self.folder = ranks.folder(output_dir)
@@ -150,6 +152,11 @@ class Trainer:
             Interrupted: a signal came; everything is saved.
         """
         state = self.state
+        if (dtype := torch.get_default_dtype()) is not torch.float32:
+            raise UserError(
+                f"torch's default dtype must be float32 while the trainer runs, got {dtype}: a module that the "
+                "settings name has set it, and may set it back"
+            )
         with self.checkpointer.owning_folder():
             state.start_clock()
             with closing(self.engine):
@@ -164,7 +171,7 @@ class Trainer:
                     elif self.unlogged is not None:
                         self.close_step(self.unlogged)
                         self.checkpointer.after_step(done=self.done)
-                    elif self.done and state.evaluations and state.evaluations[-1][0] != state.step:
+                    elif self.done and state.evaluations and "final" not in state.results:
                         row = self.evaluator.evaluate("final")  # max_steps was larger before
                         self.log(row)
                         self.notify("on_step", state.step, row)
@@ -214,10 +221,11 @@ class Trainer:
             rollouts = sampler.rollouts()
             self.notify("on_rollouts", number, rollouts)
             context.telemetry |= sampler.metrics() | group_spread(rollouts) | rollout_statistics(sampler.all_rollouts())
-            samples = choose_samples(rollouts, self.policy.decode, self.prompts.text)
+            samples = choose_samples(rollouts, self.policy.decode, partial(self.prompts.text, "train"))
             with self.checkpointer.updating():
                 self.update(context, rollouts)
                 self.state.step = number
+                self.state.results.pop("final", None)  # of a run that ended earlier and went on
                 row = {name: float(value) for name, value in context.telemetry.items()}
                 self.unlogged = UnloggedStep(row, samples, self.state_at_last_row, trained_on_stored)
             row = self.close_step(self.unlogged)

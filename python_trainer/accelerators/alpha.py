@@ -56,6 +56,7 @@ class Alpha(Accelerator):
     def __init__(self, settings: AlphaSettings):
         super().__init__(settings)
         self.extrapolator = make_extrapolator(settings)
+        self.judged = True
         self.seconds = {"track": 0.0, "gate": 0.0}
 
     def begin(self, run: RunContext) -> None:
@@ -67,6 +68,9 @@ class Alpha(Accelerator):
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         fresh = select_fresh(rollouts)  # neither stored answers nor those with a right beginning
+        if self.judged and any(rollout.filter_score is not None for rollout in fresh):
+            self.judged = False  # rewards take the place of accuracies
+            self.extrapolator.restart(find_places(context.run), context.step - 1)
         self.extrapolator.add_scores(context.step, filter_scores(fresh))
         return rollouts
 
@@ -114,8 +118,9 @@ class Alpha(Accelerator):
         return seconds | {"attempts": self.extrapolator.events}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.extrapolator.state_dict() | {"seconds": self.seconds}
+        return self.extrapolator.state_dict() | {"seconds": self.seconds, "judged": self.judged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.extrapolator.load_state_dict(state)
         self.seconds = state["seconds"]
+        self.judged = state["judged"]

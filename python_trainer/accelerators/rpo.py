@@ -39,6 +39,7 @@ class RPO(Accelerator):
         paper = {"min_cut_share": 0.0, "whole_share": 0.0}
         shares = paper if self.as_in_paper else {"whole_share": settings.whole_share}
         self.memory = SuffixMemory(cut_share=settings.cut_share, cut_tokens=settings.cut_tokens, **shares)
+        self.judged = True
         self.counted_step = 0
         self.counts = Counter[str]()
 
@@ -70,6 +71,9 @@ class RPO(Accelerator):
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         """Shape and remember groups, with the answers that other accelerators mixed in."""
+        if self.judged and any(rollout.filter_score is not None for rollout in rollouts):
+            self.judged = False  # rewards take the place of accuracies
+            self.memory.forget_scores()
         groups = by_group(rollout for rollout in rollouts if rollout.success_rate is None).values()
         self.report(context, groups)
         for group in groups:
@@ -128,6 +132,7 @@ class RPO(Accelerator):
             "whole": self.memory.whole_scores,
             "best": self.memory.best,
             "ended": self.memory.ended,
+            "judged": self.judged,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,3 +141,4 @@ class RPO(Accelerator):
         self.memory.whole_scores = state["whole"]
         self.memory.best = state["best"]
         self.memory.ended = state["ended"]
+        self.judged = state["judged"]

@@ -88,6 +88,10 @@ class Run:
         """Return what the earlier runs add to a figure of this one."""
         return self.earlier.get(CHARGED.get(figure, ""), 0.0)
 
+    def final_answers(self) -> list[float] | None:
+        """Return the share of right answers to each test prompt after training; None before."""
+        return read_evaluations(self.folder, self.summary["steps"]).get("final")
+
     @property
     def label(self) -> str:
         """Return variant and seed, or the folder."""
@@ -254,10 +258,10 @@ def show(value: float | None, form: str = "{:.3f}") -> str:
 
 def compare_accuracy(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
     """Return final accuracy minus that of the plain runs of the same seeds; None if they cannot be paired."""
-    plain_answers = {run.folder.name: read_evaluations(run.folder).get("final") for run in plain}
+    plain_answers = {run.folder.name: run.final_answers() for run in plain}
     pairs = []
     for run in runs:
-        answers, baseline = read_evaluations(run.folder).get("final"), plain_answers.get(run.folder.name)
+        answers, baseline = run.final_answers(), plain_answers.get(run.folder.name)
         if answers is not None and baseline is not None:
             pairs.append((answers, baseline))
     if not pairs or len({len(values) for pair in pairs for values in pair}) != 1:
@@ -428,7 +432,7 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
 
 def answers_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (prompt, answer before training, answer after) of test prompts; none before the last evaluation."""
-    start, final = (read_answers(run.folder).get(name, []) for name in ENDS)
+    start, final = (read_answers(run.folder, run.summary["steps"]).get(name, []) for name in ENDS)
     rows = []
     for first, last in zip(start, final):
         if first.get("prompt") == last.get("prompt"):

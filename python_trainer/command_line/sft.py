@@ -48,6 +48,7 @@ class Sft:
         if config.task.environment is not None:
             raise UserError(f"sft has no turns: task.environment must be null, got {config.task.environment}")
         self.config = config
+        output_dir = output_dir.absolute()  # a user's module may change the working folder
         self.folder = output_dir
         self.state = RunState()
         self.logger = Logger(output_dir, config.max_steps, label="sft", console=console)

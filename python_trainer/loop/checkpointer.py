@@ -253,8 +253,9 @@ class Checkpointer:
     def _write_config(self) -> None:
         """Write config.yaml; keep the one of the steps before if a resumed run has other settings."""
         path = self.folder / "config.yaml"
-        if self.changes:
-            write_text(path.with_name(f"config-until-step-{self.state.step}.yaml"), path.read_text(encoding="utf-8"))
+        earlier_path = path.with_name(f"config-until-step-{self.state.step}.yaml")
+        if self.changes and not earlier_path.exists():  # else this run was resumed from the step before
+            write_text(earlier_path, path.read_text(encoding="utf-8"))
         write_text(path, dump_config(self.config))
 
     def _clear_folder(self) -> None:

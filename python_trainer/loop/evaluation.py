@@ -8,6 +8,7 @@ from statistics import fmean
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.data import Rollout
+from python_trainer.loop.origin import digest_examples
 from python_trainer.loop.prompts import PromptSet
 from python_trainer.loop.scoring import Scorer
 from python_trainer.rollout.engine import Engine, SamplingParams
@@ -103,8 +104,7 @@ class Evaluator:
     def _samples(self, test: PromptSet, rollouts: Sequence[Rollout]) -> list[dict[str, str]]:
         """Return the first answer to each of the first prompts."""
         shown = rollouts[:: test.sampling.samples][:SAMPLES]
-        texts = [self.prompts.text_of(test.examples[rollout.prompt_index]) for rollout in shown]
-        return [{"prompt": clip(text), "answer": clip(rollout.text)} for text, rollout in zip(texts, shown)]
+        return [{"prompt": clip(self.prompts.text("test", r)), "answer": clip(r.text)} for r in shown]
 
     def _metrics(self, prefix: str, prompt_set: PromptSet, scores: Scores) -> dict[str, float]:
         """Return the metrics of a test set by name: of its first prompts, and of more where more were answered."""
@@ -117,15 +117,20 @@ class Evaluator:
     def _forget_other_evaluations(self) -> None:
         """Drop evaluations of other prompts or with other sampling, which those of a resumed run must not meet."""
         state, test = self.prompts.state, self.prompts.split("test")
-        sampling, rollout = test.sampling, self.config.rollout
+        sampling, rollout, task = test.sampling, self.config.rollout, test.task
         settings = [
             self.config.seed,
             sampling.temperature,
             sampling.samples,
             rollout.max_completion_length,
             rollout.stop,
+            self.config.task.environment,
+            self.config.task.max_turns,
+            list(task.reward_functions),
+            task.reward_weights,
+            digest_examples(test.examples, test.ids),
         ]
-        questions = json.dumps([test.ids, *settings, list(test.task.reward_functions)])
+        questions = json.dumps(settings)
         digest = hashlib.blake2b(questions.encode(), digest_size=16).hexdigest()
         evaluated = [digest, len(test.ids[: sampling.eval_limit_during])]
         if state.evaluations and state.evaluated != evaluated:

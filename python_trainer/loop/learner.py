@@ -125,6 +125,7 @@ class Learner:
         assert batch.advantages is not None
         return ((batch.advantages != 0).any(1) & batch.in_loss).tolist()
 
+    @torch.enable_grad()  # a user's module may have turned gradients off
     def _step(
         self,
         minibatch: Minibatch | ReferenceAnswers,

@@ -45,6 +45,7 @@ class PromptSet:
     name: str  # keys the sampling noise
     task: Task
     examples: Sequence[Example]
+    opened: Sequence[str | Messages]  # the prompts, as the environment opens them
     ids: Sequence[Sequence[int]]  # token ids of each prompt
     sampling: EvaluationConfig
 
@@ -54,7 +55,8 @@ class Prompts:
 
     Attributes:
         task: the run's task, without the examples that ``task.overlong`` dropped.
-        ids: token ids of the prompts by split: train, test and gate.
+        opened: the prompts by split (train, test and gate), as the environment opens them.
+        ids: their token ids, by split.
         sets: the test sets of ``evaluation.sets``.
 
     Raises:
@@ -70,10 +72,11 @@ class Prompts:
         self.note = note
         self.task, *set_tasks = tasks
         policy.chat_template_kwargs = config.task.chat_template_kwargs
+        self.opened: dict[str, list[str | Messages]] = {}
         self.ids: dict[str, list[list[int]]] = {}
         for split in ("train", "test", "gate"):
             examples = getattr(self.task, split)
-            fitting, self.ids[split] = self._encode_fitting(split, examples)
+            fitting, self.opened[split], self.ids[split] = self._encode_fitting(split, examples)
             if len(fitting) < len(examples):
                 changes: dict[str, Any] = {split: fitting}
                 self.task = replace(self.task, **changes)
@@ -81,8 +84,8 @@ class Prompts:
             raise UserError(f"task {self.task.name} has no training prompts")
         self.sets: list[PromptSet] = []
         for name, task in zip(config.evaluation.sets, set_tasks):
-            examples, ids = self._encode_fitting(f"evaluation.sets.{name}", task.test)
-            self.sets.append(PromptSet(f"set {name}", task, examples, ids, config.evaluation))
+            fitting_prompts = self._encode_fitting(f"evaluation.sets.{name}", task.test)
+            self.sets.append(PromptSet(f"set {name}", task, *fitting_prompts, config.evaluation))
 
     def draw(self, count: int) -> list[int]:
         """Return the indices of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""
@@ -123,20 +126,18 @@ class Prompts:
     def split(self, name: str) -> PromptSet:
         """Return the prompts of a split for an evaluation: test with its settings, others with one sample each."""
         sampling = self.config.evaluation if name == "test" else EvaluationConfig()
-        return PromptSet(name, self.task, getattr(self.task, name), self.ids[name], sampling)
+        return PromptSet(name, self.task, getattr(self.task, name), self.opened[name], self.ids[name], sampling)
 
-    def text(self, rollout: Rollout) -> str:
-        """Return the training prompt of a rollout, as :meth:`text_of` writes it."""
-        return self.text_of(self.task.train[rollout.prompt_index])
-
-    def text_of(self, example: Example) -> str:
-        """Return the prompt of an example as written; of messages their contents, without a template."""
-        (prompt,) = self._opened([example])
+    def text(self, split: str, rollout: Rollout) -> str:
+        """Return the prompt of a rollout as written; of messages their contents, without a template."""
+        prompt = self.opened[split][rollout.prompt_index]
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
-    def _encode_fitting(self, name: str, examples: Sequence[Example]) -> tuple[Sequence[Example], list[list[int]]]:
-        """Return the examples whose prompts leave room for the longest answer, and their token ids."""
-        prompts = self._opened(examples)
+    def _encode_fitting(
+        self, name: str, examples: Sequence[Example]
+    ) -> tuple[Sequence[Example], list[str | Messages], list[list[int]]]:
+        """Return the examples whose prompts leave room for the longest answer, their prompts, and the token ids."""
+        prompts = self._open(examples)
         ids = self.policy.encode(prompts)
         chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
         continued = sum(chat[-1]["role"] == "assistant" for chat in chats)
@@ -156,6 +157,7 @@ class Prompts:
                 raise UserError(f"{about}; none is left")
             self.note(f"{about}; the longest is {examples[longest].place or longest} with {len(ids[longest])}")
             examples = [examples[row] for row in fitting]
+            prompts = [prompts[row] for row in fitting]
             ids = [ids[row] for row in fitting]
         for index, (example, prompt) in enumerate(zip(examples, ids)):
             if not 0 < len(prompt) <= room:
@@ -164,9 +166,9 @@ class Prompts:
                     f"rollout.max_completion_length {max_completion_length} and {self.policy.limited_by} of "
                     f"{self.policy.max_length} tokens it may have 1 to {room}: {str(example.prompt)[:60]!r}"
                 )
-        return examples, ids
+        return examples, prompts, ids
 
-    def _opened(self, examples: Sequence[Example]) -> list[str | Messages]:
+    def _open(self, examples: Sequence[Example]) -> list[str | Messages]:
         """Return the prompts of examples, as the environment opens them."""
         if self.config.task.environment is None:
             return [example.prompt for example in examples]

@@ -125,6 +125,12 @@ class SuffixMemory:
             self.whole_scores = [*self.whole_scores, []][-WATCHED_STEPS:]
         self.whole_scores[-1].extend(scores)
 
+    def forget_scores(self) -> None:
+        """Forget the scores of whole groups: later ones have another scale."""
+        self.whole_scores = []
+        self.best = []
+        self._watched_step = None
+
     def end_if_worse(self) -> str | None:
         """End cutting if whole answers have become clearly worse, and return a sentence about it; else None."""
         scores = [score for step in self.whole_scores for score in step]

@@ -184,6 +184,15 @@ def test_rounds_of_one_step_count_as_one_and_stored_answers_do_not():
     assert alpha.extrapolator.answered == [[12, right + 3, 1 + 4]]
 
 
+def test_rewards_that_take_the_place_of_accuracies_start_a_new_trajectory():
+    alpha, context, _ = trained(lambda p: 0.5)
+    assert len(alpha.extrapolator.trajectory) > 3
+    for _ in range(2):
+        alpha.collect(context, [Rollout([], [], accuracy=1.0, filter_score=0.25)])
+    assert len(alpha.extrapolator.trajectory) == 0 and alpha.extrapolator.anchor == 11
+    assert alpha.extrapolator.answered == [[12, 0.5, 2]]
+
+
 def test_the_level_adds_up_over_all_comparisons():
     gate = Gate(0.05)
     after = [1.0] * 9 + [0.0] * 4

@@ -169,6 +169,10 @@ def test_resume_tells_of_a_missing_checkpoint_and_of_changed_settings(run, tmp_p
     assert "-> 0.25" in error
     earlier = (tmp_path / "run" / "config-until-step-1.yaml").read_text()
     assert "max_steps: 1\n" in earlier and "max_steps: 2\n" in (tmp_path / "run" / "config.yaml").read_text()
+    (step_2,) = (tmp_path / "run" / "checkpoints").glob("step-000002")
+    shutil.rmtree(step_2)  # as if it had been killed before
+    run({"max_steps": 3}, "--resume")
+    assert (tmp_path / "run" / "config-until-step-1.yaml").read_text() == earlier, "still those of the first step"
     (tmp_path / "run" / "config.yaml").write_text("max_steps: [")  # mended by hand
     assert run({}, "--resume")[0] == main(["report", str(tmp_path / "run")]) == 2
     (error,) = set(capsys.readouterr().err.splitlines())
@@ -215,7 +219,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, monkeypatch):
     assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline") for s in (0, 1)]
     assert (tmp_path / "run" / "accuracy.png").stat().st_size > 5000
     assert yaml.safe_load((tmp_path / "run" / "all" / "seed-1" / "config.yaml").read_text())["seed"] == 1
-    starts = [read_evaluations(tmp_path / "run" / folder)["start"] for folder in folders]
+    starts = [read_evaluations(tmp_path / "run" / folder, 2)["start"] for folder in folders]
     assert starts[0] == starts[2] and starts[1] == starts[3]
     monkeypatch.setattr("python_trainer.trainer.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from python_trainer.command_line.report import draw_curves, find_runs, summary_rows
 from python_trainer.config import EvaluationConfig
 from python_trainer.loop.evaluation import by_prompt, metrics_of, pass_at_k
-from python_trainer.run.directory import read_evaluations, read_metrics
+from python_trainer.run.directory import EVALUATIONS, read_evaluations, read_metrics
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 
@@ -57,7 +57,7 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert {f"eval/{key}" for key in names} <= row.keys()
         assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@2"] >= row["eval/pass@1"]
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
-        shares = read_evaluations(tmp_path / "run")[name]
+        shares = read_evaluations(tmp_path / "run", 1)[name]
         assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval_all/accuracy"])
         assert fmean(shares[:3]) == pytest.approx(row["eval/accuracy"])
     table = dict(summary_rows(find_runs([tmp_path])))
@@ -108,6 +108,33 @@ def test_evaluations_are_compared_on_the_same_prompts(known_config, tmp_path):
     (tmp_path / "run" / "summary.json").unlink()
     table = dict(summary_rows(find_runs([tmp_path])))
     assert (table["accuracy before"], table["accuracy after"]) == ("1.000", "1.000"), "as of an unfinished run"
+
+
+def test_a_run_that_ends_where_it_was_evaluated_is_evaluated_on_all_prompts(known_config, tmp_path, monkeypatch):
+    """The end of a run that went on is none of this one."""
+    Trainer(known_config(max_steps=2), tmp_path / "run", console=QUIET).run()
+    trainer = Trainer(known_config(max_steps=8), tmp_path / "run", resume=True, console=QUIET)
+    step = trainer.step
+    monkeypatch.setattr(trainer, "step", lambda number: step(number) if number < 5 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert "final" not in trainer.state.results
+    Trainer(known_config(max_steps=4), tmp_path / "run", resume=True, console=QUIET).run()
+    rows = map(json.loads, (tmp_path / "run" / EVALUATIONS).read_text().splitlines())
+    assert [(row["step"], row["name"]) for row in rows] == [(0, "start"), (2, "final"), (4, "final")]
+
+
+@pytest.mark.parametrize("changes", [{"reward_weights": [2.0]}, {"test_path": [1.0, 0.0]}])
+def test_a_resumed_run_compares_only_evaluations_with_the_same_rewards(make_config, tmp_path, changes):
+    rows = known_rows(tmp_path, [1.0, 1.0])
+    if "test_path" in changes:  # an answer in the file was mended
+        changes = {"test_path": known_rows(tmp_path, changes["test_path"])}
+    task = {"train_path": rows, "test_path": rows, "reward": "test_evaluation:known"}
+    Trainer(make_config(max_steps=2, task=task), tmp_path / "run", console=QUIET).run()
+    config = make_config(max_steps=4, task=task | changes)
+    trainer = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
+    trainer.run()
+    assert [row[0] for row in trainer.state.evaluations] == [4] and trainer.state.results.keys() == {"final"}
 
 
 @pytest.mark.parametrize(("changes", "start"), [

@@ -106,6 +106,22 @@ def test_cuts_end_where_whole_answers_fall(restored):
     assert not step_with(resumed, 40, 0.9, notes)
 
 
+def test_rewards_that_take_the_place_of_accuracies_end_no_cuts():
+    """They are compared with rewards alone."""
+    rpo = remembering({})
+    notes = []
+    for step in range(1, 17):
+        assert step_with(rpo, step, 0.8, notes)
+    rounds = [replace(answer, filter_score=0.1) for answer in answered([1.0, 0.0, 1.0, 1.0])]
+    for _ in range(2):
+        rpo.collect(context(seed=17, step=17), rounds)
+    assert not rpo.memory.best and len(rpo.memory.whole_scores) == 1
+    resumed = remembering({})
+    resumed.load_state_dict(rpo.state_dict())
+    resumed.collect(context(seed=18, step=18), rounds)
+    assert len(resumed.memory.whole_scores) == 2 and notes == []
+
+
 @pytest.mark.parametrize("settings", [{"whole_share": 0}, {"preset": "paper"}])
 def test_cuts_never_end_where_nothing_is_watched(settings):
     rpo = remembering({}, **settings)

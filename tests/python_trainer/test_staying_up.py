@@ -10,6 +10,7 @@ from conftest import QUIET, assert_goes_on, digits, saved, train
 
 from bench.faults.training import differences
 from python_trainer.__main__ import main
+from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase
 from python_trainer.command_line import commands
 from python_trainer.errors import NotFinite, UserError
 from python_trainer.model.optimizer import MasterWeightAdamW
@@ -92,6 +93,40 @@ def test_after_a_signal_the_command_ends_with_0_and_goes_on_to_the_same_weights(
     assert_goes_on(run, tmp_path)
 
 
+def test_a_reward_may_change_the_working_folder(make_config, tmp_path, monkeypatch):
+    def wander(prompts, completions, completion_ids):
+        os.chdir(tmp_path / "sandbox")
+        return digits(prompts, completions, completion_ids)
+
+    (tmp_path / "sandbox").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("conftest.digits", wander)
+    Trainer(make_config(accelerators={"rhyme": {"database": "history.db"}}), "run", console=QUIET).run()
+    assert saved(tmp_path / "run") and read_metrics(tmp_path / "run")[-1]["step"] == 4
+    assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).runs()) == 1
+    assert not any((tmp_path / "sandbox").iterdir())
+
+
+def test_a_module_of_the_users_may_turn_gradients_off(make_config, tmp_path):
+    train(make_config(), tmp_path / "plain")
+    torch.set_grad_enabled(False)
+    try:
+        train(make_config(), tmp_path / "other")
+    finally:
+        torch.set_grad_enabled(True)
+    assert differences(tmp_path / "plain", tmp_path / "other") == []
+
+
+def test_another_default_dtype_is_refused(make_config, tmp_path):
+    trainer = Trainer(make_config(), tmp_path / "run", console=QUIET)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(UserError, match=r"must be float32 while the trainer runs, got torch.bfloat16"):
+            trainer.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(("at", "error", "accelerators"), [
     (4, SystemExit(7), ["rpo", "drafts"]),  # in step 3, after the evaluation at the start
     (6, ValueError("no verdict"), []),  # in the evaluation after step 4
@@ -111,7 +146,7 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     saved_step = {4: 2, 6: 4, 8: 5}[at]
     assert raised.value.__notes__ == [f"step {saved_step} is saved: --resume continues from it"]
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(saved_step + 1))
-    assert read_evaluations(tmp_path / "parts").keys() == {"start"}
+    assert read_evaluations(tmp_path / "parts", 5).keys() == {"start"}
     with (tmp_path / "parts" / EVALUATIONS).open("a") as file:
         file.write('{"step": ')  # as a kill leaves it
     notifications = []
@@ -122,7 +157,7 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
         trainer = train(config, tmp_path / "parts", resume=True)
     assert notifications.count(("on_step", 5)) == notifications.count(("on_evaluate", 5)) == 1
     assert [row[0] for row in trainer.state.evaluations] == [0, 4, 5]
-    assert read_evaluations(tmp_path / "parts").keys() == {"start", "final"}
+    assert read_evaluations(tmp_path / "parts", 5).keys() == {"start", "final"}
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
     last = read_metrics(tmp_path / "parts")[-1]
     calls = reward.call_count

@@ -373,6 +373,8 @@ def make_engine(place: str) -> sa.Engine:
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
     is_sqlite = url.get_backend_name() == "sqlite"
+    if is_sqlite:  # a reward function may change the working folder
+        url = url.set(database=str(Path(url.database or "").absolute()))
     # transactions of SQLite begin where we say, not where the driver thinks
     options = {"timeout": BUSY_SECONDS, "isolation_level": None} if is_sqlite else {}
     try:
