@@ -159,8 +159,7 @@ def check_command(command: str, printed: str, capsys: Any) -> None:
     for page in PAGES if any(block.kind in ("python", "console") for block in read_blocks(page))
 ])  # fmt: skip
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
-    for name in ("configs", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     modules_before = set(sys.modules)
@@ -228,7 +227,7 @@ def test_every_shell_command_has_a_test():
 def test_shell_commands_run(page, tmp_path, monkeypatch, capsys):
     """Run them with few steps, small numbers and new records; compare installs with pyproject.toml."""
     monkeypatch.chdir(tmp_path)
-    for name in ("configs", "examples", "tests", "pyproject.toml"):
+    for name in ("examples", "tests", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}\n')

@@ -182,7 +182,7 @@ class AlphaSettings(AcceleratorSettings):
     """Store rank-4 factors of the update every this many steps."""
     preset: Literal["ours", "paper"] = "ours"
     """paper: one prediction by pls after `first_step`, to an accuracy of 1, with rank 1 alone at the norm of the whole
-    update, without a gate. It ignores the other settings and needs no gate prompts."""
+    update, without a gate. It ignores the other settings but `track_steps`, and needs no gate prompts."""
     first_step: int = Field(6, ge=1)
     """First step after which to extrapolate. After a refusal the next tracked step tries again."""
     every: int = Field(20, ge=0)

@@ -91,7 +91,8 @@ def probe(config: Config, *, seconds: float = 60.0) -> dict[str, Any]:
     num_prompts = len(trainer.prompts.ids["train"])
     return {
         "p": [n / size for n in right],
-        "prompts": [group[0].prompt_index for group in groups],  # whose p this is: indices in the training set
+        "prompts": [group[0].prompt_index for group in groups],  # whose p this is, among those that are trained on
+        "places": [trainer.task.train[group[0].prompt_index].place for group in groups],
         "mean_p": sum(right) / size / count,
         "group_size": size,
         "judged": binary_reward,

@@ -140,7 +140,7 @@ class History:
         self._weights: dict[str, torch.Tensor] | None = None
 
     def weights(self, step: int) -> Mapping[str, torch.Tensor]:
-        """Return the weights after a step, or those of the first model (0); valid until the next call.
+        """Return the weights after a step, valid until the next call, or those of the first model (0), which stay.
 
         A later step than that of the last call reads only the deltas between them.
 
@@ -149,6 +149,8 @@ class History:
         """
         if not 0 <= step <= self.steps:
             raise ValueError(f"step must be one of {self.path}, 0 to {self.steps}, got {step}")
+        if step == 0:
+            return self.base
         if self._weights is None or step < self._step:
             self._weights = {name: self.base[name].clone() for name in self.base}
             self._step = 0

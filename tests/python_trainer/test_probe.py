@@ -26,6 +26,9 @@ def test_the_command(settings, tmp_path, monkeypatch, capsys):
     count = len(figures["p"])
     assert 4 <= count <= 12 and len(figures["lengths"]) == count and figures["group_size"] == 4
     assert len(set(figures["prompts"])) == count and set(figures["prompts"]) <= set(range(12))
+    assert [place.rpartition("/")[2] for place in figures["places"]] == [
+        f"train.jsonl:{1 + number}" for number in figures["prompts"]
+    ]
     assert all(x * 4 == pytest.approx(round(x * 4)) for x in figures["p"])
     assert figures["spread"] == pytest.approx(sum(0 < x < 1 for x in figures["p"]) / count) == figures["reward_spread"]
     assert figures["all_wrong"] == pytest.approx(figures["p"].count(0) / count)

@@ -57,6 +57,14 @@ def test_any_step_in_any_order(run):
             history.weights(step)
 
 
+def test_the_first_model_stays_while_others_are_read(run):
+    folder, weights = run
+    history = History(folder / "weights")
+    first = {name: history.weights(0)[name] for name in weights[0]}
+    history.weights(4)
+    assert all(torch.equal(first[name], weights[0][name]) for name in first)
+
+
 def test_from_one_step_to_the_next_one_delta_is_read(run, monkeypatch):
     folder, _ = run
     history = History(folder / "weights")
