@@ -31,6 +31,7 @@ class Request:
     num_generations: int = 1
     max_new_tokens: int = 256  # after the prefix
     sample_id: int = 0
+    stops_from: int = 0  # the first token of the answer in which a stop string may begin
 
 
 @dataclass(kw_only=True)
@@ -73,6 +74,7 @@ class Rollout:
     # context only, and its entry in logprobs is ignored. None: the policy wrote all tokens. Accelerators drop the mask.
     response_mask: list[bool] | None = None
     episode: Episode | None = None  # None: no environment
+    stops_from: int = 0  # as of its Request
 
     prompt_index: int = -1  # as of its Group
     group: int = 0  # index of its group in the round, from StepSampler.rollouts on in the step

@@ -157,13 +157,13 @@ class StopStrings:
         tail = list(response_ids[-self.window :])
         text = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         shorter = self.tokenizer.decode(tail[:-1], clean_up_tokenization_spaces=False)
-        return any(text.count(string) > shorter.count(string) for string in self.strings)
+        return any(text.rfind(string) > shorter.rfind(string) for string in self.strings)
 
 
 def new_rollouts(request: Request) -> list[Rollout]:
     """Return the rollouts that an engine fills for a request; each begins with the given prefix."""
     return [
-        Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids))
+        Rollout(request.prompt_ids, list(request.prefix_ids), len(request.prefix_ids), stops_from=request.stops_from)
         for _ in range(request.num_generations)
     ]
 

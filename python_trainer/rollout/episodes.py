@@ -195,7 +195,8 @@ class EpisodeEngine(WrappedEngine):
         answer.mask += [False] * len(ids)
         if messages is not None:
             episode.messages += as_messages(observation)
-        return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id)
+        # a stop string does not begin in what the environment said
+        return Request(rollout.prompt_ids, list(rollout.response_ids), 1, room, answer.sample_id, length)
 
 
 def _check_step(result: Any) -> tuple[str | Messages, float, bool]:

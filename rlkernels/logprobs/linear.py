@@ -128,7 +128,15 @@ def linear_token_logprobs(
         )
     chunks = min(forward_chunk, vocab), min(backward_chunk, vocab)
     logprobs, entropy, _ = _gradients.apply(
-        LinearTokenLogprobs, rows, weight, bias, ids.reshape(-1), temperature, return_entropy, *chunks, chosen
+        LinearTokenLogprobs,
+        rows,
+        weight,
+        bias,
+        ids.reshape(-1).contiguous(),
+        temperature,
+        return_entropy,
+        *chunks,
+        chosen,
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 

@@ -64,6 +64,8 @@ def pack(
             scored first token, which nothing predicts.
     """
     tokens = [token_ids(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
+    if scored is not None and len(scored) != len(tokens):
+        raise ValueError(f"scored must have {len(tokens)} lists of flags, one for each sequence, got {len(scored)}")
     flags = [_flags(i, row, None if scored is None else scored[i]) for i, row in enumerate(tokens)]
     inputs = [row[:-1] for row in tokens]
     if prefix_lens is None:

@@ -4,6 +4,7 @@ import copy
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from unittest.mock import Mock
@@ -185,6 +186,14 @@ def test_a_failing_environment_ends_its_own_answer(model):
     expected_plain = episodes(model).generate([plain], SAMPLING)
     assert content(rollouts[-2:]) == content(expected_plain) and reasons[-2:] == ["", ""]
     assert content(engine.generate([plain], SAMPLING)) == content(expected_plain)  # and it goes on
+
+
+def test_a_stop_string_does_not_begin_in_a_reply(model):
+    (free,) = episodes(model, tokenizer=Letters()).generate(groups(turns=(3,), samples=1), SAMPLING)
+    (_, reply), (_, second) = turns_of(free)[1:3]
+    sampling = replace(SAMPLING, stop=(Letters().decode([reply[-1], second[0]]),))
+    (stopped,) = episodes(model, tokenizer=Letters()).generate(groups(turns=(3,), samples=1), sampling)
+    assert stopped.response_ids == free.response_ids
 
 
 def test_limits_of_an_answer(model):

@@ -24,7 +24,7 @@ from python_trainer.model import forward as forward_module
 from python_trainer.model.forward import attend_by
 from python_trainer.model.fused import FusedDecoder, Product, reorders_bfloat16
 from python_trainer.model.traits import longest_sequence
-from python_trainer.rollout.engine import SamplingParams
+from python_trainer.rollout.engine import SamplingParams, StopStrings
 from python_trainer.rollout.ordering import LengthHistory
 from python_trainer.rollout.paged import engine as engine_module
 from python_trainer.rollout.paged import graphs
@@ -178,6 +178,9 @@ def test_stop_strings():
     # begun in the prefix, ended in the completion; one inside the prefix is over and done
     begun = engine.generate([Request(prompt, free.ids[: end - 1], max_new_tokens=9)], sampling)[0]
     assert begun.ids == free.ids[end - 1 : end] and begun.finish_reason == "stop"
+    apart = engine.generate([Request(prompt, free.ids[: end - 1], max_new_tokens=3, stops_from=end - 1)], sampling)[0]
+    assert apart.ids == free.ids[end - 1 : end + 2], "what others said begins no stop string"
+    assert StopStrings(Letters(), ["~~"]).ends([*map(ord, "a~~~")]), "they may overlap"
     over = engine.generate([Request(prompt, free.ids[:end], max_new_tokens=3)], sampling)[0]
     assert over.ids == free.ids[end : end + 3]
 

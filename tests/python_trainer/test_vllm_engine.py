@@ -121,6 +121,8 @@ def test_stop_strings_that_begin_in_the_prefix(engine, backend):
     assert [c.ids for c in completions] == [[1, 2, 3, 4, 5], [1, 2], [1, 2]]
     assert [len(c.logprobs) for c in completions] == [5, 2, 2] and {c.finish_reason for c in completions} == {"stop"}
     assert backend.complete.call_args.args[1]["stop"] == ["012", "45"]
+    (apart,) = engine.generate([Request([9], [8, 0], max_new_tokens=6, stops_from=2)], SamplingParams(stop=("012",)))
+    assert apart.ids == [1, 2, 3, 4, 5, 6], "what others said begins no stop string"
 
 
 def test_weights_are_sent_as_a_checkpoint_has_them(tiny_policy, model, tmp_path):

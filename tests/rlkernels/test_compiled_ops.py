@@ -97,6 +97,9 @@ def test_opcheck_of_every_op_that_computes_on_a_cpu():
     assert registered == problems().keys()
     for name, args in problems().items():
         torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, args)
+        if name in ("paged_attention", "shared_prefix_attention"):  # a query as Transformers lays it out
+            query = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+            torch.library.opcheck(getattr(torch.ops.rlkernels, name).default, (query, *args[1:]))
 
 
 @pytest.mark.parametrize(("op", "changes", "message"), [

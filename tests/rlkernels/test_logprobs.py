@@ -276,6 +276,9 @@ def test_equals_token_logprobs_of_the_logits_for_any_shape_of_input():
     expected = rlkernels.token_logprobs(view @ weight.T + bias, ids, temperature=1.3, return_entropy=True)
     result = linear_token_logprobs(view, weight, ids, bias=bias, temperature=1.3, return_entropy=True, chunk=20)
     torch.testing.assert_close(result, expected)
+    every_second = torch.stack([ids, ids], -1)[..., 0]  # one stride, which reshape(-1) keeps
+    options = {"bias": bias, "temperature": 1.3, "return_entropy": True}
+    assert torch.equal(linear_token_logprobs(view, weight, every_second, chunk=20, **options)[0], result[0])
     scalar = linear_token_logprobs(hidden[0], weight, ids.reshape(-1)[0])
     assert scalar.shape == ()
     half = linear_token_logprobs(hidden.half(), weight.half(), ids.transpose(0, 1).reshape(-1))

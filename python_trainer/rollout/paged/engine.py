@@ -276,7 +276,8 @@ class PagedEngine(Engine):
         """Return which accepted draws complete a stop string, bool [D]; the id of others is -1."""
         completes = np.zeros(len(ids), bool)
         for sample, start, count in zip(self._scheduler.running.samples, draws.starts, draws.counts):
-            response_ids = sample.rollout.response_ids[-stop.window :]
+            rollout = sample.rollout
+            response_ids = rollout.response_ids[max(len(rollout.response_ids) - stop.window, rollout.stops_from) :]
             for draw in range(start, start + count):
                 if ids[draw] >= 0:
                     response_ids.append(int(ids[draw]))

@@ -246,7 +246,7 @@ class VLLMEngine(Engine):
 def _cut_at_stop(rollout: Rollout, stop: StopStrings) -> None:
     """End an answer at its first stop string; vLLM does not see one that begins in the prefix."""
     for end in range(rollout.prefix_len + 1, len(rollout.response_ids) + 1):
-        if stop.ends(rollout.response_ids[max(end - stop.window, 0) : end]):
+        if stop.ends(rollout.response_ids[max(end - stop.window, rollout.stops_from) : end]):
             del rollout.response_ids[end:], rollout.logprobs[end - rollout.prefix_len :]
             rollout.finish_reason = "stop"
             return

@@ -73,6 +73,8 @@ def test_tries_are_packed_on_a_gpu_where_a_proof_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "options", "message"), [
     (([[1, 2]], [[True, True]]), {}, r"scored\[0\] must be False for the first token"),
+    (([[1, 2]], [[False, True], [False]]), {}, r"scored must have 1 lists of flags, one for each sequence, got 2"),
+    (([[1, 2], [3]], [[False, True]]), {}, r"scored must have 2 lists of flags, one for each sequence, got 1"),
     (([[1, 2]], [[False]]), {}, r"scored\[0\] must have 2 flags, one for each token, got \(1,\)"),
     (([[1, 2]],), {"prefix_lens": [1, 1]}, "prefix_lens must have 1 lengths, one for each sequence, got 2"),
     (([[[1]]],), {}, r"sequences\[0\] must have 1 dimension"),
