@@ -106,8 +106,9 @@ def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
     return [replace(arm, rate=rate, name=arm.name + name) for arm in arms]
 
 
-SNAPSHOTTED = [Arm("plain", [SNAPSHOTS]), *fewer_prompts(16, divisors=(4,), settings=[SNAPSHOTS])]
-PLAIN_AND_QUARTER = [Arm("plain"), *fewer_prompts(16, divisors=(4,))]
+(QUARTER,) = fewer_prompts(16, divisors=(4,))
+PLAIN_AND_QUARTER = [Arm("plain"), QUARTER]
+SNAPSHOTTED = [replace(arm, settings=[SNAPSHOTS, *arm.settings]) for arm in PLAIN_AND_QUARTER]
 STUDIES = [
     Study(
         name="keys",
@@ -160,6 +161,7 @@ STUDIES = [
             [
                 Arm("plain"),
                 *fewer_prompts(16),
+                Arm(f"{QUARTER.name}, twice the steps", [*QUARTER.settings, "max_steps=32"]),
                 Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
                 Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
             ],
