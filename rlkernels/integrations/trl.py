@@ -12,7 +12,6 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 """
 
 import functools
-import inspect
 import itertools
 import json
 import logging
@@ -28,6 +27,7 @@ import trl
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import is_async_callable
 
 from rlkernels import _check
 from rlkernels.extrapolation import Attempt, Extrapolator, Gate, forget_momentum
@@ -72,12 +72,12 @@ def _tokenize(prompts: list, tokenizer: Any, options: dict[str, Any] | None) -> 
 
 def _watch(reward: Reward, record: Callable[..., None]) -> Reward:
     """Return the same reward function; ``record`` gets its values and its keyword arguments."""
-    if inspect.iscoroutinefunction(reward):
+    if is_async_callable(reward):
         raise TypeError(f"reward must be a plain function, got {reward!r}, which is async")
 
     @functools.wraps(reward)
     def watched(**arguments: Any) -> Sequence[float | None]:
-        values = reward(**arguments)
+        values = list(reward(**arguments))  # an iterator gives them once
         record(values, **arguments)
         return values
 
@@ -144,7 +144,9 @@ class SuffixRollouts:
         return self._memory.draw_prefix(_key(prompt), keyed_seed(self.seed, step), longest)
 
     def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Generate an answer to each prompt and its prefix, by vLLM if TRL uses it, else by ``generate``.
+        """Generate an answer to each prompt and its prefix, by vLLM if TRL uses it.
+
+        Else ``generate`` runs once for each length of the prefixes.
 
         Raises:
             ValueError: a process that holds a part of a group only, prompts with images, tools, or no watched reward
@@ -173,7 +175,7 @@ class SuffixRollouts:
         self.continued = sum(map(bool, prefixes))
         generate = self._generate_by_vllm if trainer.use_vllm else self._generate
         inputs = [ids + prefix for ids, prefix in zip(prompt_ids, prefixes)]
-        suffixes, logprobs = generate(trainer, inputs, num_generations)
+        suffixes, logprobs = generate(trainer, inputs, num_generations, [longest - len(prefix) for prefix in prefixes])
         suffixes = [ids[: longest - len(prefix)] for ids, prefix in zip(suffixes, prefixes)]
         if logprobs is not None:  # of the sampler; zeros for prefixes, which env_mask leaves out of the loss
             logprobs = [[0.0] * len(prefix) + row[: len(ids)] for prefix, ids, row in zip(prefixes, suffixes, logprobs)]
@@ -185,24 +187,44 @@ class SuffixRollouts:
         }
 
     @torch.no_grad()
-    def _generate(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list[list[int]], None]:
-        """Generate by the model's ``generate``, each row up to its end-of-sequence token."""
-        width = max(map(len, rows))
+    def _generate(
+        self, trainer: Any, rows: list[list[int]], size: int, room: list[int]
+    ) -> tuple[list[list[int]], None]:
+        """Generate by the model's ``generate``, each row up to its end-of-sequence token.
+
+        ``room``: the most new tokens of each row. Rows with the same room are generated together, so that none passes
+        the context of the model.
+        """
+        suffixes = [list[int]()] * len(rows)
         device = trainer.accelerator.device
         pad = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        config = trainer.generation_config
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # processes must call an equal number of times
+            room = [max(room)] * len(rows)
         with unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation,
             trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs,
         ) as model:  # fmt: skip
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=trainer.generation_config)
-        suffixes = output[:, width:].tolist()
-        lengths = (next((i + 1 for i, token in enumerate(row) if token in self._ends), None) for row in suffixes)
-        return [row[:length] for row, length in zip(suffixes, lengths)], None
+            for most in sorted(set(room), reverse=True):
+                chosen = [i for i, its_room in enumerate(room) if its_room == most]
+                width = max(len(rows[i]) for i in chosen)
+                padding = [[pad] * (width - len(rows[i])) for i in chosen]
+                ids = torch.tensor([left + rows[i] for left, i in zip(padding, chosen)], device=device)
+                mask = torch.tensor([[0] * len(left) + [1] * (width - len(left)) for left in padding], device=device)
+                output = model.generate(
+                    input_ids=ids, attention_mask=mask, generation_config=config,
+                    max_new_tokens=min(most, config.max_new_tokens or most),
+                )  # fmt: skip
+                for i, row in zip(chosen, output[:, width:].tolist()):
+                    end = next((place + 1 for place, token in enumerate(row) if token in self._ends), None)
+                    suffixes[i] = row[:end]
+        return suffixes, None
 
-    def _generate_by_vllm(self, trainer: Any, rows: list[list[int]], size: int) -> tuple[list, list]:
-        """Generate by TRL's vLLM, whose weights TRL sends before it calls a ``rollout_func``."""
+    def _generate_by_vllm(self, trainer: Any, rows: list[list[int]], size: int, room: list[int]) -> tuple[list, list]:
+        """Generate by TRL's vLLM, whose weights TRL sends before it calls a ``rollout_func``.
+
+        TRL joins the rows of all processes in one call, for which it has one longest length.
+        """
         _, suffixes, logprobs, _ = trainer.vllm_generation.generate(prompts=rows, images=None, num_generations=size)
         return suffixes, [[candidates[0] for candidates in row] for row in logprobs]
 
@@ -216,7 +238,7 @@ class SuffixRollouts:
         self._watching = True
         return watched
 
-    def _remember(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, **_: Any) -> None:
+    def _remember(self, values: Sequence[float | None], /, *, prompts: list, completion_ids: list, **_: Any) -> None:
         if self._step is None:
             return
         seed = keyed_seed(self.seed, self._step)
@@ -250,7 +272,7 @@ class HistoryRecorder(TrainerCallback):
         self.history = RolloutHistory.load(path) if os.path.exists(path) else RolloutHistory()
         self.history.resize(max_tokens)
         newest = self.history.stats["newest_epoch"]
-        self._stored_epochs = 0 if newest is None else newest + 1
+        self._stored_epochs = 0 if newest is None else newest + 1  # of earlier runs, and of this one
         self._first_epoch = 0  # of this run, in the file
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self._new: list[tuple[list[int], list[int], float, int]] = []
@@ -265,7 +287,7 @@ class HistoryRecorder(TrainerCallback):
         """
         return _watch(reward, self._record)
 
-    def _record(self, values: Sequence[float | None], *, prompts: list, completion_ids: list, trainer_state: Any,
+    def _record(self, values: Sequence[float | None], /, *, prompts: list, completion_ids: list, trainer_state: Any,
                 **_: Any) -> None:  # fmt: skip
         if self._tokenize is None:
             raise ValueError("callbacks must hold the HistoryRecorder whose watch(reward) is in reward_funcs")
@@ -295,10 +317,14 @@ class HistoryRecorder(TrainerCallback):
     def _write(self) -> None:
         rows = _gather(self._new)
         self._new = []
+        self._stored_epochs = max([self._stored_epochs, *(epoch + 1 for *_, epoch in rows)])
         if not dist.is_initialized() or dist.get_rank() == 0:
             for prompt, answer, reward, epoch in rows:
                 self.history.add(prompt, answer, reward=reward, epoch=epoch)
-            self.history.save(self.path)
+            try:
+                self.history.save(self.path)
+            except OSError as error:  # the next write has these answers, too
+                logger.warning("the history %s was not written: %s", self.path, error)
 
 
 GATE_STATE = "gate of GatedExtrapolation"  # in the trainer's state, which a checkpoint holds
@@ -342,6 +368,7 @@ class GatedExtrapolation(TrainerCallback):
         self.events = self.extrapolator.events
         self.evaluate = evaluate
         self.metric = metric
+        self.first_step = first_step
         self._weights = Projections.of({})
         self._gate = gate
 
@@ -364,6 +391,7 @@ class GatedExtrapolation(TrainerCallback):
                 f"{unusable[0] if unusable else 'none that is trained'}"
             )
         self.extrapolator.restart(self._places(), state.global_step)
+        self.extrapolator.next_attempt = self.first_step  # an earlier run may have moved it
         states: Any = state.stateful_callbacks  # typed as a list, but a dictionary
         if progress := states.get(GATE_STATE):  # of a resumed run
             self._gate.comparisons, self._gate.position, self.extrapolator.next_attempt = progress

@@ -77,6 +77,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
             return "its adapter (aLoRA) begins at a token of each row"
+        if adapter.is_prompt_learning:
+            return f"its adapter ({type(adapter).__name__}) learns a beginning for each row"
     if config._attn_implementation == "eager" and not _eager_files(model):
         return f"its eager attention is no function {EAGER}"
     return None
@@ -176,8 +178,8 @@ class PrefixSharing:
 
     It also joins your own subclass, as ``class Mine(SharedPrefixGRPOTrainer, YourTrainer)``.
     Where prefixes cannot be shared, TRL's own computation runs, and one line of the log says why: layers such as
-    Mamba's, dropout of attention, aLoRA, images, a router's loss, or a batch longer than the length at which rotary
-    factors change.
+    Mamba's, dropout of attention, aLoRA, prompt tuning, NEFTune, images, a router's loss, a prompt without tokens, or
+    a batch longer than the length at which rotary factors change.
     The first batch that can be shared in all processes is computed both ways. If the log-probabilities differ, TRL's
     computation stays for the whole run.
 
@@ -216,16 +218,18 @@ class PrefixSharing:
         if self._is_set_up:
             return
         self._is_set_up = True
-        models = [unwrap(self.accelerator, model) for model in (self.model, self.ref_model) if model is not None]
+        noise = self.args.neftune_noise_alpha and "neftune_noise_alpha scales noise by the length of a row"
+        given = (model for model in (self.model, self.ref_model) if model is not None)
+        models = [self.accelerator.unwrap_model(model) for model in given]  # with their adapters
         for model in models:
-            if reason := obstacle(model):
+            if reason := noise or obstacle(model):
                 self._stop_sharing(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
         config = models[0].config.get_text_config(decoder=True)
         self._rotary_limit = rotary_limit(config)
         self.shares_prefixes = True
         for model in models:
-            self._share(model)
+            self._share(unwrap(self.accelerator, model))
 
     def _share(self, model: Any) -> None:
         """Let the model's forward pass take this trainer's packed batch as the argument ``shared_prefix``."""
@@ -248,15 +252,23 @@ class PrefixSharing:
         self._trl_tokens[mode] += padded
         self._metrics[mode][TOKENS_OVER_TRL] = [self._passed_tokens[mode] / self._trl_tokens[mode]]
 
-    def _fits(self, attention_mask: torch.Tensor, compute_aux_loss: bool, extra: dict[str, Any]) -> bool:
-        """Return whether this batch can share prefixes; ``extra``: inputs that packed passes do not take."""
+    def _fits(
+        self, attention_mask: torch.Tensor, compute_aux_loss: bool, extra: dict[str, Any], logits_to_keep: int = 0
+    ) -> bool:
+        """Return whether this batch can share prefixes; ``extra``: inputs that packed passes do not take.
+
+        The last ``logits_to_keep`` columns are those of answers whose first token is scored.
+        """
         extra_names = [name for name, value in extra.items() if value is not None]
+        prompt_mask, answer_mask = attention_mask.tensor_split([attention_mask.shape[1] - logits_to_keep], dim=1)
         if extra_names:
             reason = f"a batch with {extra_names[0]} goes TRL's way"
         elif compute_aux_loss:
             reason = "the loss of the router needs TRL's way"
         elif self._rotary_limit is not None and attention_mask.shape[1] > self._rotary_limit:  # TRL counts padding
             reason = f"a padded batch is longer than {self._rotary_limit} tokens, where rotary factors change"
+        elif (answer_mask.any(1) & ~prompt_mask.any(1)).any():  # no token predicts the first one of such an answer
+            reason = "a batch with a prompt without tokens goes TRL's way"
         else:
             return True
         self._warn_once(f"prompts are not shared: {reason}")
@@ -345,7 +357,7 @@ class SharedPrefix(PrefixSharing):
         trl_score = functools.partial(
             score, model, logits_to_keep=logits_to_keep, compute_aux_loss=compute_aux_loss, **extra
         )
-        can_share = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, extra)
+        can_share = self.shares_prefixes and self._fits(attention_mask, compute_aux_loss, extra, logits_to_keep)
         packed_score = functools.partial(self._score, model, input_ids, attention_mask, logits_to_keep)
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
 

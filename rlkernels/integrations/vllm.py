@@ -104,6 +104,14 @@ def _end_tokens(model_config: Any) -> set[int]:
     return ends
 
 
+def _load(path: str | os.PathLike[str], is_filled: bool) -> RolloutHistory:
+    """Read the history in a file, which may have no bound; one that this engine fills gets its bound."""
+    history = RolloutHistory.load(path)
+    if is_filled:
+        history.resize(HISTORY_TOKENS)
+    return history
+
+
 class HistoryProposer:
     """Draft continuations from a :class:`rlkernels.RolloutHistory`; vLLM verifies them.
 
@@ -113,7 +121,7 @@ class HistoryProposer:
       proposer reads it again whenever it has been replaced;
     - that file and the answers of this engine, with ``"rlkernels_record": True``. A missing file is an empty history.
       The proposer writes the file when an epoch begins, when a tenth of the tokens is new, and when the engine ends.
-      Engines that record into one file keep each other's answers;
+      Engines that record into one file keep each other's answers, at most 10 million tokens of them;
     - the history given to :func:`share_history`;
     - else a history of this engine's answers.
 
@@ -158,7 +166,7 @@ class HistoryProposer:
         elif record and self._stamp is None:
             history = RolloutHistory(max_tokens=HISTORY_TOKENS)
         else:
-            history = RolloutHistory.load(self._path)
+            history = _load(self._path, record)
         self._history = history
         # the history that this engine fills
         self._filled = history if record or (self._path is None and _shared is None) else None
@@ -353,7 +361,7 @@ class HistoryProposer:
             return self._history
         self._stamp = stamp
         try:
-            return RolloutHistory.load(self._path)
+            return _load(self._path, self._filled is not None)
         except (OSError, ValueError) as error:
             logger.warning("the history %s was not read again: %s", self._path, error)
             return self._history

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rlkernels.weights.adapter import merged_weight
+from rlkernels.weights.checkpoints import weight_files
 from rlkernels.weights.delta import apply_, has_zstandard
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
@@ -54,7 +55,7 @@ class PolicyWorker:
             has changed then; send all weights.
 
         Raises:
-            FileNotFoundError, KeyError: as of :func:`read_policy`.
+            FileNotFoundError, KeyError, ValueError: as of :func:`read_policy`.
             ImportError: a delta, without zstandard.
         """
         # vLLM warns at every load that modules without weights are not loaded
@@ -115,7 +116,7 @@ def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -
     """Yield the weights in the safetensors files of a folder.
 
     Args:
-        folder: of the safetensors files.
+        folder: of the safetensors files; all are read if ``from_pretrained`` of Transformers would read none.
         adapter: a safetensors file of low-rank changes, which are added: for a weight NAME [out, in] ``NAME.down``
             [r, in], ``NAME.up`` [out, r] and ``NAME.scale`` [].
         device: where they are added.
@@ -126,10 +127,13 @@ def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -
     Raises:
         FileNotFoundError: the folder has no safetensors file.
         KeyError: the adapter changes a weight that the folder lacks, or lacks a tensor itself.
+        ValueError: the folder holds an adapter of PEFT, or its config.json or index cannot be read.
     """
     from safetensors.torch import load_file
 
-    files = sorted(Path(folder).glob("*.safetensors"))
+    if Path(folder, "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter (adapter_config.json): merge it into the weights first")
+    files = weight_files(Path(folder)) or sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors file that vLLM's worker can see")
     changes = {} if adapter is None else load_file(adapter)

@@ -190,8 +190,8 @@ def _stack_tensors(
     experts = stack[0] if stack else 1
     is_transposed = getattr(module, "is_transposed", False)
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
-    a = torch.zeros(experts, rank, inputs)
-    b = torch.zeros(outputs, rank, experts)
+    a = factors[0].left.new_zeros(experts, rank, inputs)
+    b = factors[0].left.new_zeros(outputs, rank, experts)
     for expert, left, right in factors:
         component = 1 if expert.part == "up" else 0
         half = slice(len(left), None) if component else slice(len(left))

@@ -18,7 +18,8 @@ import rlkernels
 from rlkernels.rank1.projections import Projections, is_projection, matrix_names
 from rlkernels.weights import checkpoints
 
-save_file = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors").save_file
+safetensors = pytest.importorskip("safetensors.torch", reason="this machine lacks safetensors")
+save_file, load_file = safetensors.save_file, safetensors.load_file
 transformers = pytest.importorskip("transformers", reason="this machine lacks transformers")
 peft = pytest.importorskip("peft", reason="this machine lacks peft")
 
@@ -335,6 +336,17 @@ def test_experts_are_streamed_and_exported_each_by_itself(tmp_path, kind):
     expected = dict(trained.named_parameters())
     for name, weight in merged.named_parameters():
         assert torch.allclose(weight, expected[name], atol=1e-6), name
+
+
+def test_factors_of_experts_are_float32_whatever_is_the_default(tmp_path, request):
+    update = rlkernels.top1_delta(torch.randn(32, 24), torch.zeros(32, 24))
+    model = mixture("qwen3")
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    name = "model.layers.0.mlp.experts.down_proj[0]"
+    rlkernels.export_peft({name: update}, tmp_path, base_model="tiny", scale=1.0, model=model)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("expert", ["down_proj[4]", "4.down_proj.weight", "other[0]"])

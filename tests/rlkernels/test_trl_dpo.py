@@ -99,3 +99,16 @@ def test_a_model_that_disagrees_is_left_to_trl(train, caplog, monkeypatch):
         result = train()
     assert not result[0].shares_prefixes and "differ from TRL's" in caplog.text
     assert_same(result, train(shared=False))
+
+
+@pytest.mark.parametrize("reason", ["neftune_noise_alpha", "PromptTuningConfig"])
+def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, reason):
+    settings = {"neftune_noise_alpha": 5.0}
+    if reason == "PromptTuningConfig":
+        peft = importlib.import_module("peft")
+        settings = {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
+    with caplog.at_level(logging.WARNING, "rlkernels"):
+        result = train(**settings)
+    (line,) = [record.message for record in caplog.records if record.name.startswith("rlkernels")]
+    assert reason in line and not result[0].shares_prefixes
+    assert_same(result, train(shared=False, **settings))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support import ROOT
-from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_tiny_policy
+from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_letters, save_tiny_policy
 
 from rlkernels import RolloutHistory
 
@@ -43,8 +43,8 @@ def test_answers_are_finished_and_only_their_end_is_trained(trl_integration, mak
     generate = suffixes._generate
     loss = trainer._compute_loss
 
-    def spy(trainer, rows, size):
-        suffixes_ids, logprobs = generate(trainer, rows, size)
+    def spy(trainer, rows, *limits):
+        suffixes_ids, logprobs = generate(trainer, rows, *limits)
         generations.append((rows, suffixes_ids))
         return suffixes_ids, logprobs
 
@@ -172,6 +172,43 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
     assert result["logprobs"] == [[*[0.0] * len(beginning), -0.5, -0.25]] * NUM_GENERATIONS
 
 
+def test_continued_answers_stay_within_the_context(trl_integration, tmp_path):
+    """GPT-2 fails beyond it; TRL's answers to the longest prompt just fit."""
+    config = {"n_positions": 3 + MAX_TOKENS, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": EOS}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, bos_token_id=None, **config))
+    model.save_pretrained(tmp_path / "policy")
+    save_letters(tmp_path / "policy")
+    suffixes = trl_integration.SuffixRollouts(whole_share=0)
+    suffixes.answers = {"ABC": [*range(MAX_TOKENS - 1), EOS], "DE": [*range(3), EOS]}
+    settings = {"per_device_train_batch_size": 2 * NUM_GENERATIONS, "max_completion_length": MAX_TOKENS}
+    reward = suffixes.watch(digits)
+    trainer = grpo_trainer(tmp_path, tmp_path / "policy", ["ABC", "DE"], reward, settings, rollout_func=suffixes)
+    trainer.model.train()
+    prompts = ["ABC"] * NUM_GENERATIONS + ["DE"] * NUM_GENERATIONS
+    for step in range(4):
+        trainer.state.global_step = step
+        for prompt, ids in zip(prompts, suffixes(prompts, trainer)["completion_ids"]):
+            beginning = suffixes.beginning(prompt, step, MAX_TOKENS)
+            assert ids[: len(beginning)] == beginning and (len(ids) == MAX_TOKENS or ids[-1] == EOS)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_each_length_of_beginnings_is_a_call_but_for_shards(trl_integration, make_trainer, monkeypatch, sharded):
+    """Passes of shards are collective, and another process may have another number of lengths."""
+    suffixes = trl_integration.SuffixRollouts(whole_share=0)
+    suffixes.answers = {"ABC": [1, 2, 3, 4, 5, 6, EOS]}
+    trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
+    trainer.is_fsdp_enabled = sharded
+    trainer.model.train()
+    generate = Mock(side_effect=trainer.model.generate)
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    output = suffixes(["ABC"] * NUM_GENERATIONS + ["DE"] * NUM_GENERATIONS, trainer)
+    length = len(suffixes.beginning("ABC", 0, MAX_TOKENS))
+    assert length and max(map(len, output["completion_ids"])) == MAX_TOKENS
+    limits = [call.kwargs["max_new_tokens"] for call in generate.call_args_list]
+    assert limits == ([MAX_TOKENS] if sharded else [MAX_TOKENS, MAX_TOKENS - length])
+
+
 def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
     """The proposer for vLLM finds prompts and answers as token ids, passes over the data as epochs."""
     path = tmp_path / "new" / "history.bin"
@@ -205,17 +242,58 @@ def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_
         recorder.watch(later)
 
 
-def test_a_resumed_run_goes_on_in_its_epochs(trl_integration, make_trainer, tmp_path):
+class Judge:
+    async def __call__(self, **columns):
+        return []
+
+
+@pytest.mark.parametrize("reward", [Judge(), partial(Judge(), gold=1)], ids=["object", "partial"])
+def test_async_objects_are_refused(trl_integration, tmp_path, reward):
+    for part in (trl_integration.HistoryRecorder(tmp_path / "history.bin"), trl_integration.SuffixRollouts()):
+        with pytest.raises(TypeError, match="reward must be a plain function, got .*, which is async"):
+            part.watch(reward)
+
+
+def test_rewards_that_can_be_read_once_and_columns_of_any_name(trl_integration, tmp_path):
+    suffixes, recorder = trl_integration.SuffixRollouts(), trl_integration.HistoryRecorder(tmp_path / "history.bin")
+    suffixes._step, suffixes._ends = 0, frozenset({EOS})
+    recorder._tokenize, recorder._model = lambda prompts: [[17]] * len(prompts), SimpleNamespace(training=True)
+
+    def reward(prompts, completion_ids, values, **columns):
+        return map(float, values)
+
+    watched = recorder.watch(suffixes.watch(reward))
+    columns = {"trainer_state": SimpleNamespace(epoch=0.0), "values": ["1", "0"], "self": [1, 2]}
+    assert watched(prompts=["A", "B"], completion_ids=[[1, EOS], [2, EOS]], **columns) == [1.0, 0.0]
+    assert suffixes.answers == {"A": [1, EOS]}
+    assert recorder._new == [([17], [1, EOS], 1.0, 0), ([17], [2, EOS], 0.0, 0)]
+
+
+def test_a_history_that_cannot_be_written_waits(trl_integration, make_trainer, tmp_path, caplog):
+    path = tmp_path / "history.bin"
+    recorder = trl_integration.HistoryRecorder(path, every=1)
+    path.mkdir()
+    make_trainer(recorder.watch(digits), steps=2, callbacks=[recorder]).train()
+    assert f"the history {path} was not written" in caplog.text
+    path.rmdir()
+    recorder._write()
+    assert RolloutHistory.load(path).stats["rollouts"] == 2 * 2 * NUM_GENERATIONS
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same recorder", "new recorder"])
+@pytest.mark.parametrize("second", [(3, True, 9), (2, None, 10)], ids=["resumed", "new run"])
+def test_a_run_goes_on_in_its_epochs(trl_integration, make_trainer, tmp_path, same, second):
     path = tmp_path / "history.bin"
     stored = RolloutHistory()
     stored.add([1], [2], epoch=6)
     stored.save(path)
-    for steps, resume, newest in ((2, None, 8), (3, True, 9)):
-        recorder = trl_integration.HistoryRecorder(path)
+    recorder = trl_integration.HistoryRecorder(path)
+    for steps, resume, newest in ((2, None, 8), second):
         trainer = make_trainer(recorder.watch(digits), steps, callbacks=[recorder])
         trainer.args.set_save(steps=2)
         trainer.train(resume_from_checkpoint=resume)
         assert RolloutHistory.load(path).stats["newest_epoch"] == newest
+        recorder = recorder if same else trl_integration.HistoryRecorder(path)
 
 
 def test_any_rewards_of_trl_are_recorded(trl_integration, make_trainer, tmp_path):
@@ -324,6 +402,16 @@ def test_a_resumed_run_counts_the_attempts_before_its_checkpoint(trl_integration
     begun = attempts(4)
     resumed = attempts(10, resume=True)
     assert begun + resumed == attempts(7) and len(begun) == 1
+
+
+def test_another_run_begins_its_attempts_anew(trl_integration, make_trainer):
+    """Its gate goes on."""
+    callback = trl_integration.GatedExtrapolation(
+        lambda model, rows: [0.0] * len(rows), 80, track_steps=1, first_step=3, every=50, max_tries=1, limits=LENIENT
+    )
+    for runs in (1, 2):
+        make_trainer(steps=3, callbacks=[callback]).train()
+        assert [event["step"] for event in callback.events] == [3] * runs and callback._gate.comparisons == runs
 
 
 def test_refusals_are_noted(trl_integration, make_trainer):

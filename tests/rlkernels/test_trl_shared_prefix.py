@@ -314,6 +314,25 @@ def test_positions_that_count_padding_are_found_in_a_batch_without_padding(train
     assert "differ from TRL's" in caplog.text
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_prompt_without_tokens_goes_the_way_of_trl(train, caplog, step):
+    """The other batch shares prefixes."""
+
+    class Emptied(Answers):
+        def __call__(self, prompts, trainer):
+            generated = super().__call__(prompts, trainer)
+            if trainer.state.global_step == step:
+                generated["prompt_ids"] = [
+                    ids * (prompts[i] != prompts[-1]) for i, ids in enumerate(generated["prompt_ids"])
+                ]
+            return generated
+
+    shared = train(rollout=Emptied())
+    assert shared[0].shares_prefixes and shared[0]._compared
+    assert caplog.messages == ["prompts are not shared: a batch with a prompt without tokens goes TRL's way"]
+    assert_same(shared, train(shared=False, rollout=Emptied()))
+
+
 def test_a_batch_with_images_goes_the_way_of_trl(train, caplog):
     trainer, _ = train(max_steps=1)
     with caplog.at_level(logging.WARNING, "rlkernels"):
@@ -377,6 +396,7 @@ def test_own_generation_and_evaluation(train, tmp_path):
 @pytest.mark.parametrize(("kind", "settings", "reason"), [
     ("dropout", {}, "attention_dropout"),
     ("qwen2", {"lora": {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}}, "aLoRA"),
+    ("qwen2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_computed_by_trl_and_said_once(train, caplog, kind, settings, reason):
     with caplog.at_level(logging.WARNING, "rlkernels"):

@@ -280,6 +280,21 @@ def test_a_shared_history_does_not_take_the_place_of_a_file(tmp_path, record):
     assert rlkernels.RolloutHistory.load(path).stats["rollouts"] == 1 + record
 
 
+def test_what_it_records_is_bounded(tmp_path, monkeypatch):
+    """A file may have no bound, at the start and when another process has replaced it."""
+    monkeypatch.setattr(integration, "HISTORY_TOKENS", 2 * len(ANSWER))
+    path = tmp_path / "history.bin"
+    rlkernels.RolloutHistory().save(path)
+    drafter = make_proposer(rlkernels_history=str(path), rlkernels_record=True, end=ANSWER[-1])
+    for _ in range(2):
+        for prompt in (*PROMPTS, *PROMPTS):
+            answer(drafter, prompt, ANSWER)
+        drafter._close()
+        for history in (drafter._history, rlkernels.RolloutHistory.load(path)):
+            assert history.stats["tokens"] == 2 * len(ANSWER)
+        remember_answers(*((prompt, ANSWER) for prompt in PROMPTS)).save(path)
+
+
 def test_one_worker_of_a_model_records(tmp_path):
     path = tmp_path / "history.bin"
     drafter = make_proposer(rlkernels_history=str(path), rlkernels_record=True, end=ANSWER[-1], rank=1)
