@@ -11,6 +11,7 @@
 Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -146,7 +147,7 @@ class SuffixRollouts:
     def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """Generate an answer to each prompt and its prefix, by vLLM if TRL uses it.
 
-        Else ``generate`` runs once for each length of the prefixes.
+        Else ``generate`` runs once; where rows would pass the model's context, once for each length of the prefixes.
 
         Raises:
             ValueError: a process that holds a part of a group only, prompts with images, tools, or no watched reward
@@ -192,14 +193,18 @@ class SuffixRollouts:
     ) -> tuple[list[list[int]], None]:
         """Generate by the model's ``generate``, each row up to its end-of-sequence token.
 
-        ``room``: the most new tokens of each row. Rows with the same room are generated together, so that none passes
-        the context of the model.
+        ``room``: the most new tokens of each row. Where the context of the model is too short for all rows with the
+        most room, only rows with the same room are generated together.
         """
         suffixes = [list[int]()] * len(rows)
         device = trainer.accelerator.device
         pad = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
-        config = trainer.generation_config
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # processes must call an equal number of times
+        config = copy.copy(trainer.generation_config)
+        most_of_all = config.max_new_tokens or max(room)
+        context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+        fits = context is None or max(map(len, rows)) + max(room) <= context
+        # processes that share a model must call an equal number of times
+        if fits or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             room = [max(room)] * len(rows)
         with unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation,
@@ -211,10 +216,8 @@ class SuffixRollouts:
                 padding = [[pad] * (width - len(rows[i])) for i in chosen]
                 ids = torch.tensor([left + rows[i] for left, i in zip(padding, chosen)], device=device)
                 mask = torch.tensor([[0] * len(left) + [1] * (width - len(left)) for left in padding], device=device)
-                output = model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=config,
-                    max_new_tokens=min(most, config.max_new_tokens or most),
-                )  # fmt: skip
+                config.max_new_tokens = min(most, most_of_all)
+                output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
                 for i, row in zip(chosen, output[:, width:].tolist()):
                     end = next((place + 1 for place, token in enumerate(row) if token in self._ends), None)
                     suffixes[i] = row[:end]

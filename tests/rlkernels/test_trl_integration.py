@@ -192,21 +192,30 @@ def test_continued_answers_stay_within_the_context(trl_integration, tmp_path):
             assert ids[: len(beginning)] == beginning and (len(ids) == MAX_TOKENS or ids[-1] == EOS)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_each_length_of_beginnings_is_a_call_but_for_shards(trl_integration, make_trainer, monkeypatch, sharded):
+@pytest.mark.parametrize(("context", "sharded", "calls"), [(64, False, 1), (MAX_TOKENS + 3, False, 2),
+                                                           (MAX_TOKENS + 3, True, 1)])  # fmt: skip
+def test_each_length_of_beginnings_is_a_call_in_a_short_context(
+    trl_integration, make_trainer, monkeypatch, context, sharded, calls
+):
     """Passes of shards are collective, and another process may have another number of lengths."""
     suffixes = trl_integration.SuffixRollouts(whole_share=0)
     suffixes.answers = {"ABC": [1, 2, 3, 4, 5, 6, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)
     trainer.is_fsdp_enabled = sharded
+    trainer.model.config.max_position_embeddings = context
     trainer.model.train()
-    generate = Mock(side_effect=trainer.model.generate)
-    monkeypatch.setattr(trainer.model, "generate", generate)
+    generate = trainer.model.generate
+    limits = []
+
+    def note_limit(generation_config, **inputs):
+        limits.append(generation_config.max_new_tokens)
+        return generate(generation_config=generation_config, **inputs)
+
+    monkeypatch.setattr(trainer.model, "generate", note_limit)
     output = suffixes(["ABC"] * NUM_GENERATIONS + ["DE"] * NUM_GENERATIONS, trainer)
     length = len(suffixes.beginning("ABC", 0, MAX_TOKENS))
     assert length and max(map(len, output["completion_ids"])) == MAX_TOKENS
-    limits = [call.kwargs["max_new_tokens"] for call in generate.call_args_list]
-    assert limits == ([MAX_TOKENS] if sharded else [MAX_TOKENS, MAX_TOKENS - length])
+    assert limits == [MAX_TOKENS, MAX_TOKENS - length][:calls]
 
 
 def test_a_history_of_all_answers_is_written(trl_integration, make_trainer, tmp_path):
