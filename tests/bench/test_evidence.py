@@ -21,10 +21,11 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 INTERVAL = re.compile(r"(?<!in |to )\[[-+]?[\d.]+, [-+]?[\d.]+\]")
 
 
-def arm_rows(study: str, arm: str) -> list[dict[str, Any]]:
-    """Return the rows of an arm, of all seeds."""
-    rows = [row for row in read_rows(RESULTS / f"{study}.jsonl") if row["arm"] == arm]
-    assert rows, f"{study}.jsonl has no rows of {arm}"
+def arm_rows(name: str, arm: str) -> list[dict[str, Any]]:
+    """Return the rows of an arm, of all seeds; ``name``: of the file, and behind a slash of one of its studies."""
+    file, _, study = name.partition("/")
+    rows = [row for row in read_rows(RESULTS / f"{file}.jsonl") if row["arm"] == arm and study in ("", row["study"])]
+    assert rows, f"{name} has no rows of {arm}"
     return rows
 
 
@@ -106,23 +107,36 @@ QUARTER = "a quarter of the prompts"
 
 def with_weights(name: str, arm: str = "plain") -> list[str]:
     """Return the accuracy of the runs of sentences with other weights, by seed, and the share of the gain."""
-    rows = arm_rows("sentences", arm)
+    rows = arm_rows("sentences/keys", arm)
     seeds = [row["more"]["other weights"] for row in sorted(rows, key=lambda row: row["seed"])]
     shares = [100 * share_of_gain(weights, name) for weights in seeds]
     return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:z.0f}", "% ")]
 
 
+def points_above(pairs: Sequence[tuple[Any, Any]]) -> str:
+    """Return the accuracy of an arm at the end minus plain's, in points."""
+    return bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
+
+
+def whole_run(study: str, arm: str) -> list[str]:
+    """Return the accuracy of an arm at the end, its points above plain's, and the tokens and seconds of the run."""
+    rows = arm_rows(study, arm)
+    costs = [f"{fmean(row[key] for row in rows):,.0f}" for key in ("tokens", "seconds")]
+    points = [] if arm == "plain" else [points_above(pairs_of(study, arm))]
+    return [f"{fmean(row['accuracy'] for row in rows):.3f}", *points, *costs]
+
+
 def beside_plain(arm: str) -> list[str]:
     """Return the end of an arm on sentences, its points above plain's, and the cost to 0.5 as shares of plain's."""
-    pairs = pairs_of("sentences", arm)
-    points = bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
+    pairs = pairs_of("sentences/keys", arm)
+    points = points_above(pairs)
     costs = [geometric(log_ratios([pair_of(pair, 0.5) for pair in pairs], column)) for column in (0, 1)]
     return [f"{fmean(row['accuracy'] for row, _ in pairs):.3f}", points, *costs]
 
 
 def after_earlier_run(arm: str) -> list[str]:
     """Return accuracy, tokens and seconds on sentences, the latter two alone and with the earlier run."""
-    rows = arm_rows("sentences", arm)
+    rows = arm_rows("sentences/keys", arm)
     figures = [f"{fmean(row['accuracy'] for row in rows):.3f}"]
     for key in ("tokens", "seconds"):
         cost, earlier_cost = (fmean(row.get(name, 0) for row in rows) for name in (key, f"earlier {key}"))
@@ -200,15 +214,22 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| after |": lambda: with_weights("end")[:-1],
         "| projections not trained": lambda: with_weights("rank 0"),
         "| rank 1 |": lambda: with_weights("rank 1"),
-        "| rank 4 |": lambda: with_weights("rank 4"),
         "| rank 1, norm of the update kept": lambda: with_weights("rank 1, norm kept"),
-        "| rank 4, norm kept": lambda: with_weights("rank 4, norm kept"),
         "| after 20 of the steps": lambda: with_weights("step 20"),
         "| then `secant` to the end": lambda: with_weights("step 20, then secant"),
-        "| then `full`": lambda: with_weights("step 20, then full"),
-        "| then `pls` |": lambda: with_weights("step 20, then pls"),
         "| then `pls` in rank 1 alone": lambda: with_weights("step 20, then pls, rank 1 alone, norm kept"),
         "| with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER),
+        **{
+            f"| {start}": lambda arm=arm: whole_run("sentences/form", arm)
+            for start, arm in (
+                ("plain, form", "plain"),
+                ("half of the prompts, form", "half of the prompts"),
+                ("a quarter of the prompts, form", QUARTER),
+                ("a quarter, twice the steps", f"{QUARTER}, twice the steps"),
+                ("`rpo`, filling included", "rpo"),
+                ("`rpo` as in the paper, filling included", "rpo as in the paper"),
+            )
+        },
         "| [SmolLM2-135M]": lambda: [with_weights(name)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")],
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
