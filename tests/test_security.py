@@ -205,10 +205,10 @@ def test_damaged_evaluations_are_named(tmp_path):
     row = '{"step": 1, "name": "final", "correct": ["x"]}\n'
     folder = finished_run(tmp_path / "run", **{"evaluations.jsonl": row})
     with pytest.raises(UserError, match="damaged .line 1: correct.0: input should be a valid number, got 'x'"):
-        read_evaluations(folder, 1)
+        read_evaluations(folder)
     (folder / "evaluations.jsonl").write_text(row.replace('"x"', ""))
     with pytest.raises(UserError, match="damaged .line 1: correct: list should have at least 1 item"):
-        read_evaluations(folder, 1)
+        read_evaluations(folder)
 
 
 @pytest.mark.parametrize(("name", "text", "shown"), [

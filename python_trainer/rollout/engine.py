@@ -155,8 +155,9 @@ class StopStrings:
     def ends(self, response_ids: Sequence[int]) -> bool:
         """Return whether the last token completes a stop string; an earlier stop string does not count."""
         tail = list(response_ids[-self.window :])
-        text = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
-        shorter = self.tokenizer.decode(tail[:-1], clean_up_tokenization_spaces=False)
+        text, shorter = (
+            str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (tail, tail[:-1])
+        )
         return any(text.rfind(string) > shorter.rfind(string) for string in self.strings)
 
 

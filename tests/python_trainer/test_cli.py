@@ -219,7 +219,7 @@ def test_compare_skips_what_is_finished_and_reports(run, tmp_path, monkeypatch):
     assert folders == [f"{v}/seed-{s}" for v in ("all", "baseline") for s in (0, 1)]
     assert (tmp_path / "run" / "accuracy.png").stat().st_size > 5000
     assert yaml.safe_load((tmp_path / "run" / "all" / "seed-1" / "config.yaml").read_text())["seed"] == 1
-    starts = [read_evaluations(tmp_path / "run" / folder, 2)["start"] for folder in folders]
+    starts = [read_evaluations(tmp_path / "run" / folder)["start"] for folder in folders]
     assert starts[0] == starts[2] and starts[1] == starts[3]
     monkeypatch.setattr("python_trainer.trainer.Trainer", None)  # nothing is trained again
     assert run({}, *arguments, command="compare")[0] == 0

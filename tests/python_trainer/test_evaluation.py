@@ -57,7 +57,7 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
         assert {f"eval/{key}" for key in names} <= row.keys()
         assert row["eval/pass@1"] == pytest.approx(row["eval/accuracy"]) and row["eval/pass@2"] >= row["eval/pass@1"]
         assert summary["evaluation"][name] == {key: row[key] for key in summary["evaluation"][name]}
-        shares = read_evaluations(tmp_path / "run", 1)[name]
+        shares = read_evaluations(tmp_path / "run")[name]
         assert len(shares) == 4 and fmean(shares) == pytest.approx(row["eval_all/accuracy"])
         assert fmean(shares[:3]) == pytest.approx(row["eval/accuracy"])
     table = dict(summary_rows(find_runs([tmp_path])))
