@@ -2,7 +2,8 @@
 
 - ``keys``: one short sentence with three given words, no two of them side by side.
 - ``near``: one sentence of a given number of words, one more or less; ``count``: exactly that many.
-- ``form``: five lines, as in two worked examples; the last one is a sentence with two given words.
+- ``form``: five lines, as in two worked examples; the last one is a sentence with two given words. An answer takes up
+  to 80 tokens (``rollout.max_completion_length``).
 
 SmolLM2-135M meets each constraint now and then, so training needs no supervised steps. These tasks check mechanisms;
 they do not stand for a real use. From this folder, after ``python ../tools/smollm2.py ../runs/smollm2``:
