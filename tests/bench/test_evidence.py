@@ -230,6 +230,15 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
                 ("`rpo` as in the paper, filling included", "rpo as in the paper"),
             )
         },
+        **{
+            f"| {start}": lambda arm=arm: whole_run("sentences/count", arm)
+            for start, arm in (
+                ("plain, count", "plain"),
+                ("`rhyme`, its own right answers", "rhyme"),
+                ("8 prompts of 16 answers", "8 prompts of 16 answers"),
+                ("dynamic sampling, count", "dynamic sampling"),
+            )
+        },
         "| [SmolLM2-135M]": lambda: [with_weights(name)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")],
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
