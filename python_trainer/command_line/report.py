@@ -432,7 +432,8 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
 
 def answers_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (prompt, answer before training, answer after) of test prompts; none before the last evaluation."""
-    start, final = (read_answers(run.folder, run.summary["steps"]).get(name, []) for name in ENDS)
+    answers = read_answers(run.folder, run.summary["steps"])
+    start, final = (answers.get(name, []) for name in ENDS)
     rows = []
     for first, last in zip(start, final):
         if first.get("prompt") == last.get("prompt"):

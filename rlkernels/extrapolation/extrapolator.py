@@ -174,15 +174,24 @@ class Extrapolator:
         self.events.append(event)
         return event
 
+    def progress(self) -> dict[str, Any]:
+        """Return what a resumed run needs that starts a new trajectory, as numbers and lists."""
+        gate = [self.gate.comparisons, self.gate.position] if self.gate else [0, 0]
+        return {"gate": gate, "next_attempt": self.next_attempt}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Undo :meth:`progress`."""
+        if self.gate is not None:
+            self.gate.comparisons, self.gate.position = progress["gate"]
+        self.next_attempt = progress["next_attempt"]
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs, as tensors, strings, numbers, lists and dictionaries."""
-        return {
+        return self.progress() | {
             "base": self.trajectory.base,
             "trajectory": self.trajectory.state_dict(),
-            "gate": [self.gate.comparisons, self.gate.position] if self.gate else [0, 0],
             "anchor": self.anchor,
             "answered": self.answered,
-            "next_attempt": self.next_attempt,
             "events": self.events,
         }
 
@@ -190,9 +199,7 @@ class Extrapolator:
         """Undo :meth:`state_dict`."""
         self.trajectory = RankOneTrajectory(state["base"])
         self.trajectory.load_state_dict(state["trajectory"])
-        if self.gate is not None:
-            self.gate.comparisons, self.gate.position = state["gate"]
+        self.load_progress(state)
         self.anchor = state["anchor"]
         self.answered = state["answered"]
-        self.next_attempt = state["next_attempt"]
         self.events = state["events"]

@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -333,6 +333,10 @@ class HistoryRecorder(TrainerCallback):
 GATE_STATE = "gate of GatedExtrapolation"  # in the trainer's state, which a checkpoint holds
 
 
+def _callback_states(state: TrainerState) -> dict[str, Any]:
+    return cast(dict[str, Any], state.stateful_callbacks)  # typed as a list
+
+
 class GatedExtrapolation(TrainerCallback):
     """Extrapolate weights along their direction of training, if a paired test on held-out prompts accepts the result.
 
@@ -363,9 +367,8 @@ class GatedExtrapolation(TrainerCallback):
                  **rules: Any):  # fmt: skip
         _check.integer("every", every, 1)
         self.prompts = _check.integer("prompts", prompts, 1)
-        gate = Gate(level)
         self.extrapolator = Extrapolator(
-            Attempt(prompts=None, **rules), gate, track_steps=track_steps, first_step=first_step,
+            Attempt(prompts=None, **rules), Gate(level), track_steps=track_steps, first_step=first_step,
             every=every, smoothing=smoothing,
         )  # fmt: skip
         self.events = self.extrapolator.events
@@ -373,7 +376,6 @@ class GatedExtrapolation(TrainerCallback):
         self.metric = metric
         self.first_step = first_step
         self._weights = Projections.of({})
-        self._gate = gate
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         strategy = IntervalStrategy(args.logging_strategy).value
@@ -395,9 +397,8 @@ class GatedExtrapolation(TrainerCallback):
             )
         self.extrapolator.restart(self._places(), state.global_step)
         self.extrapolator.next_attempt = self.first_step  # an earlier run may have moved it
-        states: Any = state.stateful_callbacks  # typed as a list, but a dictionary
-        if progress := states.get(GATE_STATE):  # of a resumed run
-            self._gate.comparisons, self._gate.position, self.extrapolator.next_attempt = progress
+        if progress := _callback_states(state).get(GATE_STATE):  # of a resumed run
+            self.extrapolator.load_progress(progress)
 
     def _places(self) -> dict[str, list[torch.Tensor]]:
         """Return for each projection the tensors that hold it: the parameter."""
@@ -425,9 +426,7 @@ class GatedExtrapolation(TrainerCallback):
                     forget=functools.partial(forget_momentum, kwargs["optimizer"], self._weights.weights),
                     on_rank0=_call_on_rank0,
                 )
-                progress = [self._gate.comparisons, self._gate.position, self.extrapolator.next_attempt]
-                states: Any = state.stateful_callbacks
-                states[GATE_STATE] = progress
+                _callback_states(state)[GATE_STATE] = self.extrapolator.progress()
 
     def _evaluate(self, model: torch.nn.Module, prompts: range) -> Sequence[float]:
         """Evaluate held-out prompts, divided among the processes; return 0 or 1 for each of them."""

@@ -218,11 +218,13 @@ class PrefixSharing:
         if self._is_set_up:
             return
         self._is_set_up = True
-        noise = self.args.neftune_noise_alpha and "neftune_noise_alpha scales noise by the length of a row"
+        if self.args.neftune_noise_alpha:
+            self._stop_sharing("neftune_noise_alpha scales noise by the length of a row")
+            return
         given = (model for model in (self.model, self.ref_model) if model is not None)
         models = [self.accelerator.unwrap_model(model) for model in given]  # with their adapters
         for model in models:
-            if reason := noise or obstacle(model):
+            if reason := obstacle(model):
                 self._stop_sharing(f"{type(model).__name__} computes prompts for each answer: {reason}")
                 return
         config = models[0].config.get_text_config(decoder=True)

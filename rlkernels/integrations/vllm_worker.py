@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rlkernels.weights.adapter import merged_weight
-from rlkernels.weights.checkpoints import weight_files
+from rlkernels.weights.checkpoints import refuse_adapter, weight_files
 from rlkernels.weights.delta import apply_, has_zstandard
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
@@ -131,8 +131,7 @@ def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -
     """
     from safetensors.torch import load_file
 
-    if Path(folder, "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds an adapter (adapter_config.json): merge it into the weights first")
+    refuse_adapter(Path(folder))
     files = weight_files(Path(folder)) or sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors file that vLLM's worker can see")

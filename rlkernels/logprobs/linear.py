@@ -127,16 +127,9 @@ def linear_token_logprobs(
             block_columns(n, memory) for n in (min(rows.shape[0], ROWS_PER_PASS), rows.shape[0])
         )
     chunks = min(forward_chunk, vocab), min(backward_chunk, vocab)
+    row_ids = ids.reshape(-1).contiguous()  # the kernels know no stride
     logprobs, entropy, _ = _gradients.apply(
-        LinearTokenLogprobs,
-        rows,
-        weight,
-        bias,
-        ids.reshape(-1).contiguous(),
-        temperature,
-        return_entropy,
-        *chunks,
-        chosen,
+        LinearTokenLogprobs, rows, weight, bias, row_ids, temperature, return_entropy, *chunks, chosen
     )
     return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
 

@@ -41,8 +41,7 @@ class Folder(Mapping[str, torch.Tensor]):
         self.path = self.folder = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a folder")
-        if (self.path / "adapter_config.json").is_file():
-            raise ValueError(f"{self.path} holds an adapter (adapter_config.json): merge it into the weights first")
+        refuse_adapter(self.path)
         if not (files := weight_files(self.path)):
             raise ValueError(f"{self.path} holds no .safetensors file of a model: neither {SINGLE} nor {INDEX}")
         self.files: dict[str, Path] = {}
@@ -71,6 +70,12 @@ class Folder(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the tensor; its memory maps the file while references exist."""
         return self._open(self.files[name]).get_tensor(name)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder that holds an adapter of PEFT."""
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter (adapter_config.json): merge it into the weights first")
 
 
 def weight_files(folder: Path) -> list[Path]:

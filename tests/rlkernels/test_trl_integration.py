@@ -420,7 +420,9 @@ def test_another_run_begins_its_attempts_anew(trl_integration, make_trainer):
     )
     for runs in (1, 2):
         make_trainer(steps=3, callbacks=[callback]).train()
-        assert [event["step"] for event in callback.events] == [3] * runs and callback._gate.comparisons == runs
+        assert [event["step"] for event in callback.events] == [
+            3
+        ] * runs and callback.extrapolator.gate.comparisons == runs
 
 
 def test_refusals_are_noted(trl_integration, make_trainer):
