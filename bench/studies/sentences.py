@@ -1,9 +1,9 @@
 """SmolLM2-135M learns to write sentences under a constraint: examples/sentences.py, without supervised steps.
 
 *keys*: one short sentence with three given words. *near*: one sentence whose number of words is within one of the given
-one; *count*: exactly that many words. *form*: five lines, of which nearly all errors are in the last. An evaluation is
-one answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* has 128 prompts,
-which return every eight steps, *form* 64, which return every four; both have twice the rate.
+one; *count*: exactly that many words. *form*: five lines, the last one with two given words. An evaluation is one
+answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* has 128 prompts, which
+return every eight steps, *form* 64, which return every four; both have twice the rate.
 
 *earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
 on them as `rhyme` does, and uses no history after that.
