@@ -108,6 +108,7 @@ def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
 
 (QUARTER,) = fewer_prompts(16, divisors=(4,))
 PLAIN_AND_QUARTER = [Arm("plain"), QUARTER]
+TWICE_AS_LONG = Arm(f"{QUARTER.name}, twice the steps", [*QUARTER.settings, "max_steps=32"])  # as `form` has 16
 SNAPSHOTTED = [replace(arm, settings=[SNAPSHOTS, *arm.settings]) for arm in PLAIN_AND_QUARTER]
 STUDIES = [
     Study(
@@ -149,7 +150,8 @@ STUDIES = [
                 Arm("rhyme", RHYME, train=rhyme.train),
             ],
             2 * LEARNING_RATE,
-        ),
+        )
+        + with_rate(PLAIN_AND_QUARTER, 4 * LEARNING_RATE, ", twice the rate"),
         levels=(0.05, 0.1),
         prepare=prepare,
     ),
@@ -161,12 +163,13 @@ STUDIES = [
             [
                 Arm("plain"),
                 *fewer_prompts(16),
-                Arm(f"{QUARTER.name}, twice the steps", [*QUARTER.settings, "max_steps=32"]),
+                TWICE_AS_LONG,
                 Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
                 Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
             ],
             2 * LEARNING_RATE,
-        ),
+        )
+        + with_rate([Arm("plain"), TWICE_AS_LONG], 4 * LEARNING_RATE, ", twice the rate"),
         levels=(0.3, 0.5),
         prepare=prepare,
     ),
