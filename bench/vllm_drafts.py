@@ -1,8 +1,9 @@
-"""Drafts inside vLLM: our history, its suffix decoding and its n-grams, over four epochs in which the weights change.
+"""Drafts inside vLLM: our history, its suffix decoding and its n-grams, over epochs in which the weights change.
 
-A run of the trainer on `sums` saves its weights after each epoch. Every arm answers the same prompts with each of them
-in turn, four answers a prompt, and keeps the history of its drafts: seconds and tokens per step of a sequence by epoch,
-and the peak memory of its process. Needs vLLM in this environment, or in that of RLKERNELS_VLLM_PYTHON.
+A run of the trainer saves its weights after each epoch. Every arm answers the same prompts with each of them in turn,
+and keeps the history of its drafts: seconds and tokens per step of a sequence by epoch, and the peak memory of its
+process. The tasks: `sums`, and sentences with given words (examples/sentences.py), which SmolLM2-135M writes if
+runs/smollm2 has it. Needs vLLM in this environment, or in that of RLKERNELS_VLLM_PYTHON.
 """
 
 import json
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import Row
 
@@ -28,11 +29,37 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "vLLM, suffix": {"method": "suffix"},
 }  # fmt: skip
 PACKAGES = {"vLLM, suffix": "arctic_inference"}  # that an arm needs
-EPOCHS = 4
-NUM_GENERATIONS = 4
+EXAMPLES = Path("examples")  # has the task of sentences
+SMOLLM2 = Path("runs/smollm2")
 
 
-def train(folder: Path, steps: int) -> list[str]:
+class Workload(NamedTuple):
+    """Prompts of a run of the trainer, which return each epoch, and how vLLM answers them."""
+
+    config: str
+    settings: list[str]
+    epoch_steps: int  # between two saved weights
+    epochs: int
+    dtype: str
+    kv_cache_bytes: int
+    sampling: dict[str, Any]
+
+
+WORKLOADS = {
+    "sums": Workload(
+        config="configs/sums.yaml", settings=["task.test_size=1"], epoch_steps=12, epochs=4, dtype="float32",
+        kv_cache_bytes=256 << 20, sampling={"n": 4, "max_tokens": 384},
+    ),
+    "sentences": Workload(
+        config=str(EXAMPLES / "sentences.yaml"),
+        settings=[f"model.path={SMOLLM2}", "model.dtype=bfloat16", "task.train_size=64", "task.test_size=1"],
+        epoch_steps=4, epochs=6, dtype="bfloat16", kv_cache_bytes=1 << 30,
+        sampling={"n": 8, "max_tokens": 40, "temperature": 0.7},
+    ),
+}  # fmt: skip
+
+
+def train(folder: Path, workload: Workload, steps: int) -> list[list[int]]:
     """Save the weights before training and after every ``steps`` steps in folders; return all prompts."""
     from rich.console import Console
 
@@ -43,23 +70,24 @@ def train(folder: Path, steps: int) -> list[str]:
             if step % steps == 0:
                 trainer.policy.inference_model.save_pretrained(folder / str(step // steps))
 
-    settings = ["max_seconds=null", "evaluation.eval_steps=0", "task.test_size=1", "save.save_steps=0"]
-    config = load_config("configs/sums.yaml", [*settings, f"max_steps={steps * (EPOCHS - 1)}"])
+    sys.path.append(str(EXAMPLES))
+    settings = [*workload.settings, "max_seconds=null", "evaluation.eval_steps=0", "save.save_steps=0"]
+    config = load_config(workload.config, [*settings, f"max_steps={steps * (workload.epochs - 1)}"])
     trainer = Trainer(config, folder / "run", console=Console(quiet=True), callbacks=[Save()])
     trainer.policy.inference_model.save_pretrained(folder / "0")
     trainer.policy.tokenizer.save_pretrained(folder / "0")
     trainer.run()
-    return [str(example.prompt) for example in trainer.task.train]
+    return [list(ids) for ids in trainer.prompts.ids["train"]]
 
 
-def generate(folder: Path, arm: str) -> list[dict[str, float]]:
+def generate(folder: Path, workload: Workload, arm: str) -> list[dict[str, float]]:
     """Answer all prompts with the weights of each epoch, in this process."""
     import vllm
 
     llm = vllm.LLM(
-        str(folder / "0"), dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=256 << 20,
-        disable_log_stats=False, speculative_config=ARMS[arm], enable_chunked_prefill=False,
-        worker_extension_cls="rlkernels.integrations.vllm_worker.PolicyWorker",
+        str(folder / "0"), dtype=workload.dtype, enforce_eager=True, max_model_len=512,
+        kv_cache_memory_bytes=workload.kv_cache_bytes, disable_log_stats=False, speculative_config=ARMS[arm],
+        enable_chunked_prefill=False, worker_extension_cls="rlkernels.integrations.vllm_worker.PolicyWorker",
     )  # fmt: skip
     if ARMS[arm] is not None:
         from rlkernels.integrations.vllm import mend_sampler
@@ -70,15 +98,14 @@ def generate(folder: Path, arm: str) -> list[dict[str, float]]:
         name = "vllm:spec_decode_num_accepted_tokens"
         return sum(getattr(metric, "value", 0) for metric in llm.get_metrics() if metric.name == name)
 
-    prompts = json.loads((folder / "prompts.json").read_text())
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads((folder / "prompts.json").read_text())]
     rows = []
-    for epoch in range(EPOCHS):
+    for epoch in range(workload.epochs):
         llm.collective_rpc("load_policy", args=(str(folder / str(epoch)),))
         llm.reset_prefix_cache()
         earlier_accepted = count_accepted()
         start = time.perf_counter()
-        sampling = vllm.SamplingParams(n=NUM_GENERATIONS, max_tokens=384, seed=epoch)
-        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        answers = llm.generate(prompts, vllm.SamplingParams(**workload.sampling, seed=epoch), use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
         steps = tokens - (count_accepted() - earlier_accepted)
@@ -87,42 +114,55 @@ def generate(folder: Path, arm: str) -> list[dict[str, float]]:
     return rows
 
 
-def run_arm(python: str, folder: Path, arm: str) -> list[dict[str, float]] | str:
+def run_arm(python: str, folder: Path, name: str, arm: str) -> list[dict[str, float]] | str:
     """Return the result of :func:`generate` in a separate process, or the reason why it failed."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | variables | {"PYTHONPATH": os.getcwd(), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [python, "-m", "bench.vllm_drafts", str(folder), arm]
+    command = [python, "-m", "bench.vllm_drafts", str(folder), name, arm]
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if process.returncode:
         return (process.stderr.strip() or "no message").splitlines()[-1]
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
-    python = sys.executable if find_spec("vllm") is not None else os.environ.get("RLKERNELS_VLLM_PYTHON")
-    if python is None:
-        reason = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
-        yield [Row("vllm drafts", arm, "", missing=reason) for arm in ARMS]
-        return
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        prompts = train(folder, 1 if quick else 12)[: 8 if quick else None]
+def measure(python: str, name: str, quick: bool) -> list[Row]:
+    """Train on a workload, then answer its prompts by every arm."""
+    workload = WORKLOADS[name]
+    with TemporaryDirectory() as path:
+        folder = Path(path)
+        prompts = train(folder, workload, 1 if quick else workload.epoch_steps)[: 8 if quick else None]
         (folder / "prompts.json").write_text(json.dumps(prompts))
+        shape = f"{name}, {len(prompts)} prompts x {workload.sampling['n']}, {workload.epochs} epochs"
         table = []
         for arm in ARMS:
-            epochs = run_arm(python, folder, arm)
-            shape = f"{len(prompts)} prompts x {NUM_GENERATIONS}, 4 epochs"
+            epochs = run_arm(python, folder, name, arm)
             if isinstance(epochs, str):
                 install = f"pip install {PACKAGES[arm].replace('_', '-')}: " if arm in PACKAGES else ""
                 table.append(Row("vllm drafts", arm, shape, missing=install + epochs))
                 continue
             extra = "; ".join(f"{row['tokens_per_step']:.2f} tokens a step, {row['s']:.1f} s" for row in epochs)
             table.append(Row(
-                "vllm drafts", arm, shape, "float32", median_s=sum(row["s"] for row in epochs), extra=extra,
+                "vllm drafts", arm, shape, workload.dtype, median_s=sum(row["s"] for row in epochs), extra=extra,
                 peak_bytes=int(epochs[-1]["peak_bytes"]),
             ))  # fmt: skip
-        yield table
+    return table
+
+
+def cases(quick: bool) -> Iterator[list[Row]]:
+    python = sys.executable if find_spec("vllm") is not None else os.environ.get("RLKERNELS_VLLM_PYTHON")
+    missing = {}
+    if python is None:
+        reason = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
+        missing = dict.fromkeys(WORKLOADS, reason)
+    elif not SMOLLM2.exists():
+        missing = {"sentences": f"python tools/smollm2.py {SMOLLM2}"}
+    for name in WORKLOADS:
+        if name in missing:
+            yield [Row("vllm drafts", arm, name, missing=missing[name]) for arm in ARMS]
+        else:
+            yield measure(str(python), name, quick)
 
 
 if __name__ == "__main__":
-    print(json.dumps(generate(Path(sys.argv[1]), sys.argv[2])))
+    path, name, arm = sys.argv[1:]
+    print(json.dumps(generate(Path(path), WORKLOADS[name], arm)))
