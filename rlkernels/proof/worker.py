@@ -168,6 +168,8 @@ def serve(prepare: Callable[[], Any], do: Callable[[Message, Any, Say], Mapping[
 
 def open_device(device: torch.device) -> None:
     """Create this process's context on the device, and limit its memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # events and graphs record the streams of the current device
     torch.zeros(1, device=device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

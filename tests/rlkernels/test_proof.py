@@ -21,7 +21,7 @@ from rlkernels.__main__ import main
 from rlkernels.proof import Workload, compiled, process
 from rlkernels.proof.cases import SMALL, attention, cases_of, rank1
 from rlkernels.proof.problem import Problem, Tolerance, check, same_bits
-from rlkernels.proof.worker import MAX_ROUNDS, MIN_ROUNDS, race, run_timing
+from rlkernels.proof.worker import MAX_ROUNDS, MIN_ROUNDS, open_device, race, run_timing
 from rlkernels.registry import OPS
 
 OP, CPU, CUDA = "merge_attention", torch.device("cpu"), torch.device("cuda", 0)
@@ -170,6 +170,17 @@ def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
     monkeypatch.setattr(process.Worker, "close", lost)
     result, _ = prove(OP, "dtw")
     assert started == [OP] and len(result["left_out"]) == 2 and "still there" in result["left_out"]["dtw"]
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 0)])
+def test_the_device_that_a_worker_proves_is_the_current_one(monkeypatch, device, index):
+    """Events and graphs are of the current device: elsewhere they would time launches, without the kernels."""
+    monkeypatch.setattr(torch.cuda, "set_device", chosen := Mock())
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=lambda *_, **__: chosen.assert_called_once_with(index)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2, 4))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited := Mock())
+    open_device(torch.device(device))
+    limited.assert_called_once_with(0.4, torch.device(device))
 
 
 def test_interval_of_the_median():
