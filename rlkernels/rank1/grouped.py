@@ -74,7 +74,7 @@ class Solver:
             if start is not None and has_start[i]:
                 self.work[0, offset : offset + n] = start
             offset += padded(n)
-        self.facts = torch.tensor(facts, dtype=torch.float64).to(self.device, non_blocking=True)
+        self.facts = torch.tensor(facts, dtype=torch.float64, device="cpu").to(self.device, non_blocking=True)
 
     def start(self) -> None:
         """Set the first block of q."""

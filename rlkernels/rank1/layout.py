@@ -124,4 +124,4 @@ class Layout:
                 self.columns += padded(n)
                 self.partial += KRYLOV_COLUMNS * slots * n
                 self.stats += items
-        self.table = torch.tensor(table).to(pairs[0][0].device, non_blocking=True)
+        self.table = torch.tensor(table, device="cpu").to(pairs[0][0].device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The Triton launchers state the dtype of all that they allocate."""
+"""The Triton launchers state the dtype and the device of all that they allocate."""
 
 import op_calls
 import pytest
@@ -12,10 +12,10 @@ from rlkernels.registry import OPS
 
 
 @pytest.mark.parametrize("op", [op for op in inputs() if OPS[op].triton])
-def test_launchers_depend_on_no_default_dtype(op):
+def test_launchers_depend_on_no_default(op):
     kwargs = inputs()[op]
     expected = op_calls.run(op, kwargs, "triton")
-    for name in ("default torch.float64", "default torch.float16"):
+    for name in ("default device", "default torch.float64", "default torch.float16"):
         with CONTEXTS[name]():
             result = op_calls.run(op, kwargs, "triton")
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
