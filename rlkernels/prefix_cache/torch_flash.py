@@ -148,7 +148,12 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
 
     Every layer of a model needs the same rows: the host waits for the device in the first layer only. Tensors made
     under ``torch.inference_mode`` have no version; for them it waits in every layer.
+
+    Raises:
+        RuntimeError: a CUDA graph is being recorded, which would repeat these rows whatever the tensors hold later.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("backend='torch' waits for the GPU in paged attention, which no CUDA graph can record")
     arguments = (tables, lens, starts, *groups)
     has_versions = not any(t.is_inference() for t in arguments)
     versions = [block_size, *(t._version for t in arguments)] if has_versions else []

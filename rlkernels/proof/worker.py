@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlkernels._graphs import record
 from rlkernels.proof.compiled import captured
 from rlkernels.proof.problem import Case, ErrorBound, Problem, Tolerance, check
 from rlkernels.proof.process import Answer, Comparison, Message
@@ -60,19 +61,11 @@ def seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> flo
 
 def replay(call: Callable[[], Any]) -> Callable[[], Any]:
     """Capture what a call launches in a CUDA graph and return its replay; the call itself, if it waits for the GPU."""
-    warmup_stream = torch.cuda.Stream()
-    warmup_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warmup_stream):
-        call()
-    torch.cuda.current_stream().wait_stream(warmup_stream)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            call()
+        return record(call)[0]
     except RuntimeError:
         torch.cuda.synchronize()
         return call
-    return graph.replay
 
 
 def race(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -21,7 +22,7 @@ from rlkernels.__main__ import main
 from rlkernels.proof import Workload, compiled, process
 from rlkernels.proof.cases import SMALL, attention, cases_of, rank1
 from rlkernels.proof.problem import Problem, Tolerance, check, same_bits
-from rlkernels.proof.worker import MAX_ROUNDS, MIN_ROUNDS, open_device, race, run_timing
+from rlkernels.proof.worker import MAX_ROUNDS, MIN_ROUNDS, open_device, race, replay, run_timing
 from rlkernels.registry import OPS
 
 OP, CPU, CUDA = "merge_attention", torch.device("cpu"), torch.device("cuda", 0)
@@ -170,6 +171,27 @@ def test_a_process_that_outlives_sigkill_ends_the_proof(monkeypatch):
     monkeypatch.setattr(process.Worker, "close", lost)
     result, _ = prove(OP, "dtw")
     assert started == [OP] and len(result["left_out"]) == 2 and "still there" in result["left_out"]["dtw"]
+
+
+def test_what_waits_is_not_recorded(monkeypatch):
+    """A recording that CUDA refuses would spoil the later ones of its process; torch finds a wait before."""
+    modes = [0]
+    recorded = []
+
+    def waits():
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    stand_ins = {
+        "Stream": Mock, "current_stream": Mock, "stream": nullcontext, "CUDAGraph": Mock, "synchronize": str,
+        "graph": lambda graph, pool: nullcontext(recorded.append(graph)),
+        "get_sync_debug_mode": lambda: modes[-1], "set_sync_debug_mode": modes.append,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert replay(waits) is waits and recorded == [] and modes == [0, "error", 0]
+    launches = Mock()
+    assert replay(launches) is recorded[0].replay and launches.call_count == 3 and modes[-1] == 0
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 0)])

@@ -6,7 +6,6 @@ its numbers are copied to where the recorded kernels read them.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from python_trainer.errors import first_line
 from python_trainer.model.forward import PagedBatch, forward
 from rlkernels import PagedKVCache
+from rlkernels._graphs import record
 
 MEMORY_SHARE = 0.05  # of the GPU's memory that recorded passes may hold
 Numbers = tuple[torch.Tensor, ...]  # ids [B], positions [B], slots [B], block tables [B, blocks], lengths [B]
@@ -28,19 +28,6 @@ def padded_size(count: int) -> int:
 def copy_into(targets: Numbers, sources: Numbers) -> None:
     for target, source in zip(targets, sources):
         (target if target.shape == source.shape else target[:, : source.shape[1]]).copy_(source)
-
-
-def record(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record what ``run`` launches; return what repeats it, and the tensor that then holds the result."""
-    warmup_stream = torch.cuda.Stream()
-    warmup_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warmup_stream):  # compiles kernels and sets up libraries
-        run()
-    torch.cuda.current_stream().wait_stream(warmup_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = run()
-    return graph.replay, result
 
 
 def held_bytes(device: torch.device) -> int:

@@ -147,6 +147,17 @@ def test_a_token_of_nan_stays_in_its_subtree(tensor, layout):
     torch.testing.assert_close(outputs[1], outputs[0], equal_nan=True)
 
 
+def test_a_cuda_graph_does_not_repeat_rows_of_earlier_tables(monkeypatch):
+    """It would, since the rows of the call before are known without a wait."""
+    problem = paged([5, 40, 9], [1, 1, 1], dim=16)
+    call = partial(rlkernels.paged_attention, *problem.args(), scale=0.25, backend="torch")
+    call()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no CUDA graph can record"):
+        call()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tensor", [0, 1, 2])
 @pytest.mark.parametrize(("make", "args"), [
