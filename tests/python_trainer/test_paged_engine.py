@@ -357,16 +357,20 @@ def test_recorded_passes_draw_the_same(monkeypatch):
 
 
 def test_recorded_passes_hold_a_bounded_memory(monkeypatch):
-    """A stand-in records 10 bytes for each pass; the limit is 5 bytes."""
+    """A stand-in records 10 bytes for each pass, and frees 1,000 that torch kept of others; the limit is 5 bytes."""
     held_bytes = [0]
+    kept_bytes = [1000]
     peaks = []
 
     def record(run, pool):
+        torch.cuda.empty_cache()
         held_bytes[0] += 10
         result = run()
         return lambda: result.copy_(run()), result
 
-    monkeypatch.setattr(graphs, "held_bytes", lambda device: held_bytes[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept_bytes.clear)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held_bytes[0] + sum(kept_bytes))
+    monkeypatch.setattr(graphs, "held_bytes", lambda device, count=graphs.held_bytes: count(torch.device("cuda")))
     _, plain, engine = with_graphs(monkeypatch, record)
     sampling = SamplingParams(seed=3)
     engine.graphs.most_bytes = 5

@@ -31,8 +31,11 @@ def copy_into(targets: Numbers, sources: Numbers) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the memory that tensors and recorded passes hold of a GPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Return the memory that tensors and recorded passes hold of a GPU, without what torch keeps for later ones."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()  # as a recording does first
+    return torch.cuda.memory_reserved(device)
 
 
 class DecodeGraphs:
