@@ -210,16 +210,19 @@ def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Ten
         q = query.flatten(0, 1).contiguous()
         return lambda: wrapper.run(q, (caches[0], caches[1]))
 
+    def copies() -> list[torch.Tensor]:
+        return [dense(cache, tables, max(lens)) for cache in caches]
+
     def flash_attn() -> Call:
         from flash_attn import flash_attn_with_kvcache
 
         cache_lens = torch.tensor(list(lens), dtype=torch.int32, device=query.device)
-        key, value = (dense(cache, tables, max(lens)) for cache in caches)
+        key, value = copies()
         return lambda: flash_attn_with_kvcache(
             query, key, value, cache_seqlens=cache_lens, softmax_scale=scale, causal=True
         ).flatten(0, 1)
 
-    return {"FlashInfer": Rival(flashinfer), "flash-attn": Rival(flash_attn)}
+    return {"FlashInfer": Rival(flashinfer), "flash-attn": Rival(flash_attn, copy=copies)}
 
 
 def dense(cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:

@@ -114,7 +114,9 @@ def test_copies_that_contiguous_attention_reads():
     query = problem.inputs["query"].unflatten(0, (3, 1)).transpose(1, 2)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(rivals.packed(out), problem.call("torch")[0])
-    assert {name for name, rival in rivals.paged(problem.inputs).items() if rival.copy} == {*ON_A_CPU}
+    named_rivals = rivals.paged(problem.inputs)
+    assert {name for name, rival in named_rivals.items() if rival.copy} == {*ON_A_CPU, "flash-attn"}
+    torch.testing.assert_close(named_rivals["flash-attn"].copy(), [key.transpose(1, 2), value.transpose(1, 2)])
 
 
 def test_timed_cases_have_rivals():
