@@ -69,6 +69,8 @@ class Peaks:
         self.device = device
         self.phases = dict[str, int]()
         self.steps = list[Mapping[str, float]]()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # of the run before, in the same process
 
     def note(self, phase: str) -> None:
         if self.device.type == "cuda":

@@ -23,6 +23,7 @@ from bench.gpu import session as command
 from bench.gpu.build import Build, run
 from bench.gpu.cases import CASES, LARGE, SANITIZED
 from bench.gpu.journal import ROOT, read
+from bench.gpu.presets import Peaks
 from bench.gpu.summary import summary
 from bench.gpu.worker import run_contest
 from rlkernels.proof import process
@@ -426,6 +427,17 @@ def test_decode_is_timed_by_replay_too_and_rivals_with_their_copies():
     entries += [{"kind": "replay", **replay} for replay in replays.values()]
     (line,) = summary(entries)
     assert line.startswith("paged_attention, 4 of 40: ") and "torch SDPA " in line and ", replayed " in line
+
+
+def test_peaks_are_of_their_own_run(monkeypatch):
+    peak = [9]  # of the run before
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: peak.__setitem__(0, 2))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak[0])
+    peaks = Peaks(torch.device("cuda"))
+    peaks.note("generation")
+    peak[0] = 5
+    peaks.note("the update")
+    assert peaks.phases == {"generation": 2, "the update": 5}
 
 
 def test_counters_are_read_from_the_report():
