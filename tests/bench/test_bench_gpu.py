@@ -15,6 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from pretend_gpu import pretended
 from support import run_python
 
 from bench import Row
@@ -27,7 +28,7 @@ from bench.gpu.presets import Peaks
 from bench.gpu.summary import summary
 from bench.gpu.worker import run_contest
 from rlkernels.proof import process
-from rlkernels.proof.cases import SMALL, attention
+from rlkernels.proof.cases import SMALL, attention, logits
 from rlkernels.proof.problem import Case
 from rlkernels.registry import ALL, OPS
 
@@ -427,6 +428,15 @@ def test_decode_is_timed_by_replay_too_and_rivals_with_their_copies():
     entries += [{"kind": "replay", **replay} for replay in replays.values()]
     (line,) = summary(entries)
     assert line.startswith("paged_attention, 4 of 40: ") and "torch SDPA " in line and ", replayed " in line
+
+
+def test_sampling_is_timed_as_engines_do_it():
+    """A wait for bad rows, which no rival has, would keep it out of a CUDA graph."""
+    with pretended() as waits:
+        problem = logits.sample(3, 40, torch.float32, [(1.0, 1.0, 0)], torch.device("cuda"))
+        waits.clear()
+        problem.call("torch")
+        assert not waits.total()
 
 
 def test_peaks_are_of_their_own_run(monkeypatch):
