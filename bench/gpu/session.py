@@ -257,17 +257,22 @@ class Session:
         self.journal.add("done", job=name_of(job))
 
     def prove(self, job: Message) -> None:
-        """In its own process, which stores the verdicts for this machine too and writes a record of its own."""
+        """In its own process, which stores the verdicts for this machine too and writes a record of its own.
+
+        The next call goes on with what the first had no time for.
+        """
         seconds = min(self.left(), REHEARSED_S + PTX_S if self.args.rehearse else PROOF_S)
         record = self.journal.path.with_name(f"{self.journal.path.stem}-prove.json")
-        command = [sys.executable, "-m", "rlkernels", "prove", "--again", "--device", self.device]
+        command = [sys.executable, "-m", "rlkernels", "prove", "--device", self.device]
+        command += [] if self.journal.last("prove") else ["--again"]
         command += ["--seconds", str(max(int(seconds - PTX_S), 1)), "--record", str(record)]
         ops = [op for op in self.args.ops if op in ON_GPU] or ([REHEARSED[-1]] if self.args.rehearse else [])
         command += ["--ops", *ops] if ops else []
         code, output = run(command, self.env, seconds)
         self.console.print(output[-1500:], highlight=False, markup=False)
         self.journal.add("prove", ok=code in (0, 1), exit_code=code, said=output[-4000:])
-        self.finish(job)
+        if code != 1 or self.args.rehearse:  # a dry run stores nothing to go on with
+            self.finish(job)
 
     def count(self, job: Message) -> None:
         """Hardware counters of a few ops, an entry a kernel."""

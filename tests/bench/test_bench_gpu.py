@@ -16,6 +16,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from pretend_gpu import pretended
+from rich.console import Console
 from support import run_python
 
 from bench import Row
@@ -463,6 +464,18 @@ def test_counters_are_read_from_the_report():
         {"kernel": "_merge_kernel", "gpu__time_duration.sum": None},
     ]
     assert counters.read("==ERROR== no permission\n") == []
+
+
+def test_a_proof_that_leaves_ops_out_goes_on_in_the_next_call(tmp_path, monkeypatch):
+    args = command.parse([*OPTIONS, "--output", str(tmp_path / "record.jsonl")])
+    args.rehearse = False
+    session = command.Session(args, "bench.gpu.cases:CASES", Console(quiet=True))
+    monkeypatch.setattr(command, "run", prover := Mock(side_effect=[(1, "no time left"), (0, "")]))
+    job = {"kind": "prove", "op": "all", "case": "a step"}
+    for done in (False, True):
+        session.prove(job)
+        assert session.journal.done(command.name_of(job)) == done
+    assert ["--again" in call_args.args[0] for call_args in prover.call_args_list] == [True, False]
 
 
 def test_a_mistake_of_a_stage_leaves_the_others(tmp_path, monkeypatch, answering):
