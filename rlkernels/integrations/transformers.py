@@ -132,8 +132,8 @@ class PagedCache(Cache):
     advances if other adapters of PEFT are active or merged than when the last PagedCache was opened. A forward pass
     raises on anything else that changes keys and values: position ids that do not count a row's tokens from 0, padding
     without position ids (also in models that take none, like Bart), adapters changed since the PagedCache was opened,
-    ``adapter_names``, dropout, and tensors such as ``inputs_embeds``, ``token_type_ids`` and ``pixel_values``. Changed
-    weights need ``advance_version()``.
+    ``adapter_names``, dropout, another model, and tensors such as ``inputs_embeds``, ``token_type_ids`` and
+    ``pixel_values``. Changed weights need ``advance_version()``.
 
     Close it, or use it as a context manager: then its tokens stay cached for later prompts until their space is needed.
 
@@ -192,6 +192,10 @@ class PagedCache(Cache):
             raise ValueError("input_ids must be given, got None: a PagedCache finds shared beginnings by their tokens")
         if not self._sequences or self._failed:
             raise ValueError("cache must be an open PagedCache, got one that is closed, failed or empty; open another")
+        if self._attached.model() is not model:  # keys and values of two models would mix
+            raise ValueError(
+                f"cache must be made with paged_kv_cache(model) of this {type(model).__name__}, got another's"
+            )
         batch, new = input_ids.shape
         check_pass(model, inputs, self._adapters)
         if attention_mask is None and any(self._pads):

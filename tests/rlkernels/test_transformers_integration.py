@@ -254,6 +254,18 @@ def test_a_copy_of_the_model_has_a_cache_of_its_own(model):
             check_as_plain(either_model, inputs, cache)
 
 
+def test_keys_and_values_of_two_models_do_not_mix(model):
+    """Each prompt of the policy would otherwise find those of the reference model."""
+    inputs = padded(7, 4)
+    reference = copy.deepcopy(model)
+    kv = paged_kv_cache(model, num_blocks=64, block_size=4)
+    paged_kv_cache(reference, num_blocks=8)
+    with PagedCache(kv, **inputs) as cache:
+        with pytest.raises(ValueError, match=r"paged_kv_cache\(model\) of this LlamaForCausalLM, got another's"):
+            generate(reference, inputs, cache)
+        check_as_plain(model, inputs, cache)
+
+
 def test_another_default_device(model):
     inputs = padded(6, 5)
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
@@ -288,10 +300,12 @@ def test_what_the_kernels_do_not_know_is_refused(model):
     with pytest.raises(ValueError, match=refused):
         both(build("RecurrentGemma", num_hidden_layers=3, head_dim=8, lru_width=32), padded(5))
     inputs = padded(6, 5)
-    deeper = paged_kv_cache(build(num_hidden_layers=3), num_blocks=8)
+    cut = build(num_hidden_layers=3)
+    deeper = paged_kv_cache(cut, num_blocks=8)
+    del cut.model.layers[2]
     kv = paged_kv_cache(model, num_blocks=8, block_size=4)
     with pytest.raises(ValueError, match=r"each of 3 layers must attend once .* got \{2: 0\}"):
-        generate(model, inputs, PagedCache(deeper, **inputs))
+        generate(cut, inputs, PagedCache(deeper, **inputs))
     with pytest.raises(ValueError, match=r"`import rlkernels\.\S+ registers, needs cache=PagedCache.* got neither"):
         generate(model, inputs)
     with pytest.raises(ValueError, match=r"attention_mask must be 0 on the left only .* got 1 at \[1, 0\] and 0 to"):
