@@ -127,7 +127,8 @@ def rotary_limit(config: PretrainedConfig) -> int | None:
 def logit_factor(config: PretrainedConfig) -> float:
     """Return the factor by which a decoder's config scales logits.
 
-    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, Falcon-H1 by ``lm_head_multiplier``.
+    Granite divides by ``logits_scaling``, HyperCLOVA X multiplies by it. Cohere multiplies by ``logit_scale``,
+    Falcon-H1 by ``lm_head_multiplier``, Muse by ``output_multiplier``.
 
     Args:
         config: of the decoder.
@@ -140,7 +141,9 @@ def logit_factor(config: PretrainedConfig) -> float:
         value = getattr(config, name, None)
         return 1.0 if value is None else value
 
-    return setting("logit_scale") * setting("lm_head_multiplier") / setting("logits_scaling")
+    factor = setting("logit_scale") * setting("lm_head_multiplier") * setting("output_multiplier")
+    scaling = setting("logits_scaling")
+    return factor * scaling if config.model_type == "hyperclovax" else factor / scaling
 
 
 class _Probe:

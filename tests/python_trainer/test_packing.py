@@ -110,6 +110,7 @@ def scored(monkeypatch):
         ("Qwen2", {"tie_word_embeddings": True}, 1.0),
         ("Qwen2", {"tie_word_embeddings": False}, 1.0),
         ("Granite", {"logits_scaling": 0.5}, 2.0),
+        ("HyperCLOVAX", {"logits_scaling": 0.5}, 0.5),
         ("Cohere", {"logit_scale": 0.25}, 0.25),
     ],
 )

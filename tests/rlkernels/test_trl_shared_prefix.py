@@ -38,6 +38,7 @@ MODELS = {
         },
     ),
     "granite": ("Granite", {"logits_scaling": 4.0}),
+    "hyperclovax": ("HyperCLOVAX", {"logits_scaling": 4.0}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),  # padding counts as positions
@@ -206,7 +207,7 @@ class Recorder:
         return generated
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "mistral", "gpt_oss", "granite", "cohere"])
+@pytest.mark.parametrize("kind", ["gemma2", "mistral", "gpt_oss", "granite", "hyperclovax", "cohere"])
 def test_windows_sinks_soft_caps_and_scaled_logits(train, kind):
     shared = train(kind, temperature=0.7, logging_steps=1)
     assert shared[0].shares_prefixes and shared[0]._compared
