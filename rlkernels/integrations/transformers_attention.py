@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlkernels.integrations.transformers_recurrence import followed_layers
 from rlkernels.prefix_cache import TreeLayout
@@ -302,6 +303,9 @@ def why_ignored(model: PreTrainedModel) -> str:
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation == IMPLEMENTATION or not uses_interface(type(model)):
         return NO_INTERFACE
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if function is not None and "attention" in inspect.signature(function).parameters:  # one that TRL's trainers wrap
+        return "its layers do not hand on the argument attention"
     return f"it attends by {implementation!r}, call set_attn_implementation({IMPLEMENTATION!r})"
 
 

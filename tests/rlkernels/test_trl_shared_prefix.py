@@ -42,6 +42,7 @@ MODELS = {
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "dropout": ("Qwen2", {"attention_dropout": 0.5}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),  # padding counts as positions
+    "stablelm": ("StableLm", {}),
     "qwen3_5": ("Qwen3_5Text", DELTA),
     "olmo_hybrid": ("OlmoHybrid", DELTA),
     "phi3": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -396,6 +397,7 @@ def test_own_generation_and_evaluation(train, tmp_path):
 
 @pytest.mark.parametrize(("kind", "settings", "reason"), [
     ("dropout", {}, "attention_dropout"),
+    ("stablelm", {}, "its layers do not hand on the argument attention"),
     ("qwen2", {"lora": {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}}, "aLoRA"),
     ("qwen2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
 ])  # fmt: skip
