@@ -409,12 +409,13 @@ class GatedExtrapolation(TrainerCallback):
         """Track a training step, and attempt an extrapolation when one is due."""
         if logs is None or not self._weights:  # before training
             return
-        if self.metric not in logs:
-            if "loss" in logs:  # logs of a step, not of an evaluation or the whole run
-                raise ValueError(f"metric must be one of {sorted(logs)}, which TRL logs, got {self.metric!r}")
-            return
         step = state.global_step
-        self.extrapolator.add_scores(step, [float(logs[self.metric])])
+        if self.metric in logs:
+            self.extrapolator.add_scores(step, [float(logs[self.metric])])
+        elif "loss" not in logs:  # logs of an evaluation or the whole run
+            return
+        elif not any(self.metric in log for log in state.log_history):  # a step that reuses answers logs no reward
+            raise ValueError(f"metric must be one of {sorted(logs)}, which TRL logs, got {self.metric!r}")
         if self.extrapolator.tracks(step):
             self.extrapolator.track(self._places(), step)
             if self.extrapolator.is_due(step):

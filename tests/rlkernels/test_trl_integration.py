@@ -433,6 +433,17 @@ def test_refusals_are_noted(trl_integration, make_trainer):
     assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
 
 
+def test_steps_that_reuse_answers_are_tracked(trl_integration, make_trainer):
+    """TRL logs rewards only where it generates."""
+    callback = trl_integration.GatedExtrapolation(
+        lambda model, rows: [0.0] * len(rows), 80, track_steps=1, first_step=6, max_tries=1, limits=LENIENT
+    )
+    trainer = make_trainer(steps=6, callbacks=[callback], settings={"num_iterations": 2})
+    trainer.train()
+    assert sum("reward" in log for log in trainer.state.log_history) == 3
+    assert len(callback.extrapolator.trajectory) == 6 and "tries" in callback.events[0]
+
+
 @pytest.mark.slow
 def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     """Set limits by which its extrapolation is tried."""
