@@ -279,6 +279,7 @@ class HistoryRecorder(TrainerCallback):
         self._first_epoch = 0  # of this run, in the file
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self._new: list[tuple[list[int], list[int], float, int]] = []
+        self._watching = False
         self._tokenize: Callable[[list], list[list[int]]] | None = None
         self._model: Any = None
 
@@ -288,7 +289,9 @@ class HistoryRecorder(TrainerCallback):
         Raises:
             TypeError: an async function.
         """
-        return _watch(reward, self._record)
+        watched = _watch(reward, self._record)
+        self._watching = True
+        return watched
 
     def _record(self, values: Sequence[float | None], /, *, prompts: list, completion_ids: list, trainer_state: Any,
                 **_: Any) -> None:  # fmt: skip
@@ -302,6 +305,8 @@ class HistoryRecorder(TrainerCallback):
                 self._new.append((prompt, answer, recorded, epoch))
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if not self._watching:
+            raise ValueError("reward_funcs must hold the function that watch(reward) of this HistoryRecorder returned")
         begun_epochs = math.ceil(state.epoch or 0)  # 0 but for a resumed run
         self._first_epoch = max(self._stored_epochs - begun_epochs, 0)
         self._model = kwargs["model"]

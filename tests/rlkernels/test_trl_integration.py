@@ -460,7 +460,7 @@ def test_the_example_runs(trl_integration, tmp_path, monkeypatch, capsys):
     assert stored["rollouts"] == 24 * 64 and stored["prompts"] == len({row["prompt"] for row in names["train"]})
 
 
-def test_what_the_parts_are_given_is_checked(trl_integration, make_trainer):
+def test_what_the_parts_are_given_is_checked(trl_integration, make_trainer, tmp_path):
     for settings, message in (
         ({"logging_steps": 3}, "logging_steps must divide track_steps 2 .* got 3 with logging_strategy 'steps'"),
         ({"logging_strategy": "epoch"}, "got 1 with logging_strategy 'epoch'"),
@@ -471,6 +471,8 @@ def test_what_the_parts_are_given_is_checked(trl_integration, make_trainer):
         make_trainer(callbacks=[trl_integration.GatedExtrapolation(print, 80, metric="accuracy")]).train()
     with pytest.raises(ValueError, match=r"reward_funcs must hold the function that watch\(reward\)"):
         make_trainer(digits, rollout_func=trl_integration.SuffixRollouts()).train()
+    with pytest.raises(ValueError, match=r"reward_funcs must hold .* of this HistoryRecorder returned"):
+        make_trainer(callbacks=[trl_integration.HistoryRecorder(tmp_path / "history.bin")])
 
 
 @pytest.mark.parametrize("settings", [{"level": 0}, {"every": 0}, {"prompts": 0}, {"shrink": 1.0}], ids=str)
