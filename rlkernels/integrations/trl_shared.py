@@ -271,6 +271,8 @@ class PrefixSharing:
             reason = f"a padded batch is longer than {self._rotary_limit} tokens, where rotary factors change"
         elif (answer_mask.any(1) & ~prompt_mask.any(1)).any():  # no token predicts the first one of such an answer
             reason = "a batch with a prompt without tokens goes TRL's way"
+        elif not (attention_mask.sum(1) > 1).any():  # prompts of one token whose answers are masked
+            reason = "a batch without a second token goes TRL's way"
         else:
             return True
         self._warn_once(f"prompts are not shared: {reason}")

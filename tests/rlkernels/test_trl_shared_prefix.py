@@ -370,13 +370,14 @@ def test_rounded_products_of_float32_do_not_end_sharing(train, request):
     assert error <= 2 * trl_error
 
 
-def test_a_batch_without_a_token_in_the_loss(train):
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [1]], ids=len)
+def test_a_batch_without_a_token_in_the_loss(train, prompt):
     def cut(prompts, trainer):
         rows = len(prompts)
-        return {"prompt_ids": [[1, 2, 3]] * rows, "completion_ids": [[5] * MAX_TOKENS] * rows, "logprobs": None}
+        return {"prompt_ids": [prompt] * rows, "completion_ids": [[5] * MAX_TOKENS] * rows, "logprobs": None}
 
-    _, steps = train(rollout=cut, mask_truncated_completions=True, max_steps=1)
-    assert all(not gradient.any() for gradient in steps[0].values())
+    trainer, steps = train(rollout=cut, mask_truncated_completions=True, max_steps=1)
+    assert trainer.shares_prefixes and all(not gradient.any() for gradient in steps[0].values())
 
 
 def test_own_generation_and_evaluation(train, tmp_path):
