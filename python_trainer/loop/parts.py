@@ -23,7 +23,7 @@ from python_trainer.loop.prompts import Prompts, load_tasks
 from python_trainer.loop.scoring import Scorer
 from python_trainer.model.loading import base_folder, choose_device, ignored_settings, recurrent_layers, run_dtype
 from python_trainer.model.lora import adapted_layers
-from python_trainer.model.policy import Policy
+from python_trainer.model.policy import Policy, recomputes
 from python_trainer.model.precision import set_matmul_precision
 from python_trainer.rollout.engine import Engine
 from python_trainer.rollout.episodes import EpisodeEngine
@@ -105,6 +105,8 @@ def load_run_policy(resolved: Config, ranks: RankGroup, note: Callable[[str], No
     policy = ranks.load(resolved.model, offload=resolved.optimizer.offload)
     if ignored := ignored_settings(policy.inference_model):
         note(ignored)
+    if resolved.model.gradient_checkpointing is True and not recomputes(policy.model):
+        note("model.gradient_checkpointing has no effect: no layer of this model can recompute its activations")
     origin = find_origin(resolved, policy, ranks)
     set_matmul_precision(resolved.model.matmul_precision)
     return policy, origin

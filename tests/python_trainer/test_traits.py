@@ -393,6 +393,17 @@ def test_settings_of_a_model_that_training_ignores_are_named(lessons, tmp_path, 
         assert named is None or output.count(named) == 1
 
 
+@pytest.mark.parametrize("recomputes", [True, "auto"])
+def test_a_model_whose_layers_cannot_recompute_is_named(make_config, tmp_path, recomputes):
+    folder = save_tiny_policy(tmp_path / "policy")
+    sizes = {"vocab_size": 64, "n_positions": 128, "n_embd": 16, "dff": 16, "n_layer": 1, "n_head": 2}
+    transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes, bos_token_id=None)).save_pretrained(folder)
+    console = Console(file=io.StringIO(), width=1000)
+    model = {"path": str(folder), "gradient_checkpointing": recomputes}
+    Trainer(make_config(model=model), tmp_path / "run", console=console)
+    assert ("model.gradient_checkpointing has no effect" in console.file.getvalue()) == (recomputes is True)
+
+
 def test_heads_of_other_tasks_drop_nothing():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, resid_pdrop=0.0,
                                                                  embd_pdrop=0.0, attn_pdrop=0.25))  # fmt: skip
