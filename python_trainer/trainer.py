@@ -6,7 +6,7 @@ list. Everything else is a part of the trainer, with a file of its own.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ class Trainer:
             engine=self.engine,
             answer=self.answer_once,
             score_stored=self.scorer.score_stored,
-            evaluate_each=self.evaluator.evaluate_each,
+            evaluate_each=self.evaluate_each,
             on_rank0=self.ranks.on_rank0,
             note=self.logger.note,
             seconds=lambda: self.state.training_seconds,
@@ -282,14 +282,25 @@ class Trainer:
     def generate(self, requests: Sequence[Request], seed: int) -> list[Rollout]:
         """Return the engine's answers, in the order of the requests, and count its tokens."""
         settings = self.config.rollout
-        stats_before = self.engine.stats
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, seed, tuple(settings.stop))
-        rollouts = self.engine.generate(requests, sampling)
+        with self.counting_tokens():
+            rollouts = self.engine.generate(requests, sampling)
         if self.engine.lengths:
             self.engine.lengths.observe(requests, rollouts)
+        return rollouts
+
+    @contextmanager
+    def counting_tokens(self) -> Iterator[None]:
+        """Count the tokens that the engine computes within it."""
+        stats_before = self.engine.stats
+        yield
         for name in ENGINE_COUNTERS:
             self.state.count(name, self.engine.stats[name] - stats_before[name])
-        return rollouts
+
+    def evaluate_each(self, split: str, rows: range) -> list[float]:
+        """Evaluate for an accelerator, as :meth:`Evaluator.evaluate_each`; seconds and tokens are those of training."""
+        with self.state.measure("rollout"), self.counting_tokens():
+            return self.evaluator.evaluate_each(split, rows)
 
     def collect(self, context: StepContext, rollouts: list[Rollout]) -> list[Rollout]:
         """Let accelerators change the scored rollouts and add stored answers; return the rollouts to train on."""

@@ -151,8 +151,7 @@ class Evaluator:
         """
         prompt_set = self.prompts.split(split)
         scores = self.answer(prompt_set, slice(rows.start, rows.stop))
-        values = scores.accuracy if scores.filter_scores is None else scores.filter_scores
-        return by_prompt(values, prompt_set.sampling.samples)
+        return by_prompt(scores.filter_scores or scores.accuracy, prompt_set.sampling.samples)
 
     def answer(self, prompt_set: PromptSet, rows: slice) -> Scores:
         """Return the scores of answers to these rows of the prompts; all answers to one prompt are side by side."""

@@ -313,6 +313,27 @@ def test_an_interrupted_run_resumes_to_the_same_state(
     assert sections == ["evaluations", "rows"], "the one at the end of the first part"
 
 
+def test_answers_at_the_gate_count_as_generated(alpha_config, tmp_path):
+    config = alpha_config(max_steps=4, evaluation={"temperature": 0.0})
+    generated = []  # tokens by call, each of which takes a second
+    trainer = Trainer(config, tmp_path / "run", console=QUIET, timer=lambda: float(len(generated)))
+    generate = trainer.engine.generate
+
+    def record(requests, sampling):
+        rollouts = generate(requests, sampling)
+        if sampling.temperature:  # else it is an evaluation
+            generated.append(sum(len(rollout.ids) for rollout in rollouts))
+        return rollouts
+
+    trainer.engine.generate = record
+    summary = trainer.run()
+    assert len(generated) > 4 and summary["accelerators"]["alpha"]["attempts"], "four steps and a gate"
+    assert summary["generated_tokens"] == sum(generated)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["tokens/generated"] for row in rows[1:]] == [*generated[:3], sum(generated[3:])]
+    assert rows[4]["time/rollout_s"] == len(generated) - 3, "a rate has their tokens and their seconds"
+
+
 def test_a_task_without_gate_prompts_is_named_before_anything_is_loaded(make_config, tmp_path):
     config = make_config(accelerators={"enabled": ["alpha"]}, model={"path": str(tmp_path / "nowhere")})
     with pytest.raises(UserError, match=r"alpha needs prompts .* the task has 0: .*task\.gate_size"):
