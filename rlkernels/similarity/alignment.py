@@ -22,12 +22,17 @@ def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
     x_lengths = arguments.lengths("x_lengths", x_lengths, x, in_kernel=chosen == "cpu")
     y_lengths = arguments.lengths("y_lengths", y_lengths, y, in_kernel=chosen == "cpu")
     if chosen != "torch":
-        x, y = (reference.as_series(series, torch.float32).contiguous() for series in (x, y))
+        x = reference.as_series(x, torch.float32).contiguous()
+        y = reference.as_series(y, torch.float32).contiguous()
     return chosen, x, y, x_lengths, y_lengths, arguments.band(band)
 
 
-def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
+def _check_types(
+    x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor | None = None, y_lengths: torch.Tensor | None = None,
+    **_: object,
+) -> None:  # fmt: skip
     arguments.series(x, y)
+    arguments.length_types(x.device, x_lengths=x_lengths, y_lengths=y_lengths)
     arguments.without_gradient(x=x, y=y)
 
 

@@ -18,9 +18,10 @@ def series(x: torch.Tensor, y: torch.Tensor) -> None:
 def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
     """Raise unless series x and y have equally many features, one at least."""
     if x.ndim == 3:
-        if y.shape[2] != x.shape[2]:
-            _check.shape("y", y, (None, None, x.shape[2]))
-        if x.shape[2] == 0:
+        features = x.shape[2]
+        if y.shape[2] != features:
+            _check.shape("y", y, (None, None, features))
+        if features == 0:
             raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
 
 
@@ -40,20 +41,26 @@ def histograms(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name} must hold histograms >= 0, got {float(value.nan_to_num(0).min())}")
 
 
+def length_types(device: torch.device, **lengths: torch.Tensor | None) -> None:
+    """Raise unless each is None or integers of one dimension on the device."""
+    for name, value in lengths.items():
+        if value is not None:
+            _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=device)
+
+
 def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel: bool = False) -> torch.Tensor | None:
-    """Return lengths as int64; raise unless they are None or integers [N] between 0 and L for x [N, L, ...].
+    """Return lengths as int64; raise unless they are None or [N] between 0 and L for x [N, L, ...].
 
     ``in_kernel``: a compiled kernel checks the range, so that nothing waits for the values here.
     """
     if value is None:
         return None
-    _check.tensor(name, value, ndim=1, dtype=(torch.int64, torch.int32), device=x.device)
-    _check.shape(name, value, (x.shape[0],))
-    can_read = _check.has_values(value) and not (in_kernel or torch.compiler.is_compiling())
-    if can_read and value.numel():
+    size, longest, *_ = x.shape
+    _check.shape(name, value, (size,))
+    if not in_kernel and size and _check.has_values(value) and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(value))
-        if low < 0 or high > x.shape[1]:
-            raise ValueError(f"{name} must lie between 0 and {x.shape[1]}, got values from {low} to {high}")
+        if low < 0 or high > longest:
+            raise ValueError(f"{name} must lie between 0 and {longest}, got values from {low} to {high}")
     return value.long().contiguous()
 
 

@@ -21,12 +21,20 @@ def dtw(x, y, x_lengths, y_lengths, band, mode, backend):
         from rlkernels.similarity import triton_kernels
 
         pairs = triton_kernels.dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence)
-    bad = reference.not_finite(x, x_lengths)[:, None] | reference.not_finite(y, y_lengths)
-    cost = reference.with_special_cases(pairs[0], x_lengths[:, None], y_lengths, bad)
+    x_kinds = _kinds(x, x_lengths).unsqueeze(1)
+    y_kinds = _kinds(y, y_lengths)
+    is_usual = torch.minimum(x_kinds, y_kinds).isposinf()
+    cost = torch.where(is_usual, pairs[0], torch.maximum(x_kinds, y_kinds))  # both empty: 0, one empty: inf
     if not subsequence:
         return cost
-    nowhere = bad | (x_lengths == 0)[:, None] | (y_lengths == 0)
-    return cost, pairs[1].masked_fill(nowhere, -1), pairs[2].masked_fill(nowhere, -1)
+    return cost, pairs[1].where(is_usual, -1), pairs[2].where(is_usual, -1)
+
+
+def _kinds(x, lengths):
+    """Return float32 [N]: NaN for trajectories with NaN or infinity inside the length, 0 for empty ones, else inf."""
+    kinds = (x - x).sum(-1).reciprocal()  # [N, L], inf or NaN
+    inside = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return torch.where(inside, kinds, 0.0).sum(1)
 
 
 def dtw_topk(x, y, k, x_lengths, y_lengths, band, backend):
@@ -42,8 +50,9 @@ def dtw_topk(x, y, k, x_lengths, y_lengths, band, backend):
         cost = _promising_costs(x, y, k, x_lengths, y_lengths, -1 if band is None else band)
     else:
         cost = dtw(x, y, x_lengths, y_lengths, band, "full", backend)
-    # costs are >= 0: their bits are ordered as they are, and NaN comes last
-    keys = cost.view(torch.int32).long() << 32 | torch.arange(candidates, device=x.device)
+    # the bits of costs >= 0 are ordered as they are, and a positive NaN comes last
+    places = torch.arange(candidates, device=x.device)
+    keys = torch.add(places, cost.abs().view(torch.int32), alpha=1 << 32)
     index = keys.topk(k, largest=False).values & 0xFFFFFFFF
     return cost.gather(1, index), index
 

@@ -28,7 +28,8 @@ def blocks(n: int, m: int, pairs: int, longest: int | None = None) -> Iterator[t
 
 def as_series(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Reshape [N, L] or [N, L, D] -> [N, L, D]."""
-    return (value.unsqueeze(-1) if value.ndim == 2 else value).to(dtype)
+    series = value.unsqueeze(-1) if value.ndim == 2 else value
+    return series if series.dtype == dtype else series.to(dtype)
 
 
 def compute_dtype(x: torch.Tensor, y: torch.Tensor) -> torch.dtype:

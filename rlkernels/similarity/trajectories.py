@@ -42,6 +42,7 @@ class Trajectories:
             _check.shape("states", self.states, (len(self), *[None] * (self.states.ndim - 1)))
             if self.states.ndim == 2:
                 arguments.histograms("states", self.states)
+        arguments.length_types(self.rewards.device, lengths=self.lengths)
         arguments.lengths("lengths", self.lengths, self.rewards)
 
     def __len__(self) -> int:

@@ -113,9 +113,9 @@ def dtw_pairs(
     cost, start, end = _empty_results(x, y, subsequence)
     rows = min(128, max(32, next_power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
-    shape = (programs, columns) if x.shape[1] > rows else (1,)  # one strip has no border
-    border = x.new_empty(shape)
-    border_start = border.new_empty(shape if subsequence else (1,), dtype=torch.int32)
+    size = programs * columns if x.shape[1] > rows else 1  # one strip has no border
+    border = x.new_empty(size)
+    border_start = x.new_empty(size if subsequence else 1, dtype=torch.int32)
     if programs:
         _dtw_kernel[(programs,)](
             x, y, x_lengths, y_lengths, cost, start, end, border, border_start, n * m, m, columns, x.stride(0),
@@ -127,10 +127,10 @@ def dtw_pairs(
 
 def _empty_results(x: torch.Tensor, y: torch.Tensor, subsequence: bool
                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    shape = x.shape[0], y.shape[0]
-    cost = x.new_empty(shape)
-    start, end = (x.new_empty(shape if subsequence else 0, dtype=torch.int64) for _ in range(2))
-    return cost, start, end
+    n, m = x.shape[0], y.shape[0]
+    cost = x.new_empty(n, m)
+    starts = n if subsequence else 0
+    return cost, x.new_empty(starts, m, dtype=torch.int64), x.new_empty(starts, m, dtype=torch.int64)
 
 
 @dtw_pairs.register_fake
