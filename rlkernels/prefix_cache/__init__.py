@@ -354,12 +354,15 @@ def _attend_packed(
     backend: str,
 ) -> tuple[torch.Tensor, Any]:
     """Return out and the log-sum-exp, which may be None unless it is asked for."""
-    for name, t in (("key", key), ("value", value)):
-        _check.shape(name, t, (query.shape[0], key.shape[1], query.shape[2]))
-    _check_heads(query, key.shape[1])
+    tokens, _, dim = query.shape
+    kv_heads = key.shape[1]
+    expected = tokens, kv_heads, dim
+    _check.shape("key", key, expected)
+    _check.shape("value", value, expected)
+    _check_heads(query, kv_heads)
     _check_scale(scores.scale)
-    if layout.num_tokens != query.shape[0]:
-        raise ValueError(f"layout must be for the {query.shape[0]} tokens of query, got {layout}")
+    if layout.num_tokens != tokens:
+        raise ValueError(f"layout must be for the {tokens} tokens of query, got {layout}")
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
     chosen = _without_mask(op, chosen, backend, scores.window, scores.softcap)
     scale = float(scores.scale)

@@ -263,11 +263,12 @@ def _merge_parts(
 
 def _empty(query: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make out [T, Hq, d] and lse [T, Hq] of ``query``; float32 with a dimension more for parts that are merged."""
+    tokens, heads, dim = query.shape  # one by one: the allocation takes a shape in twice the time
     if parts == 1:
-        shape = query.shape
-        return query.new_empty(shape, dtype=_result_dtype(query.dtype)), query.new_empty(shape[:2], dtype=torch.float32)
-    exact: dict[str, Any] = {"dtype": torch.float32}
-    return query.new_empty((parts, *query.shape), **exact), query.new_empty((parts, *query.shape[:2]), **exact)
+        out = query.new_empty(tokens, heads, dim, dtype=_result_dtype(query.dtype))
+        return out, query.new_empty(tokens, heads, dtype=torch.float32)
+    out = query.new_empty(parts, tokens, heads, dim, dtype=torch.float32)
+    return out, query.new_empty(parts, tokens, heads, dtype=torch.float32)
 
 
 def _rounded(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

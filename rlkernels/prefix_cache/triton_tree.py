@@ -339,33 +339,33 @@ def _generation(query: torch.Tensor) -> int:
     return torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
 
 
-def _blocks(query: torch.Tensor) -> dict[str, int | bool]:
+def _blocks(query: torch.Tensor) -> dict[str, int]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
-    dim = query.shape[2]
-    block_d, wide = max(16, next_power_of_2(dim)), triton_interpreted() or query.dtype == torch.float32
+    dim, upcast = query.shape[2], triton_interpreted()
+    block_d, wide = max(16, next_power_of_2(dim)), upcast or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
     warps = 8 if wide or (block * block_d >= 8192 and _generation(query) != 9) else 4
-    return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": triton_interpreted(),
+    return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": upcast,
             "num_warps": warps, "num_stages": 2}  # fmt: skip
 
 
-def _forward_blocks(query: torch.Tensor, crosses: bool) -> dict[str, int | bool]:
-    """Choose tile sizes of the forward kernel: half of the keys where that leaves registers for one more program on a
-    multiprocessor. For heads of 128 an H200 took 1.24 ms for what took 1.40 ms."""
-    sizes = _blocks(query)
-    multiplies_by_warp = _generation(query) not in (9, 10)  # and holds all operands of a product in registers
-    if sizes["num_warps"] == 4 and (sizes["BLOCK_D"] == 128 or crosses or multiplies_by_warp):
-        sizes |= {"BLOCK_N": min(32, sizes["BLOCK_N"]), "num_stages": 3 if sizes["BLOCK_D"] == 128 else 2}
-    return sizes
+def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Choose tile sizes: in general, of the forward kernel, of the query kernel.
 
-
-def _query_blocks(query: torch.Tensor, crosses: bool) -> dict[str, int | bool]:
-    """Choose tile sizes of the query kernel: two loops leave four warps registers for half of the keys."""
+    The forward kernel takes half of the keys where that leaves registers for one more program on a multiprocessor. For
+    heads of 128 an H200 took 1.24 ms for what took 1.40 ms. The query kernel has two loops if tiles cross nodes, which
+    leave four warps registers for half of the keys.
+    """
     sizes = _blocks(query)
-    if crosses and sizes["num_warps"] == 4:
-        sizes["BLOCK_N"] = min(32, sizes["BLOCK_N"])
-    return sizes
+    if sizes["num_warps"] != 4:
+        return sizes, sizes, sizes
+    fewer = sizes | {"BLOCK_N": min(32, sizes["BLOCK_N"])}
+    ahead = sizes
+    # but for generations 9 and 10 a warp multiplies by itself, and holds all operands of a product in registers
+    if sizes["BLOCK_D"] == 128 or crosses or _generation(query) not in (9, 10):
+        ahead = fewer | {"num_stages": 3 if sizes["BLOCK_D"] == 128 else 2}
+    return sizes, ahead, fewer if crosses else sizes
 
 
 def _cut(layout: TreeLayout, block: int, crosses: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -443,10 +443,14 @@ def key_tiles(
     return torch.from_numpy(table[longest].astype(np.int32)), torch.from_numpy(cuts.astype(np.int32))
 
 
-def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool) -> Tiles:
-    """Return the tiles on the query's device; made once per layout, used in every layer."""
-    rows = int(_blocks(query)["BLOCK_M"])
-    ahead, back = (int(choose(query, crosses)["BLOCK_N"]) for choose in (_forward_blocks, _query_blocks))
+def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool, rows: int, ahead: int, back: int
+           ) -> Tiles:  # fmt: skip
+    """Return the tiles on the query's device; made once per layout, used in every layer.
+
+    Args:
+        rows: tokens of a tile of queries, and of one of keys.
+        ahead, back: keys that the forward kernel and the query kernel read at a time.
+    """
     group, device = query.shape[1] // kv_heads, query.device
     if (cache_key := (crosses, rows, ahead, back, group, kv_heads, device)) not in layout.kernel_tables:
         table = None if crosses else two_level_tiles(layout, rows)
@@ -468,15 +472,17 @@ def forward(
     """Attend contiguous query [T, Hq, d], key, value [T, Hk, d] -> out [T, Hq, d], lse float32 [T, Hq]."""
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     out = torch.empty_like(query, dtype=torch.float32 if triton_interpreted() else query.dtype)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    tiles = _tiles(layout, query, kv_heads, crosses)
-    if out.numel():
+    tokens, heads, _ = query.shape
+    lse = query.new_empty(tokens, heads, dtype=torch.float32)
+    kv_heads = key.shape[1]
+    sizes, ahead, back = _all_blocks(query, crosses)
+    tiles = _tiles(layout, query, kv_heads, crosses, sizes["BLOCK_M"], ahead["BLOCK_N"], back["BLOCK_N"])
+    if tokens and heads:
         _forward_kernel[(len(tiles.queries), heads)](
             query, key, value, out, lse, tiles.queries, tiles.blocks, tiles.ends, heads, kv_heads, scale,
-            HEADS_PER_KV=heads // kv_heads, **_forward_blocks(query, crosses),
+            HEADS_PER_KV=heads // kv_heads, **ahead,
         )  # fmt: skip
-    return out.to(query.dtype), lse
+    return (out.to(query.dtype) if triton_interpreted() else out), lse
 
 
 @on_its_device
@@ -485,26 +491,29 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
              ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    tiles = _tiles(layout, query, kv_heads, crosses)
+    sizes, ahead, back = _all_blocks(query, crosses)
+    tiles = _tiles(layout, query, kv_heads, crosses, sizes["BLOCK_M"], ahead["BLOCK_N"], back["BLOCK_N"])
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():
-        sizes: dict[str, Any] = {"HEADS_PER_KV": heads // kv_heads, **_blocks(query)}
+        group = heads // kv_heads
         whole = {name: sizes[name] for name in ("DIM", "BLOCK_D")}
         delta, rows = torch.empty_like(lse), max(1, 4096 // sizes["BLOCK_D"])
         _delta_kernel[(triton.cdiv(lse.numel(), rows),)](out, grad, grad_lse, delta, lse.numel(), BLOCK_R=rows, **whole)
         shared = (query, key, value, grad, lse, delta)
-        back = tiles.queries_back, tiles.blocks_back, tiles.ends
         _query_kernel[(len(tiles.queries_back), heads)](
-            *shared, grads[0], *back, heads, kv_heads, scale, **sizes | _query_blocks(query, crosses)
-        )
-        sizes["BLOCK_M"] = max(16, sizes["BLOCK_M"] // 2)  # two accumulators leave registers for fewer queries
+            *shared, grads[0], tiles.queries_back, tiles.blocks_back, tiles.ends, heads, kv_heads, scale,
+            HEADS_PER_KV=group, **back,
+        )  # fmt: skip
+        # two accumulators leave registers for fewer queries
+        sizes = sizes | {"BLOCK_M": max(16, sizes["BLOCK_M"] // 2)}
         piece_sums = lse.new_empty(len(tiles.cut), PIECES, 2, sizes["BLOCK_N"], kv_heads, query.shape[2])
         _key_kernel[(len(tiles.keys), kv_heads)](
-            *shared, grads[1], grads[2], piece_sums, tiles.keys, tiles.ends, heads, kv_heads, scale, **sizes
-        )
+            *shared, grads[1], grads[2], piece_sums, tiles.keys, tiles.ends, heads, kv_heads, scale,
+            HEADS_PER_KV=group, **sizes,
+        )  # fmt: skip
         if len(tiles.cut):
             _sum_kernel[(len(tiles.cut), kv_heads, 2)](
                 piece_sums, grads[1], grads[2], tiles.cut, kv_heads, PIECES=PIECES, BLOCK_N=sizes["BLOCK_N"], **whole
             )
-    return tuple(t.to(query.dtype) for t in grads)
+    return tuple(t.to(query.dtype) for t in grads) if triton_interpreted() else tuple(grads)
