@@ -97,7 +97,7 @@ def has_values(value: torch.Tensor) -> bool:
 
 def on_host(value: torch.Tensor) -> bool:
     """Return True where values can be looked at: a GPU would have to be waited for."""
-    return value.device.type == "cpu" and has_values(value)
+    return value.is_cpu and has_values(value)
 
 
 def indices(name: str, value: torch.Tensor, size: int) -> None:

@@ -106,7 +106,7 @@ def may_share(first: torch.Tensor, *others: torch.Tensor) -> bool:
     """Return whether a tensor shares memory with another; True if that is unknown, as in a compiled graph."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    return any(torch._C._is_alias_of(first, other) for other in others)  # type: ignore[attr-defined]
+    return any([torch._C._is_alias_of(first, other) for other in others])  # type: ignore[attr-defined]
 
 
 def current_device() -> int:
@@ -130,9 +130,12 @@ def on_its_device(function: Callable[Concatenate[torch.Tensor, P], R]) -> Callab
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all tensors are plain numbers in memory, and no mode of torch intercepts their ops."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return False
-    return all(_is_plain(tensor) for tensor in tensors)
+    return not is_intercepted() and all(_is_plain(tensor) for tensor in tensors)
+
+
+def is_intercepted() -> bool:
+    """Return whether a mode or a transform of torch intercepts its ops."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

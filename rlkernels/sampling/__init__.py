@@ -167,7 +167,7 @@ def verify_drafts(
         from rlkernels.sampling import triton_kernels
 
         owner = torch.repeat_interleave(starts.diff(), output_size=logits.shape[0])  # [R], the sequence of each row
-        row_settings = (s[owner] for s in settings)
+        row_settings = (setting.index_select(0, owner) for setting in settings)
         filtered = _filters(top_p, top_k)
         ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *row_settings, filtered)
         accepted, ids, logprobs = reference.accept(ids, logprobs, draft_ids, starts, owner)
@@ -221,9 +221,10 @@ def _settings(
     if not (are_numbers and 0 <= temperature <= MAX_TEMPERATURE and 0 < top_p <= 1 and top_k >= 0):  # type: ignore[operator]
         values = _checked(*values)
         are_numbers = not any(isinstance(value, torch.Tensor) for value in values)
-    if not are_numbers or _is_recorded(device):
+    on_gpu = device.type == "cuda"
+    if not are_numbers or _is_recorded(on_gpu):
         return _expanded(values, rows, device)
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
+    stream = torch.cuda.current_stream(device).stream_id if on_gpu else None
     key = values, rows, device, stream
     settings = _cached_settings.get(key)
     if settings is None:
@@ -233,11 +234,11 @@ def _settings(
     return settings
 
 
-def _is_recorded(device: torch.device) -> bool:
+def _is_recorded(on_gpu: bool) -> bool:
     """Return whether the call is being recorded, so that tensors that it makes belong to the recording."""
-    if torch.compiler.is_compiling() or not _backend.are_plain(()):
+    if torch.compiler.is_compiling() or _backend.is_intercepted():
         return True
-    if device.type != "cuda":
+    if not on_gpu:
         return False
     return not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing()  # not: fake tensors
 

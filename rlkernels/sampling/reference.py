@@ -160,7 +160,7 @@ def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tens
     """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
     lengths = starts.diff()  # [B], the token after the draft included
     owner = torch.repeat_interleave(lengths, output_size=len(logits))  # [R]
-    settings = temperature[owner], top_p[owner], top_k[owner]
+    settings = (setting.index_select(0, owner) for setting in (temperature, top_p, top_k))
     ids, logprobs = sample_tokens(logits, uniforms, *settings, filtered=filtered, few=few)
     return accept(ids, logprobs, drafts, starts, owner)
 
@@ -169,11 +169,12 @@ def accept(
     ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, owner: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
+    rows = ids.shape[0]
     last = starts[1:] - 1
-    row = torch.arange(len(ids), device=ids.device)
-    # each earlier sequence has one row without a draft token; the row after the last draft is never compared
-    expected = torch.nn.functional.pad(drafts, (0, 1))[row - owner]
-    first_miss = torch.where((row < last[owner]) & (ids == expected), last[owner], row)
-    first_miss = last.scatter_reduce(0, owner, first_miss, "amin")  # [B]
-    is_new = row <= first_miss[owner]
-    return first_miss - starts[:-1], torch.where(is_new, ids, -1), torch.where(is_new, logprobs, 0.0)
+    row = torch.arange(rows, device=ids.device)
+    # each earlier sequence has one row without a draft token; in the last rows the comparison decides nothing
+    expected = torch.nn.functional.pad(drafts, (0, 1)).index_select(0, row - owner)
+    miss = torch.where(ids == expected, rows, row)
+    first_miss = last.scatter_reduce(0, owner, miss, "amin")  # [B]
+    is_new = row <= first_miss.index_select(0, owner)
+    return first_miss - starts[:-1], ids.where(is_new, -1), logprobs.where(is_new, 0.0)
