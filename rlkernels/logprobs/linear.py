@@ -117,7 +117,9 @@ def linear_token_logprobs(
         logprobs, entropy = linear_token_logprobs(hidden.double(), weight.double(), ids, bias=bias, chunk=chunk,
                                                   temperature=temperature, return_entropy=True)  # fmt: skip
         return (logprobs.float(), entropy.float()) if return_entropy else logprobs.float()
-    rows = hidden.reshape(-1, width)
+    rows, row_ids = hidden, ids.contiguous()  # the kernels know no stride
+    if hidden.ndim != 2:
+        rows, row_ids = hidden.reshape(-1, width), row_ids.flatten()
     if chunk is not None:
         forward_chunk = backward_chunk = chunk
     else:
@@ -127,11 +129,13 @@ def linear_token_logprobs(
             block_columns(n, memory) for n in (min(rows.shape[0], ROWS_PER_PASS), rows.shape[0])
         )
     chunks = min(forward_chunk, vocab), min(backward_chunk, vocab)
-    row_ids = ids.reshape(-1).contiguous()  # the kernels know no stride
     logprobs, entropy, _ = _gradients.apply(
         LinearTokenLogprobs, rows, weight, bias, row_ids, temperature, return_entropy, *chunks, chosen
     )
-    return (logprobs.view(ids.shape), entropy.view(ids.shape)) if return_entropy else logprobs.view(ids.shape)
+    if hidden.ndim != 2:
+        logprobs = logprobs.view(ids.shape)
+        entropy = entropy.view(ids.shape) if return_entropy else entropy
+    return (logprobs, entropy) if return_entropy else logprobs
 
 
 def block_columns(rows: int, gpu_memory: int | None) -> int:
@@ -154,15 +158,16 @@ def _blocks(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield (vocabulary entries, their logits [N, C]); the next block overwrites the logits."""
     rows = hidden.shape[0]
-    buffer = hidden.new_empty(rows * chunk)
-    for start in range(0, weight.shape[0], chunk):
-        block = slice(start, min(start + chunk, weight.shape[0]))
-        columns = block.stop - start
-        logits = buffer[: rows * columns].view(rows, columns)
+    buffer = hidden.new_empty(rows, chunk)
+    for start, block_weight in zip(range(0, weight.shape[0], chunk), weight.T.split(chunk, 1)):
+        columns = block_weight.shape[1]
+        block = slice(start, start + columns)
+        # also a narrower block is contiguous
+        logits = buffer if columns == chunk else buffer.flatten()[: rows * columns].view(rows, columns)
         if bias is None:
-            torch.mm(hidden, weight[block].T, out=logits)
+            torch.mm(hidden, block_weight, out=logits)
         else:
-            torch.addmm(bias[block], hidden, weight[block].T, out=logits)
+            torch.addmm(bias[block], hidden, block_weight, out=logits)
         yield block, logits
 
 
@@ -219,8 +224,10 @@ def score_op(
     for start in range(0, hidden.shape[0], ROWS_PER_PASS):
         rows = slice(start, start + ROWS_PER_PASS)
         if backend == "triton":
-            _score(hidden[rows], weight, bias, ids[rows], temperature, chunk,
-                   (logprobs[rows], entropies[rows], stats[rows]))  # fmt: skip
+            of_rows: Any = hidden, ids, logprobs, entropies, stats
+            if hidden.shape[0] > ROWS_PER_PASS:
+                of_rows = tuple(tensor[rows] for tensor in of_rows)
+            _score(weight, bias, temperature, chunk, *of_rows)
             continue
         chosen = torch.full_like(logprobs[rows], torch.nan)
         summaries = []
@@ -245,24 +252,24 @@ def score_op(
 
 
 def _score(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
-    chunk: int, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, chunk: int, hidden: torch.Tensor,
+    ids: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor, stats: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill the outputs of :func:`score_op` with two launches a block."""
     from rlkernels.logprobs import triton_kernels
 
-    state = hidden.new_empty((hidden.shape[0], 4), dtype=torch.float32)
+    state = hidden.new_empty(hidden.shape[0], 4, dtype=torch.float32)
     for block, logits in _blocks(hidden, weight, bias, chunk):
         is_last = block.stop == weight.shape[0]
-        triton_kernels.score_block(logits, ids, block.start, is_last, state, *outputs, temperature)
+        triton_kernels.score_block(logits, ids, block.start, is_last, state, logprobs, entropies, stats, temperature)
 
 
 def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = hidden.shape[0]
     dtype = _work_dtype(hidden)
-    logprobs = hidden.new_empty([rows], dtype=dtype)
-    entropies = hidden.new_empty([rows if with_entropy else 0], dtype=dtype)
-    stats = hidden.new_empty([rows, 2], dtype=dtype)
+    logprobs = hidden.new_empty(rows, dtype=dtype)
+    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
+    stats = hidden.new_empty(rows, 2, dtype=dtype)
     return logprobs, entropies, stats
 
 

@@ -147,7 +147,7 @@ def forward(
     rows, vocab = logits.shape
     logprobs = logits.new_empty(rows, dtype=torch.float32)
     entropies = logits.new_empty(rows if with_entropy else 0, dtype=torch.float32)
-    stats = logits.new_empty((rows, 2), dtype=torch.float32)
+    stats = logits.new_empty(rows, 2, dtype=torch.float32)
     if rows:
         _forward_kernel[(rows,)](
             logits, ids, logprobs, entropies, stats, vocab, logits.stride(0), 1 / temperature, None, None, None,
@@ -173,7 +173,7 @@ def backward(
     rows, vocab = logits.shape
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     dtype = torch.float32 if triton_interpreted() else logits.dtype
-    grad = logits.new_empty((rows, vocab), dtype=dtype)
+    grad = logits.new_empty(rows, vocab, dtype=dtype)
     if rows:
         size = _block_size(vocab)
         _backward_kernel[(rows, -(-vocab // size["BLOCK"]))](
