@@ -315,8 +315,11 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
         with torch.no_grad():
             return reference.add_rank1_(weight, u, v, scale, stochastic_rounding=stochastic_rounding, seed=seed)
     target = _rows(weight)
-    left = _vector(u).clone()  # a view of the weight would change during the update
-    right = _vector(v).clone()
+    left = _vector(u)
+    right = _vector(v)
+    if _backend.may_share(target, left, right):  # they would change during the update
+        left = left.clone()
+        right = right.clone()
     if chosen == "cpu":
         torch.ops.rlkernels.add_rank1_(target, left * scale, right, stochastic_rounding, seed)
     else:
