@@ -362,7 +362,7 @@ def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], dic
         return sizes, sizes, sizes
     fewer = sizes | {"BLOCK_N": min(32, sizes["BLOCK_N"])}
     ahead = sizes
-    # but for generations 9 and 10 a warp multiplies by itself, and holds all operands of a product in registers
+    # other generations than 9 and 10 multiply by warp, which holds all operands of a product in registers
     if sizes["BLOCK_D"] == 128 or crosses or _generation(query) not in (9, 10):
         ahead = fewer | {"num_stages": 3 if sizes["BLOCK_D"] == 128 else 2}
     return sizes, ahead, fewer if crosses else sizes
