@@ -350,7 +350,7 @@ def _blocks(query: torch.Tensor) -> dict[str, int]:
             "num_warps": warps, "num_stages": 2}  # fmt: skip
 
 
-def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], ...]:
     """Choose tile sizes: in general, of the forward kernel, of the query kernel.
 
     The forward kernel takes half of the keys where that leaves registers for one more program on a multiprocessor. For
@@ -443,14 +443,10 @@ def key_tiles(
     return torch.from_numpy(table[longest].astype(np.int32)), torch.from_numpy(cuts.astype(np.int32))
 
 
-def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool, rows: int, ahead: int, back: int
+def _tiles(layout: TreeLayout, query: torch.Tensor, kv_heads: int, crosses: bool, blocks: tuple[dict[str, int], ...]
            ) -> Tiles:  # fmt: skip
-    """Return the tiles on the query's device; made once per layout, used in every layer.
-
-    Args:
-        rows: tokens of a tile of queries, and of one of keys.
-        ahead, back: keys that the forward kernel and the query kernel read at a time.
-    """
+    """Return the tiles of these sizes on the query's device; made once per layout, used in every layer."""
+    rows, ahead, back = blocks[0]["BLOCK_M"], blocks[1]["BLOCK_N"], blocks[2]["BLOCK_N"]
     group, device = query.shape[1] // kv_heads, query.device
     if (cache_key := (crosses, rows, ahead, back, group, kv_heads, device)) not in layout.kernel_tables:
         table = None if crosses else two_level_tiles(layout, rows)
@@ -475,12 +471,12 @@ def forward(
     tokens, heads, _ = query.shape
     lse = query.new_empty(tokens, heads, dtype=torch.float32)
     kv_heads = key.shape[1]
-    sizes, ahead, back = _all_blocks(query, crosses)
-    tiles = _tiles(layout, query, kv_heads, crosses, sizes["BLOCK_M"], ahead["BLOCK_N"], back["BLOCK_N"])
+    blocks = _all_blocks(query, crosses)
+    tiles = _tiles(layout, query, kv_heads, crosses, blocks)
     if tokens and heads:
         _forward_kernel[(len(tiles.queries), heads)](
             query, key, value, out, lse, tiles.queries, tiles.blocks, tiles.ends, heads, kv_heads, scale,
-            HEADS_PER_KV=heads // kv_heads, **ahead,
+            HEADS_PER_KV=heads // kv_heads, **blocks[1],
         )  # fmt: skip
     return (out.to(query.dtype) if triton_interpreted() else out), lse
 
@@ -491,8 +487,8 @@ def backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, query: torch.Ten
              ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    sizes, ahead, back = _all_blocks(query, crosses)
-    tiles = _tiles(layout, query, kv_heads, crosses, sizes["BLOCK_M"], ahead["BLOCK_N"], back["BLOCK_N"])
+    sizes, _, back = blocks = _all_blocks(query, crosses)
+    tiles = _tiles(layout, query, kv_heads, crosses, blocks)
     dtype = torch.float32 if triton_interpreted() else query.dtype
     grads = [torch.empty_like(t, dtype=dtype) for t in (query, key, value)]
     if query.numel():

@@ -95,9 +95,9 @@ def test_keys_in_a_block(monkeypatch, generation, dim, ahead, ahead_crossing, ba
     monkeypatch.setattr(triton_tree, "_generation", lambda query: generation)
     monkeypatch.setattr(triton_tree, "triton_interpreted", lambda: False)
     query = torch.empty(1, 4, dim, dtype=torch.bfloat16)
-    keys = [triton_tree._forward_blocks(query, crosses)["BLOCK_N"] for crosses in (False, True)]
-    assert [*keys, triton_tree._query_blocks(query, True)["BLOCK_N"]] == [ahead, ahead_crossing, back_crossing]
-    assert triton_tree._query_blocks(query, False)["BLOCK_N"] == min(64, 8192 // dim)
+    keys = [[sizes["BLOCK_N"] for sizes in triton_tree._all_blocks(query, crosses)] for crosses in (False, True)]
+    most = min(64, 8192 // dim)
+    assert keys == [[most, ahead, most], [most, ahead_crossing, back_crossing]]
 
 
 def assert_longest_first(lengths):
@@ -203,8 +203,9 @@ def test_tables_are_made_once_and_grow_with_the_pairs_of_blocks(crosses):
     tiles, blocks = triton_tree.query_tiles(layout, 64, 64, crosses)
     assert len(blocks) == 64 * 65 // 2 and int((tiles[:, 4] - tiles[:, 3]).sum()) == 64
     query = torch.randn(4096, 4, 64)
-    made = triton_tree._tiles(layout, query, 2, crosses)
-    assert triton_tree._tiles(layout, query.clone(), 2, crosses) is made and len(layout.kernel_tables) == 1
+    blocks = triton_tree._all_blocks(query, crosses)
+    made = triton_tree._tiles(layout, query, 2, crosses, blocks)
+    assert triton_tree._tiles(layout, query.clone(), 2, crosses, blocks) is made and len(layout.kernel_tables) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
