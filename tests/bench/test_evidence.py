@@ -105,9 +105,9 @@ def sooner(arm: str, text: str = "") -> list[str]:
 QUARTER = "a quarter of the prompts"
 
 
-def with_weights(name: str, arm: str = "plain") -> list[str]:
+def with_weights(name: str, arm: str = "plain", task: str = "keys") -> list[str]:
     """Return the accuracy of the runs of sentences with other weights, by seed, and the share of the gain."""
-    rows = arm_rows("sentences/keys", arm)
+    rows = arm_rows(f"sentences/{task}", arm)
     seeds = [row["more"]["other weights"] for row in sorted(rows, key=lambda row: row["seed"])]
     shares = [100 * share_of_gain(weights, name) for weights in seeds]
     return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:z.0f}", "% ")]
@@ -200,7 +200,15 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
         "| a quarter of the prompts | 0.780": lambda: beside_plain(QUARTER),
-        "| twice the rate, seeds": lambda: beside_plain("plain, twice the rate"),
+        **{
+            f"| {start} the rate, seeds": lambda arm=arm: beside_plain(arm)
+            for start, arm in (
+                ("twice", "plain, twice the rate"),
+                ("four times", "plain, four times the rate"),
+                ("a quarter of the prompts, twice", f"{QUARTER}, twice the rate"),
+                ("a quarter of the prompts, four times", f"{QUARTER}, four times the rate"),
+            )
+        },
         **{
             f"| {start}": lambda arm=arm: after_earlier_run(arm)
             for start, arm in (
@@ -219,6 +227,23 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| then `secant` to the end": lambda: with_weights("step 20, then secant"),
         "| then `pls` in rank 1 alone": lambda: with_weights("step 20, then pls, rank 1 alone, norm kept"),
         "| with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER),
+        "| near: before |": lambda: with_weights("start", task="near")[:-1],
+        "| near: after |": lambda: with_weights("end", task="near")[:-1],
+        **{
+            f"| near: {start}": lambda name=name: with_weights(name, task="near")
+            for start, name in (
+                ("projections not trained", "rank 0"),
+                ("rank 1 |", "rank 1"),
+                ("rank 1, norm of the update kept", "rank 1, norm kept"),
+                ("rank 16, norm kept", "rank 16, norm kept"),
+                ("after 40 of the steps", "step 40"),
+                ("then `secant` to the end", "step 40, then secant"),
+                ("then `pls` in rank 1 alone", "step 40, then pls, rank 1 alone, norm kept"),
+            )
+        },
+        "| near: with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER, "near"),
+        "| plain, near": lambda: whole_run("sentences/near", "plain"),
+        "| a quarter of the prompts, near": lambda: whole_run("sentences/near", QUARTER),
         **{
             f"| {start}": lambda arm=arm: whole_run("sentences/form", arm)
             for start, arm in (
@@ -237,9 +262,17 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
                 ("`rhyme`, its own right answers", "rhyme"),
                 ("8 prompts of 16 answers", "8 prompts of 16 answers"),
                 ("dynamic sampling, count", "dynamic sampling"),
+                ("a quarter of the prompts, count", QUARTER),
+                ("plain at twice the rate, count", "plain, twice the rate"),
+                ("a quarter of the prompts at twice the rate, count", f"{QUARTER}, twice the rate"),
             )
         },
-        "| [SmolLM2-135M]": lambda: [with_weights(name)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")],
+        **{
+            f"| {start}": lambda task=task: [
+                with_weights(name, task=task)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")
+            ]
+            for start, task in (("[SmolLM2-135M]", "keys"), ("the same, number of words", "near"))
+        },
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
         "| with half of the prompts": lambda: sooner("half of the prompts"),
