@@ -8,7 +8,6 @@ runs/smollm2 has it. Needs vLLM in this environment, or in that of RLKERNELS_VLL
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from bench import Row
+from bench._runner import resident_peak
 
 ARMS: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
@@ -110,7 +110,7 @@ def generate(folder: Path, workload: Workload, arm: str) -> list[dict[str, float
         tokens = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
         steps = tokens - (count_accepted() - earlier_accepted)
         rows.append({"s": seconds, "tokens": tokens, "tokens_per_step": tokens / steps})
-    rows[-1]["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    rows[-1]["peak_bytes"] = resident_peak()
     return rows
 
 
