@@ -2,8 +2,8 @@
 
 A run of the trainer saves its weights after each epoch. Every arm answers the same prompts with each of them in turn,
 and keeps the history of its drafts: seconds and tokens per step of a sequence by epoch, and the peak memory of its
-process. The tasks: `sums`, and sentences with given words (examples/sentences.py), which SmolLM2-135M writes if
-runs/smollm2 has it. Needs vLLM in this environment, or in that of RLKERNELS_VLLM_PYTHON.
+process. The workloads: `sums` with its small policy, and sentences with given words (examples/sentences.py) by
+SmolLM2-135M, if runs/smollm2 holds it. Needs vLLM in this environment, or in that of RLKERNELS_VLLM_PYTHON.
 """
 
 import json

@@ -21,10 +21,8 @@ def dtw(x, y, x_lengths, y_lengths, band, mode, backend):
         from rlkernels.similarity import triton_kernels
 
         pairs = triton_kernels.dtw_pairs(x, y, x_lengths, y_lengths, band, subsequence)
-    x_kinds = _kinds(x, x_lengths).unsqueeze(1)
-    y_kinds = _kinds(y, y_lengths)
-    is_usual = torch.minimum(x_kinds, y_kinds).isposinf()
-    cost = torch.where(is_usual, pairs[0], torch.maximum(x_kinds, y_kinds))  # both empty: 0, one empty: inf
+    is_usual, special = _special_cases(_kinds(x, x_lengths), _kinds(y, y_lengths))
+    cost = torch.where(is_usual, pairs[0], special)
     if not subsequence:
         return cost
     return cost, pairs[1].where(is_usual, -1), pairs[2].where(is_usual, -1)
@@ -35,6 +33,12 @@ def _kinds(x, lengths):
     kinds = (x - x).sum(-1).reciprocal()  # [N, L], inf or NaN
     inside = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
     return torch.where(inside, kinds, 0.0).sum(1)
+
+
+def _special_cases(x_kinds, y_kinds):
+    """Return bool [N, M]: the kernel computes the pair; float32 [N, M]: the costs of others, as the reference does."""
+    x_kinds = x_kinds.unsqueeze(1)
+    return torch.minimum(x_kinds, y_kinds).isposinf(), torch.maximum(x_kinds, y_kinds)  # both empty: 0, one empty: inf
 
 
 def dtw_topk(x, y, k, x_lengths, y_lengths, band, backend):
@@ -64,13 +68,14 @@ def _promising_costs(x, y, k, x_lengths, y_lengths, band):
     """
     x_lengths = reference.full_lengths(x, x_lengths)
     y_lengths = reference.full_lengths(y, y_lengths)
-    x_bad = reference.not_finite(x, x_lengths)
-    y_bad = reference.not_finite(y, y_lengths)
-    lengths = x_lengths.masked_fill(x_bad, 0), y_lengths.masked_fill(y_bad, 0)  # the kernels skip empty ones
+    kinds = _kinds(x, x_lengths), _kinds(y, y_lengths)
+    is_usual, special = _special_cases(*kinds)
+    # the kernels skip empty ones
+    lengths = [n.masked_fill(kind.isnan(), 0) for n, kind in zip((x_lengths, y_lengths), kinds, strict=True)]
     native = torch.ops.rlkernels
     y_bounds = native.dtw_bounds(y, x, *lengths[::-1], -1).T
     bounds = torch.maximum(native.dtw_bounds(x, y, *lengths, band), y_bounds)
-    cost = reference.with_special_cases(bounds, x_lengths[:, None], y_lengths, x_bad[:, None] | y_bad)
+    cost = torch.where(is_usual, bounds, special)
     likely = cost.topk(2 * k, largest=False).indices
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     native.dtw_warps_(cost, rows * y.shape[0] + likely, x, y, *lengths, band)
