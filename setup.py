@@ -20,6 +20,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,16 @@ def check_nvcc(nvcc: str) -> None:
         print(f"rlkernels: {message}", file=sys.stderr)
 
 
+def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
+    """Return the folders of nvcc's headers and of its libraries; CUDA_HOME lacks them where its nvcc is a script that
+    starts another."""
+    # what a compilation would run, and before it the settings, a line each
+    plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    flags = shlex.split(" ".join(re.findall(r"^#\$ (?:INCLUDES|LIBRARIES)=(.*)$", plan, re.MULTILINE)))
+    headers, libraries = ([flag[2:] for flag in flags if flag.startswith(start)] for start in ("-I", "-L"))
+    return headers, libraries
+
+
 def cuda_jobs(out: Path, nvcc: str) -> list[tuple[Path, Path, list[str]]]:
     jobs = []
     for source in sorted((CSRC / "cuda").glob("*.cu")):
@@ -169,13 +180,17 @@ class BuildKernels(BuildExtension):
         out = Path(self.build_temp).resolve() / "kernels"
         out.mkdir(parents=True, exist_ok=True)
         jobs = isa_jobs(out)
+        headers, libraries = [], []
         if WITH_CUDA:
             nvcc = str(Path(CUDA_HOME) / "bin" / "nvcc")
             check_nvcc(nvcc)
+            headers, libraries = toolkit_folders(nvcc)
             jobs += cuda_jobs(out, nvcc)
         compile_all(jobs)
         for extension in self.extensions:
             extension.extra_objects = [str(target) for _, target, _ in jobs]
+            extension.include_dirs += headers
+            extension.library_dirs += libraries
         super().build_extensions()
 
 
@@ -205,19 +220,15 @@ def extension() -> setuptools.Extension:
     for folder in ("ops", "runtime", "bindings"):
         sources += (CSRC / folder).glob("*.cpp")
     macros = [(f"RLK_HAVE_{isa.upper()}", "1") for isa in ISA_FLAGS]
-    include, library, link = [], [], ["-fopenmp"]
+    link = ["-fopenmp"]
     if WITH_CUDA:
         macros.append(("RLK_WITH_CUDA", "1"))
-        include = [str(Path(CUDA_HOME) / "include")]
-        library = [str(Path(CUDA_HOME) / name) for name in ("lib64", "lib")]
         # static: the toolkit's libcudart need not be where the CPU code is used, nor be torch's
         link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread", "-lc10_cuda", "-ltorch_cuda"]
     return CppExtension(
         "rlkernels._C",
         sorted(str(s.relative_to(ROOT)) for s in sources),
         define_macros=macros,
-        include_dirs=include,
-        library_dirs=library,
         extra_compile_args=COMMON_FLAGS,
         extra_link_args=link,
         depends=[str(p) for p in [*CSRC.rglob("*.h"), *(CSRC / "cpu").glob("*.cpp"), *(CSRC / "cuda").glob("*.cu*")]],

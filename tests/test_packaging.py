@@ -214,6 +214,22 @@ def test_an_older_nvcc_gives_one_line(load, tmp_path, capsys, nvcc, cuda, stops)
     assert re.fullmatch("" if stops is None else f"{line}\n", capsys.readouterr().err)
 
 
+def test_a_script_in_place_of_nvcc_leads_to_the_headers_of_the_toolkit(load, tmp_path):
+    """torch then takes the folder of the script for the toolkit, where no header is."""
+    program = tmp_path / "nvcc"
+    program.write_text(
+        "#!/bin/sh\ncat >&2 <<'PLAN'\n"
+        '#$ TOP=/opt/cuda 13/bin/..\n#$ INCLUDES="-I/opt/cuda 13/include"  "-I/opt/extra" \n'
+        '#$ SYSTEM_INCLUDES="-isystem" "/opt/cuda 13/include/cccl"  \n'
+        '#$ LIBRARIES=  "-L/opt/cuda 13/lib64/stubs" "-L/opt/cuda 13/lib64"\n'
+        '#$ gcc -E -x c++ "-I/opt/cuda 13/include" "/dev/null"\nPLAN\n'
+    )
+    program.chmod(0o755)
+    headers, libraries = load().toolkit_folders(str(program))
+    assert headers == ["/opt/cuda 13/include", "/opt/extra"]
+    assert libraries == ["/opt/cuda 13/lib64/stubs", "/opt/cuda 13/lib64"]
+
+
 HIDE = """
 import runpy, sys, sysconfig
 site = sysconfig.get_path("purelib")

@@ -108,6 +108,7 @@ def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
 
 (QUARTER,) = fewer_prompts(16, divisors=(4,))
 PLAIN_AND_QUARTER = [Arm("plain"), QUARTER]
+SUFFIXES = Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"])
 TWICE_AS_LONG = Arm(f"{QUARTER.name}, twice the steps", [*QUARTER.settings, "max_steps=32"])  # as `form` has 16
 SNAPSHOTTED = [replace(arm, settings=[SNAPSHOTS, *arm.settings]) for arm in PLAIN_AND_QUARTER]
 STUDIES = [
@@ -164,12 +165,12 @@ STUDIES = [
                 Arm("plain"),
                 *fewer_prompts(16),
                 TWICE_AS_LONG,
-                Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"]),
+                SUFFIXES,
                 Arm("rpo as in the paper", [*RPO, "accelerators.rpo.preset=paper", "accelerators.rpo.cut_tokens=20"]),
             ],
             2 * LEARNING_RATE,
         )
-        + with_rate([Arm("plain"), TWICE_AS_LONG], 4 * LEARNING_RATE, ", twice the rate"),
+        + with_rate([Arm("plain"), TWICE_AS_LONG, SUFFIXES], 4 * LEARNING_RATE, ", twice the rate"),
         levels=(0.3, 0.5),
         prepare=prepare,
     ),
