@@ -16,7 +16,6 @@ STUDIES = {
     "rhyme": "training guided by history, with GRPO and PPO",
     "rpo": "suffix rollouts, by where the policy's errors lie",
     "drafts": "lossless drafts: forward passes and seconds, and that training does not change",
-    "language": "a real language model on GSM8K, where right answers are rare",
     "sentences": "SmolLM2-135M learns to write under constraints, and what its update is like",
     "trl": "this trainer against TRL's: seconds to the same accuracy",
 }

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +17,11 @@ from bench.studies import __main__ as command
 from bench.studies import drafts, ranks, report, trl
 from bench.studies import harness as harnesses
 from bench.studies.harness import TUNING_SEED, Arm, Harness, Interval, Study, evaluations, fewer_prompts, reached, train
-from bench.studies.language import SampledFirst
 from bench.studies.rhyme import Oracle
 from bench.studies.rpo import first_error
 from python_trainer import Trainer, load_config
-from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.sampling import GroupSampler
 from python_trainer.accelerators.settings import RhymeSettings
-from python_trainer.data import Rollout
 
 FEWER = Arm("half", ["rollout.prompts_per_step=2"], rate=1e-4)
 
@@ -302,22 +298,6 @@ def test_a_trial_of_the_oracle_is_undone(tmp_path):
     assert Oracle(trainer, GroupSampler(RhymeSettings(), None)).after_update(rollouts, 1) == 1.0
     torch.testing.assert_close(trainer.learner.state_dict(), state, rtol=0, atol=0)
     assert any(not torch.equal(weight, state["model"][name]) for name, weight in evaluated_states[0]["model"].items())
-
-
-def test_right_answers_of_the_first_policy_are_trained_on_first():
-    def answer(prompt_indices, attempt):
-        return [
-            Rollout([1], [2], logprobs=[-1.0], prompt_index=key, accuracy=float(key == attempt))
-            for key in prompt_indices
-        ]
-
-    run = SimpleNamespace(prompts=[[1]] * 3, answer=answer, note=str)
-    sampled_first = SampledFirst(None)
-    sampled_first.begin(run)
-    (batch,) = sampled_first.before_step(StepContext(run, 1, 0))
-    assert Counter(answer.prompt_index for answer in batch) == {0: 3, 1: 3, 2: 3}
-    assert all(answer.success_rate == 0.5 and math.isnan(answer.logprobs[0]) for answer in batch)
-    assert sampled_first.before_step(StepContext(run, 2, 0)) == []
 
 
 def test_drafts_are_compared_with_a_plain_run_that_has_finished(tmp_path):
