@@ -18,6 +18,7 @@ from bench.studies.ranks import share_of_gain
 from bench.studies.report import RESULTS, at_level, geometric, log_ratios, pair_of, read_rows, tables, to_plains_end
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTION = re.compile("## See what it is worth.*?\n## ", re.DOTALL)
 INTERVAL = re.compile(r"(?<!in |to )\[[-+]?[\d.]+, [-+]?[\d.]+\]")
 
 
@@ -250,9 +251,12 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
                 ("plain, form", "plain"),
                 ("half of the prompts, form", "half of the prompts"),
                 ("a quarter of the prompts, form", QUARTER),
-                ("a quarter, twice the steps", f"{QUARTER}, twice the steps"),
+                ("a quarter, twice the steps |", f"{QUARTER}, twice the steps"),
                 ("`rpo`, filling included", "rpo"),
                 ("`rpo` as in the paper, filling included", "rpo as in the paper"),
+                ("plain at twice the rate, form", "plain, twice the rate"),
+                ("a quarter, twice the steps and the rate", f"{QUARTER}, twice the steps, twice the rate"),
+                ("`rpo` at twice the rate", "rpo, twice the rate"),
             )
         },
         **{
@@ -309,6 +313,11 @@ def test_every_interval_is_computed_here(page):
     for line in re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
         if not line.startswith(starts):
             assert not INTERVAL.search(re.sub("`[^`]*`", "", line)), f"{page.name} has an interval: {line}"
+
+
+def test_every_line_of_the_readme_with_figures_is_computed_here():
+    _, _, *lines = re.findall(r"^\| .*|^\|-.*", SECTION.search((ROOT / "README.md").read_text())[0], re.MULTILINE)
+    assert lines and not [line for line in lines if not line.startswith(tuple(CLAIMS["README.md"]))]
 
 
 @pytest.mark.parametrize("name", ["sentences", "drafts"])
