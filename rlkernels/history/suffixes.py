@@ -37,6 +37,12 @@ def length_factors(lengths: Sequence[int], *, alpha: float = LENGTH_ALPHA) -> li
     return [0.5 + 0.5 * max(math.tanh(alpha * (mean - length) / 2), 0) for length in lengths]  # the logistic function
 
 
+def _check_finite(name: str, values: Sequence[float]) -> None:
+    for i, value in enumerate(values):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}[{i}] must be finite, got {value}")
+
+
 class SuffixMemory:
     """One answer to each prompt, from which the next answers to the prompt take their beginning.
 
@@ -106,8 +112,12 @@ class SuffixMemory:
             seed: of the step.
             answers: token ids of those that are worth it: right and complete, so that they can be cut. An answer that
                 hit the length limit is not complete: a few more tokens do not end it.
-            rewards: of these answers.
+            rewards: of these answers; finite, any scale.
+
+        Raises:
+            ValueError: a reward that is NaN or infinite. Nothing has changed then.
         """
+        _check_finite("rewards", rewards)
         if not answers:
             return
         best_reward = max(rewards)
@@ -119,7 +129,13 @@ class SuffixMemory:
         self.answers[prompt] = list(answers[chosen])
 
     def watch(self, step: int, scores: Iterable[float]) -> None:
-        """Add the mean scores of the groups of a step that :meth:`is_whole` chose; call it in every step."""
+        """Add the mean scores of the groups of a step that :meth:`is_whole` chose; call it in every step.
+
+        Raises:
+            ValueError: a score that is NaN or infinite. Nothing has changed then.
+        """
+        scores = list(scores)
+        _check_finite("scores", scores)
         if step != self._watched_step:
             self._watched_step = step
             self.whole_scores = [*self.whole_scores, []][-WATCHED_STEPS:]

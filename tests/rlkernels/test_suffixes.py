@@ -41,3 +41,13 @@ def test_bad_settings_are_named(settings):
     for bad, error in ((settings, ValueError), ({name: "1"}, TypeError)):
         with pytest.raises(error, match=f"{name} must be"):
             SuffixMemory(**bad)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_or_score_that_is_not_finite_is_named(bad):
+    memory = SuffixMemory()
+    with pytest.raises(ValueError, match=rf"rewards\[1\] must be finite, got {bad}"):
+        memory.remember("p", 0, [[1], [2]], [0.0, bad])
+    with pytest.raises(ValueError, match=rf"scores\[0\] must be finite, got {bad}"):
+        memory.watch(0, [bad, 1.0])
+    assert memory.answers == {} and memory.whole_scores == []
