@@ -171,6 +171,7 @@ class Delta:
     def _new(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous copies with the new values."""
         copies = {n: _plain(tensor).clone(memory_format=torch.contiguous_format) for n, tensor in weights.items()}
+        _synchronize(copies.values())
         deque(_in_threads(self._write_piece, _pieces(copies)), 0)
         return copies
 
@@ -295,7 +296,11 @@ def _bytes(piece: torch.Tensor) -> np.ndarray:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return _plain(tensor).reshape(-1)
+    """Return the elements [n] for any thread: a view of a contiguous tensor, else a finished copy."""
+    flat = _plain(tensor).reshape(-1)
+    if flat.data_ptr() != tensor.data_ptr():
+        _synchronize([flat])
+    return flat
 
 
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -348,6 +348,37 @@ def test_any_default_device_and_dtype(example):
     assert raw(old["w"]) == raw(new["w"])
 
 
+def test_threads_get_finished_copies(monkeypatch):
+    """On a GPU they use other streams than the caller, who therefore waits for each copy that it makes."""
+    finished = []
+    in_threads = delta._in_threads
+
+    def check(function, jobs):
+        def call(name, number, *pieces):
+            waited_for = {tensor.untyped_storage().data_ptr() for tensor in finished}
+            assert {piece.untyped_storage().data_ptr() for piece in pieces} <= waited_for, name
+            return function(name, number, *pieces)
+
+        return in_threads(call, jobs)
+
+    monkeypatch.setattr(delta, "_synchronize", finished.extend)
+    monkeypatch.setattr(delta, "_in_threads", check)
+    tied = torch.randn(8)
+
+    def make():
+        z = torch.randn(5, dtype=torch.complex64)
+        return {"contiguous": torch.randn(6), "transposed": torch.randn(5, 7).T, "negated": z.conj().imag}
+
+    new, old = make() | {"a": tied, "b": tied[2:]}, make() | {"a": tied + 1, "b": tied[2:] + 1}
+    data = encode(new, old)
+    weights = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in old.items()}
+    weights["b"] = weights["a"][2:]
+    apply_(weights, data)
+    assert {name: raw(tensor) for name, tensor in weights.items()} == {
+        name: raw(tensor) for name, tensor in new.items()
+    }
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine lacks a GPU")
 def test_weights_on_a_gpu(example):
     """Use a stream of the caller's, whose work is not over when the delta is made."""
