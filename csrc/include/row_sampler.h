@@ -58,7 +58,7 @@ class RowSampler {
   int64_t first_of(const void* row, float value) const;
   void collect(const void* row, float cut);
   void collect_top_k(const void* row, int64_t k);
-  void collect_nucleus(const void* row, float top_p, float temperature);
+  void collect_nucleus(const void* row, float top_p);
   int64_t nucleus_weight_and_cut(int64_t needed, uint64_t& cut);
   Drawn draw_whole(const void* row, float uniform);
   Drawn draw_filtered(const void* row, float uniform, const SamplingSettings& settings);
@@ -157,7 +157,7 @@ inline void RowSampler::collect_top_k(const void* row, int64_t k) {
 
 // Candidates that hold the nucleus. Tokens below (1 - top_p) total / V cannot belong to it: together they weigh less
 // than what is left out. A 64 times higher cut is tried first, and is right when enough weight lies above it.
-inline void RowSampler::collect_nucleus(const void* row, float top_p, float temperature) {
+inline void RowSampler::collect_nucleus(const void* row, float top_p) {
   RLK_DISPATCH(logit_weight_sums)(row, bf16_, vocabulary_, largest_, inverse_, sums_.data());
   int64_t total = 0;
   for (int64_t sum : sums_) total += sum;
@@ -167,7 +167,7 @@ inline void RowSampler::collect_nucleus(const void* row, float top_p, float temp
     // a hundredth lower in log-weight than needed, far more than rounding can move it
     const double z = std::log(std::ldexp(weight, -kWeightBits)) - 0.01 - 1e-5 * std::abs(double(largest_) * inverse_);
     if (!(z < 0)) continue;
-    collect(row, float(double(largest_) + z * double(temperature)));
+    collect(row, float(double(largest_) + z / double(inverse_)));
     int64_t held = 0;
     for (int64_t i = 0; i < found_; ++i) held += weights_[i];
     if (held >= needed || tighter == 1.0) {
@@ -205,7 +205,7 @@ inline Drawn RowSampler::draw_filtered(const void* row, float uniform, const Sam
   if (k < vocabulary_)
     collect_top_k(row, k);
   else
-    collect_nucleus(row, settings.top_p, settings.temperature);
+    collect_nucleus(row, settings.top_p);
 
   ranked_.resize(found_);
   for (int64_t i = 0; i < found_; ++i) ranked_[i] = {rank_of(logits_[i], ids_[i]), weights_[i]};

@@ -65,6 +65,19 @@ def test_native_equals_reference_to_the_bit(vocab, dtype):
             assert torch.equal(result[0], ids) and torch.equal(result[1], logprobs), (isa, setting)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-42, 5e-40, 2.9e-39, 1e-38])
+@pytest.mark.usefixtures("compiled")
+def test_temperatures_whose_inverse_is_no_float32(temperature):
+    """The inverse is then the largest float32, and decides which tokens belong to the nucleus."""
+    logits = torch.cat([torch.randn(8, 37), torch.randn(8, 37) * temperature, torch.zeros(8, 37)])
+    for filters in ({}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 5, "top_p": 0.5}):
+        native, expected = (
+            rlkernels.sample_tokens(logits, uniforms(24), temperature=temperature, **filters, backend=backend)
+            for backend in ("cpu", "torch")
+        )
+        assert torch.equal(native[0], expected[0]) and torch.equal(native[1], expected[1])
+
+
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(set_threads):
     logits = torch.randn(64, 5000)
     random_numbers = uniforms(64)

@@ -19,7 +19,7 @@ def test_every_kind_of_row_with_every_filter(vocab, dtype):
     """Peaked, flat, tied across blocks, ruled out: candidates that are few, and a whole row where they are not."""
     rows = torch.cat([rows_of_every_kind(vocab)[::3], torch.randn(4, vocab).round() * 1e-30]).to(dtype)
     order = torch.randperm(len(rows))
-    temperature = torch.tensor([1.0, 0.7, 1e-3, 30.0, 0.0, 1e-6])[order % 6]
+    temperature = torch.tensor([1.0, 0.7, 1e-3, 30.0, 0.0, 1e-6, 5e-40])[order % 7]
     top_p = torch.tensor([0.9, 1.0, 0.5, 0.999, 1e-6])[order.flip(0) % 5]
     top_k = torch.tensor([0, 50, 0, 4096, 0, 4097, 1])[order % 7]
     assert_as_the_reference(rows, temperature, top_p, top_k)
