@@ -207,7 +207,7 @@ class Checkpointer:
     def _load_learned(self, path: Path, saved: dict[str, Any]) -> None:
         """Load weights and moments; ``saved`` is the checkpoint without shards, which are added to it."""
         if "model" not in saved:
-            saved |= read_shards(path, self.learner.state_dict())
+            saved |= read_shards(path, self.learner.state_dict(), alone=self.ranks.name == "none")
         with self.ranks.fail_together():
             had_critic = saved.get("critic") is not None
             if (self.learner.critic is not None) != had_critic:

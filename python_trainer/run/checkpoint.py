@@ -208,17 +208,18 @@ def write_shards(checkpoint: Path, state: Mapping[str, Any], group: Any = None) 
         raise unwritten from error
 
 
-def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
+def read_shards(checkpoint: Path, present: Mapping[str, Any], *, alone: bool = True) -> dict[str, Any]:
     """Undo :func:`write_shards`.
 
     Args:
         present: the same state as it is now: what is sharded in it is read in the same shards, its moments too.
             Everything else is read whole, in any process.
+        alone: this process reads by itself, also inside a process group. False: all ranks of the default group call
+            this together.
 
     Raises:
         UserError: files are missing or damaged, in whichever of several processes that read together.
     """
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -231,10 +232,10 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any]) -> dict[str, Any]:
             if hasattr(weight, "to_local") and weight.shape == entry.size:
                 flat[path] = torch.empty_like(weight, dtype=entry.properties.dtype)
             else:
-                flat[path] = torch.empty(entry.size, dtype=entry.properties.dtype)
+                flat[path] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read as well
-            dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=not dist.is_initialized())
+            dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=alone)
     except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
         if is_lost_connection(error):
             raise

@@ -116,6 +116,10 @@ def several(settings, folder):
         shutil.copytree(folder / "sharded half", folder / "sharded to ddp")
         shutil.copytree(folder / "sharded half", folder / "sharded to sharded")
     dist.barrier()
+    if dist.get_rank() == 0:  # within the group of another program, the second process of which does something else
+        shutil.copytree(folder / "sharded half", folder / "sharded to one of a group")
+        train(settings, folder / "sharded to one of a group", resume=True)
+    dist.barrier()
     train(settings, folder / "sharded to ddp", "ddp", resume=True)
     train(settings, folder / "sharded to sharded", "fsdp2", resume=True)
     train(settings, folder / "one to sharded", "fsdp2", resume=True)
@@ -144,7 +148,9 @@ def runs(tmp_path_factory, settings):
     return folder
 
 
-@pytest.mark.parametrize("name", ["one to sharded", "sharded to one", "sharded to ddp", "sharded to sharded"])
+@pytest.mark.parametrize(
+    "name", ["one to sharded", "sharded to one", "sharded to one of a group", "sharded to ddp", "sharded to sharded"]
+)
 def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     assert [row["step"] for row in read_metrics(runs / name)] == list(range(5))
     expected, weights = (load_file(runs / folder / "weights.safetensors") for folder in ("one", name))
