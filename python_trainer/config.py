@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from python_trainer.accelerators import AcceleratorsConfig
+from python_trainer.accelerators.settings import AcceleratorSettings
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.errors import UserError, hide_passwords, problem_line
 from python_trainer.model.settings import CriticConfig, ModelConfig, OptimizerConfig
@@ -135,11 +136,14 @@ class Config(Section):
         """Yield a sentence for each setting that changes nothing beside the others."""
         if self.rollout.memory_bytes is not None and self.rollout.vllm_server:
             yield "rollout.memory_bytes has no effect with rollout.vllm_server: the server sets its KV cache"
-        active = [*self.accelerators.chosen(), *self.accelerators.recording()]
+        enabled = [settings.name for settings in self.accelerators.chosen()]
         for name in type(self.accelerators).model_fields:
             settings = getattr(self.accelerators, name)
-            if isinstance(settings, Section) and settings not in active and settings != type(settings)():
-                yield f"settings of accelerators.{name} have no effect: accelerators.enabled lacks {name}"
+            if name in enabled or not isinstance(settings, AcceleratorSettings):
+                continue
+            if unused := [f"accelerators.{name}.{setting}" for setting in settings.unused_unless_enabled()]:
+                verb = "has" if len(unused) == 1 else "have"
+                yield f"{', '.join(unused)} {verb} no effect: accelerators.enabled lacks {name}"
 
     def conflicts(self) -> Iterator[str]:
         """Yield a sentence for each pair of settings that exclude each other."""

@@ -151,7 +151,23 @@ def test_bytes_with_units(text, size):
         ([], None),
         (["accelerators.alpha.preset=paper", "accelerators.enabled=[alpha]"], None),
         (["accelerators.rhyme.database=history.db"], None),
-        (["accelerators.alpha.preset=paper"], "settings of accelerators.alpha have no effect: .* lacks alpha"),
+        (["accelerators.alpha.preset=paper"], "^accelerators.alpha.preset has no effect: .* lacks alpha"),
+        (
+            [
+                "accelerators.rhyme.database=history.db",
+                "accelerators.rhyme.fraction=0.5",
+                "accelerators.rhyme.threshold=0",
+            ],
+            "^accelerators.rhyme.fraction, accelerators.rhyme.threshold have no effect: .* lacks rhyme",
+        ),
+        (
+            [
+                "accelerators.rhyme.database=history.db",
+                "accelerators.rhyme.fraction=0.5",
+                "accelerators.enabled=[rhyme]",
+            ],
+            None,
+        ),
         (["rollout.memory_bytes=1GB", "rollout.vllm_server=http://a"], "memory_bytes has no effect with .*vllm_server"),
     ],
 )
