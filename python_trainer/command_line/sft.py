@@ -19,6 +19,7 @@ from python_trainer.loop.checkpointer import Checkpointer
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import digest_value
 from python_trainer.loop.parts import load_run_policy, resolve_settings
+from python_trainer.loop.prompts import note_unused_template_arguments
 from python_trainer.model.packing import micro_batches, pack_rollouts
 from python_trainer.rollout.episodes import encode_after
 from python_trainer.run.directory import read_metrics
@@ -62,6 +63,8 @@ class Sft:
         chosen = resolve_settings(chosen, self.checkpointer.saved, RankGroup(), self.logger.note, generates=False)
         self.policy, origin = load_run_policy(chosen, RankGroup(), self.logger.note)
         self.policy.chat_template_kwargs = config.task.chat_template_kwargs
+        prompts = (example.prompt for example in (*task.train, *task.test))
+        note_unused_template_arguments(self.policy, prompts, self.logger.note)
         self.rows = self.answers("train", task.train)
         self.held_out = self.answers("test", task.test[:HELD_OUT])
         if not self.rows:

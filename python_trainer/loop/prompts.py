@@ -1,7 +1,8 @@
 """The prompts of a run: of its task and of its further test sets, as token ids, and the order to train on them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ def load_tasks(config: Config, device: torch.device) -> list[Task]:
                 task.reward_functions[name] = reward_models.setdefault(name, function)
                 reward_models[name].to(device)
     return tasks
+
+
+def note_unused_template_arguments(
+    policy: Policy, prompts: Iterable[str | Messages], note: Callable[[str], None]
+) -> None:
+    """Tell that ``task.chat_template_kwargs`` is set, but no prompt goes through the chat template."""
+    if policy.chat_template_kwargs and all(isinstance(prompt, str) for prompt in prompts):
+        note("task.chat_template_kwargs has no effect: no prompt is a list of messages, which a chat template writes")
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,8 @@ class Prompts:
         for name, task in zip(config.evaluation.sets, set_tasks):
             fitting_prompts = self._encode_fitting(f"evaluation.sets.{name}", task.test)
             self.sets.append(PromptSet(f"set {name}", task, *fitting_prompts, config.evaluation))
+        all_prompts = chain(*self.opened.values(), *(prompt_set.opened for prompt_set in self.sets))
+        note_unused_template_arguments(policy, all_prompts, note)
 
     def draw(self, count: int) -> list[int]:
         """Return the indices of the next ``count`` training prompts; every epoch visits each prompt once, shuffled."""

@@ -27,6 +27,23 @@ from python_trainer.rollout.engine import SamplingParams
 from python_trainer.trainer import Trainer
 
 
+@pytest.mark.parametrize("make", [Sft, Trainer])
+def test_arguments_of_a_template_that_no_prompt_meets(lessons, tmp_path, make):
+    """A test set with one chat among its texts uses them."""
+    (tmp_path / "chat.jsonl").write_text(
+        '{"prompt": "A", "answer": "A"}\n{"prompt": [{"role": "user", "content": "B"}], "answer": "B"}\n'
+    )
+    policy = shutil.copytree(lessons["model"]["path"], tmp_path / "chatting")
+    (policy / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% if think %}C{% endif %}{% endfor %}"
+    )
+    for test, expected in (({}, 1), ({"test_path": str(tmp_path / "chat.jsonl")}, 0)):
+        changes = {"task": test | {"chat_template_kwargs": {"think": True}}, "model": {"path": str(policy)}}
+        console = Console(record=True, width=400, file=io.StringIO())
+        make(load_config(merged(lessons, changes)), tmp_path / "run", console=console)
+        assert console.export_text().count("task.chat_template_kwargs has no effect: no prompt is") == expected
+
+
 def config_of(lessons, **changes):
     return load_config(merged(lessons, changes))
 
