@@ -129,6 +129,7 @@ class SuffixRollouts:
         self._memory = SuffixMemory(whole_share=whole_share)
         self.continued = 0
         self._watching = False
+        self._surplus_noted = False
         self._step: int | None = None  # of the last training rollouts; None: the last ones were for evaluation
         self._ends: frozenset[int] = frozenset()  # end-of-sequence tokens
 
@@ -177,6 +178,15 @@ class SuffixRollouts:
         generate = self._generate_by_vllm if trainer.use_vllm else self._generate
         inputs = [ids + prefix for ids, prefix in zip(prompt_ids, prefixes)]
         suffixes, logprobs = generate(trainer, inputs, num_generations, [longest - len(prefix) for prefix in prefixes])
+        surplus = sum(max(len(prefix) + len(ids) - longest, 0) for ids, prefix in zip(suffixes, prefixes))
+        one_call = trainer.use_vllm or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        if surplus and one_call and not self._surplus_noted:
+            self._surplus_noted = True
+            logger.warning(
+                "SuffixRollouts: %d tokens behind prefixes passed max_completion_length %d and were cut: vLLM and "
+                "sharded models generate all rows up to one longest length",
+                surplus, longest,
+            )  # fmt: skip
         suffixes = [ids[: longest - len(prefix)] for ids, prefix in zip(suffixes, prefixes)]
         if logprobs is not None:  # of the sampler; zeros for prefixes, which env_mask leaves out of the loss
             logprobs = [[0.0] * len(prefix) + row[: len(ids)] for prefix, ids, row in zip(prefixes, suffixes, logprobs)]
@@ -194,7 +204,8 @@ class SuffixRollouts:
         """Generate by the model's ``generate``, each row up to its end-of-sequence token.
 
         ``room``: the most new tokens of each row. Where the context of the model is too short for all rows with the
-        most room, only rows with the same room are generated together.
+        most room, only rows with the same room are generated together. Else all run to the most room of any, and the
+        caller cuts them.
         """
         suffixes = [list[int]()] * len(rows)
         device = trainer.accelerator.device

@@ -151,7 +151,7 @@ def test_a_new_prompt_is_answered_as_by_trl_alone(trl_integration, make_trainer,
     assert min(map(len, expected)) < MAX_TOKENS
 
 
-def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer):
+def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_trainer, caplog):
     """A stand-in replaces ``vllm_generation``, with TRL's arguments and results."""
     suffixes = trl_integration.SuffixRollouts(seed=1, whole_share=0)
     suffixes.answers = {"ABC": [1, 2, 3, 4, EOS]}
@@ -170,6 +170,14 @@ def test_beginnings_are_continued_by_the_vllm_of_trl(trl_integration, make_train
     assert beginning
     assert result["completion_ids"] == [[*beginning, 7, EOS]] * NUM_GENERATIONS
     assert result["logprobs"] == [[*[0.0] * len(beginning), -0.5, -0.25]] * NUM_GENERATIONS
+    assert not caplog.records
+    generate.return_value = [], [[7] * MAX_TOKENS] * NUM_GENERATIONS, [[[-0.5]] * MAX_TOKENS] * NUM_GENERATIONS, None
+    results = [suffixes(["ABC"] * NUM_GENERATIONS, trainer) for _ in range(2)]
+    for result in results:
+        assert {*map(len, result["completion_ids"])} == {*map(len, result["logprobs"])} == {MAX_TOKENS}
+    (message,) = [record.getMessage() for record in caplog.records]
+    surplus = NUM_GENERATIONS * len(beginning)
+    assert message.startswith(f"SuffixRollouts: {surplus} tokens behind prefixes passed max_completion_length 8 and")
 
 
 def test_continued_answers_stay_within_the_context(trl_integration, tmp_path):
