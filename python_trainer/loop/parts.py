@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import rlkernels.backend
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.config import Config
@@ -144,9 +146,13 @@ def resolve_settings(
         generates: False for supervised training.
 
     Raises:
-        UserError: the environment asks for kernels that are not there.
+        UserError: the environment asks for kernels that are not there; torch's default device is not the CPU.
     """
     with ranks.fail_together():
+        if (default := torch.get_default_device()).type != "cpu":
+            raise UserError(
+                f"torch's default device must be cpu, got {default}: model.device sets where a run computes"
+            )
         try:
             rlkernels.backend.environment_backend()
         except ValueError as error:

@@ -38,7 +38,7 @@ def tree_layout(segment_starts: torch.Tensor, path_starts: torch.Tensor) -> Tree
         path.append((i, depth))
     offsets = (depths - starts[:-1]).repeat_interleave(lens)
     end = ends.repeat_interleave(lens)
-    return TreeLayout(offsets + torch.arange(len(end)), end)
+    return TreeLayout(offsets + torch.arange(len(end), device="cpu"), end)
 
 
 def _pass_layout(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

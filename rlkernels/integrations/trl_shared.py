@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Packed:
     """Pack TRL's [B, P + L], with prompts padded on the left and answers on the right; answers are scored."""
     mask = attention_mask.cpu().bool()
-    answer = torch.arange(mask.shape[1]) >= mask.shape[1] - logits_to_keep
+    answer = torch.arange(mask.shape[1], device="cpu") >= mask.shape[1] - logits_to_keep
     rows = [ids[is_token] for ids, is_token in zip(input_ids.cpu(), mask)]
     scored: list[Any] = [answer[is_token].numpy() for is_token in mask]
     prefix_lens = None if packs_tries(input_ids.device) else mask[:, ~answer].sum(1).tolist()
@@ -51,7 +51,7 @@ def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return torch.cat(rows).cpu()
 
     sequences = [row[mask].numpy() for row, mask in zip(join("ids"), join("mask").bool())]
-    order = torch.tensor(sort_by_tokens(sequences)[0])
+    order = torch.tensor(sort_by_tokens(sequences)[0], device="cpu")
     batch_rows = order.split([len(batch["prompt_ids"]) for batch in batches])
 
     def pick(name: str, rows: torch.Tensor, batch_index: int) -> Any:

@@ -45,7 +45,7 @@ def leaves(output: Any) -> Iterator[torch.Tensor]:
         for item in output:
             yield from leaves(item)
     else:
-        yield torch.as_tensor(output).detach()
+        yield (output if isinstance(output, torch.Tensor) else torch.tensor(output, device="cpu")).detach()
 
 
 def copy(output: Any) -> list[torch.Tensor]:

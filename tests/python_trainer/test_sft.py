@@ -44,6 +44,12 @@ def test_arguments_of_a_template_that_no_prompt_meets(lessons, tmp_path, make):
         assert console.export_text().count("task.chat_template_kwargs has no effect: no prompt is") == expected
 
 
+@pytest.mark.parametrize("make", [Sft, Trainer])
+def test_another_default_device_ends_in_one_line(lessons, tmp_path, make):
+    with torch.device("meta"), pytest.raises(UserError, match="^torch's default device must be cpu, got meta: [^\n]*$"):
+        make(load_config(lessons), tmp_path / "run", console=QUIET)
+
+
 def config_of(lessons, **changes):
     return load_config(merged(lessons, changes))
 

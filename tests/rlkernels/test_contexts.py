@@ -18,6 +18,7 @@ import rlkernels
 from bench._calls import GRADIENTS, inputs, public
 from rlkernels import _contexts, backend, registry
 from rlkernels.extrapolation import PREDICTORS
+from rlkernels.prefix_cache import pack
 from rlkernels.proof.cases import SMALL
 
 CPU = torch.device("cpu")
@@ -41,6 +42,11 @@ def layout():
     ]
 
 
+def packing():
+    packed = [pack([[1, 2, 3], [1, 2, 4], [5]], prefix_lens=lens).to("cpu") for lens in (None, [2, 2, 1])]
+    return [t for p in packed for t in (p.ids, p.rows, p.targets, p.pairs, p.position_ids)]
+
+
 def proven(problem, backend):
     """Run a case of the proof, and return copies of its results, which it may have written in place."""
     if problem.reset:
@@ -62,12 +68,13 @@ def trajectory(base, direction):
 
 CASES = {  # what runs, and its inputs
     "layout": (layout, tuple),
+    "packing": (packing, tuple),
     "trajectory": (trajectory, lambda: (torch.randn(20, 30), 1e-3 * torch.outer(torch.randn(20), torch.randn(30)))),
     **{f"{op} on {name}": (op_calls.run, lambda op=op, name=name: (op, inputs().get(op), name))
        for op in [*OPS, *op_calls.HOST] for name in op_calls.backends(op)
        if backend.unavailable(op, name, CPU) is None},
     **{f"{case.op}, {case.label}, on {name}": (proven, lambda case=case, name=name: (case.make(CPU), name))
-       for case in SMALL for name in ("auto", "torch") if not case.op.startswith("top1")},  # they make new tensors
+       for case in SMALL for name in ("auto", "torch")},
 }  # fmt: skip
 
 

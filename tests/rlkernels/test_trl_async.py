@@ -193,6 +193,9 @@ def test_the_layout_of_a_tree_of_trl(trl_integration, seed):
     packed = row.pack()
     build = importlib.import_module("rlkernels.integrations.trl_async").tree_layout
     layout = build(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
+    with torch.device("meta"):  # as a user's script may set it
+        same = build(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
+    assert torch.equal(same.position_ids, layout.position_ids) and torch.equal(same.end, layout.end)
     assert torch.equal(layout.position_ids, packed["position_ids"])
     index = packed["tree_kv_index"].tolist()
     starts = packed["tree_cu_seqlens_q"].tolist()

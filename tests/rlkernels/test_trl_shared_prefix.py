@@ -457,3 +457,21 @@ def test_it_serves_subclasses(trl_integration, train):
     for bases in ((sharing, Own), (Own, sharing)):
         assert_same(shared := train(trainer_class=type("SharedOwn", bases, {})), plain)
         assert shared[0].shares_prefixes and shared[0]._compared
+
+
+def test_packing_does_not_depend_on_the_default_device(trl_integration):
+    shared = importlib.import_module("rlkernels.integrations.trl_shared")
+    ids = torch.tensor([[0, 1, 2, 5, 6], [7, 1, 2, 5, 8], [7, 1, 2, 4, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    tensors = (ids[:, :3], mask[:, :3], ids[:, 3:], mask[:, 3:])
+    batches = [{name: t[rows] for name, t in zip(names, tensors)} for rows in (slice(2), slice(2, 3))]
+
+    def results():
+        packed = shared.pack_rows(ids, mask, 2)
+        regrouped = [tensor for batch in shared.regroup(batches) for tensor in batch.values()]
+        return [packed.ids, packed.rows, packed.targets, packed.pairs, packed.position_ids, *regrouped]
+
+    expected = results()
+    with torch.device("meta"):
+        torch.testing.assert_close(results(), expected, rtol=0, atol=0)

@@ -27,17 +27,17 @@ class Pages:
 
     def __init__(self, blocks: int, size: int, kv_heads: int, dim: int, dtype: torch.dtype, device: Device):
         self.size, self.device = size, device
-        self.pool = iter(torch.randperm(blocks).tolist())
+        self.pool = iter(torch.randperm(blocks, device="cpu").tolist())
         shape = (blocks, size, kv_heads, dim)
         self.caches = [torch.randn(shape, device=device).to(dtype) for _ in range(2)]
-        self.used = torch.zeros(blocks, size, dtype=torch.bool)
+        self.used = torch.zeros(blocks, size, dtype=torch.bool, device="cpu")
 
     def table(self, lens: Sequence[int]) -> torch.Tensor:
         """Return int32 [len(lens), widest + 1], -1 beyond each end."""
         counts = [-(-n // self.size) for n in lens]
-        out = torch.full((len(lens), max(counts, default=0) + 1), -1, dtype=torch.int32)
+        out = torch.full((len(lens), max(counts, default=0) + 1), -1, dtype=torch.int32, device="cpu")
         for row, length, count in zip(out, lens, counts):
-            row[:count] = torch.tensor(list(itertools.islice(self.pool, count)), dtype=torch.int32)
+            row[:count] = torch.tensor(list(itertools.islice(self.pool, count)), dtype=torch.int32, device="cpu")
             for i, block in enumerate(row[:count].tolist()):
                 self.used[block, : length - i * self.size] = True
         return out.to(self.device)
@@ -116,7 +116,7 @@ def write(tokens: int, heads: tuple[int, int], size: int, dtype: torch.dtype, on
     blocks = tokens // size + 2
     caches = torch.empty(2, blocks, size, *heads, dtype=dtype, device=on)
     key, value = (torch.randn(tokens, *heads, device=on).to(dtype) for _ in range(2))
-    slots = torch.randperm(blocks * size)[:tokens].to(on)
+    slots = torch.randperm(blocks * size, device="cpu")[:tokens].to(on)
 
     def call(backend: str) -> torch.Tensor:
         rlkernels.write_kv(key, value, caches[0], caches[1], slots, backend=backend)

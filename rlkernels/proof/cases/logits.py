@@ -108,7 +108,7 @@ def verify(lengths: list[int], vocab: int, dtype: torch.dtype, settings: list[Se
     logits = peaked_logits(rows, vocab, dtype, on)
     uniforms = torch.rand(rows, device=on)
     options = _per_row(settings, len(lengths), on)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) + 1).to(on)
+    owner = torch.repeat_interleave(torch.tensor(lengths, device="cpu") + 1).to(on)
     per_row: dict[str, Any] = {name: x[owner] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     ids, _ = rlkernels.sample_tokens(logits, uniforms, **per_row, backend="torch")
     guesses = torch.where(torch.rand(rows, device=on) < 0.8, ids, (ids + 1) % vocab).tolist()

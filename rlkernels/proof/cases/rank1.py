@@ -38,7 +38,7 @@ def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
 
     def call(backend: str) -> list[Any]:
         update = rlkernels.top1_delta(weight, base, tol=TOL, backend=backend)
-        return [update.u, torch.tensor(update.sigma, dtype=torch.float64), update.v]
+        return [update.u, torch.tensor(update.sigma, dtype=torch.float64, device="cpu"), update.v]
 
     def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         u, sigma, v = (tensor.double() for tensor in plain)
@@ -63,7 +63,7 @@ def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> 
     def call(backend: str) -> list[Any]:
         updates = rlkernels.top1_deltas(pairs, tol=TOL, backend=backend).values()
         vectors = torch.cat([vector.flatten() for update in updates for vector in (update.u, update.v)])
-        return [vectors, torch.tensor([update.sigma for update in updates], dtype=torch.float64)]
+        return [vectors, torch.tensor([update.sigma for update in updates], dtype=torch.float64, device="cpu")]
 
     def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         return _worst((result[0] - plain[0]).abs().max().item(), (result[1] / plain[1] - 1).abs().max().item())

@@ -28,8 +28,8 @@ def warp(n: int, m: int, length: int, dim: int, mode: str, band: int | None, rag
     if ragged:
         for name, series in (("x_lengths", x), ("y_lengths", y)):
             longest = series.shape[1]
-            lengths[name] = torch.randint(0, longest + 1, (len(series),)).to(on)
-            lengths[name][:2] = torch.tensor([0, longest])
+            lengths[name] = torch.randint(0, longest + 1, (len(series),), device="cpu").to(on)
+            lengths[name][:2] = torch.tensor([0, longest], device="cpu")
             series[torch.arange(longest, device=on) >= lengths[name][:, None]] = torch.nan
         x[1, length // 2] = torch.nan
     options: dict[str, Any] = {**lengths, "mode": mode, "band": band}
