@@ -107,14 +107,8 @@ def sample_tokens(
     chosen = _backend.choose("sample_tokens", logits.device, backend)
     if chosen == "cpu":
         ids, logprobs = torch.ops.rlkernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings)
-    elif chosen == "triton":
-        from rlkernels.sampling import triton_kernels
-
-        filtered = _filters(top_p, top_k)
-        ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings, filtered)
     else:
-        filtering: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
-        ids, logprobs = reference.sample_tokens(logits, uniforms, *settings, **filtering)
+        ids, logprobs = _draw(chosen, logits, uniforms, settings, top_p, top_k)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return ids, logprobs
@@ -146,7 +140,7 @@ def verify_drafts(
         starts: [B + 1], first row of each sequence; ``starts[B] == R``.
         uniforms: float32 [R].
         temperature, top_p, top_k: as in :func:`sample_tokens`, number or [B].
-        validate: as in :func:`sample_tokens`; on a GPU ``starts`` and lists of drafts still make it wait.
+        validate: as in :func:`sample_tokens`; the host still waits for a tensor of ``starts`` and for lists of drafts.
 
     Returns:
         accepted int64 [B], number of draft tokens accepted; ids int64 [R] and logprobs float32 [R], of which
@@ -157,26 +151,44 @@ def verify_drafts(
         ValueError, TypeError: as :func:`sample_tokens`; starts that do not fit the drafts.
     """
     logits, uniforms = _checked_sizes(logits, uniforms)
-    draft_ids, starts = _drafts(drafts, starts, logits)
-    settings = _settings(temperature, top_p, top_k, len(starts) - 1, logits.device)
-    chosen = _backend.choose("verify_drafts", logits.device, backend)
+    draft_ids, bounds = _drafts(drafts, starts, logits)
+    sequences = len(bounds) - 1
+    device = logits.device
+    chosen = _backend.choose("verify_drafts", device, backend)
     if chosen == "cpu":
+        row_starts = torch.tensor(bounds, dtype=torch.int64, device=device)
+        settings = _settings(temperature, top_p, top_k, sequences, device)
         native = torch.ops.rlkernels.verify_drafts
-        accepted, ids, logprobs = native(_rows(logits), draft_ids, starts, uniforms.contiguous(), *settings)
-    elif chosen == "triton":
-        from rlkernels.sampling import triton_kernels
-
-        owner = torch.repeat_interleave(starts.diff(), output_size=logits.shape[0])  # [R], the sequence of each row
-        row_settings = (setting.index_select(0, owner) for setting in settings)
-        filtered = _filters(top_p, top_k)
-        ids, logprobs = triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *row_settings, filtered)
-        accepted, ids, logprobs = reference.accept(ids, logprobs, draft_ids, starts, owner)
+        accepted, ids, logprobs = native(_rows(logits), draft_ids, row_starts, uniforms.contiguous(), *settings)
     else:
-        filtering: dict[str, Any] = {"filtered": _filters(top_p, top_k), "few": _few(top_k)}
-        accepted, ids, logprobs = reference.verify_drafts(logits, draft_ids, starts, uniforms, *settings, **filtering)
+        rows = reference.draft_rows(bounds, device)
+        values: list[Any] = [
+            _per_row(name, value, sequences, rows.owner) if isinstance(value, torch.Tensor) else value
+            for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k))
+        ]
+        row_settings = _settings(values[0], values[1], values[2], logits.shape[0], device)
+        drawn = _draw(chosen, logits, uniforms, row_settings, top_p, top_k)
+        accepted, ids, logprobs = reference.accept(*drawn, draft_ids, rows)
     if validate:
         _raise_bad_rows(logprobs, logits, uniforms)
     return accepted, ids, logprobs
+
+
+def _draw(
+    chosen: str,
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    settings: Settings,
+    top_p: float | torch.Tensor,
+    top_k: int | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a token of each row by Triton's kernel or plain torch; settings are tensors [T]."""
+    filtered = _filters(top_p, top_k)
+    if chosen == "triton":
+        from rlkernels.sampling import triton_kernels
+
+        return triton_kernels.sample_tokens(_rows(logits), uniforms.contiguous(), *settings, filtered)
+    return reference.sample_tokens(logits, uniforms, *settings, filtered=filtered, few=_few(top_k))
 
 
 def _checked_sizes(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,10 +294,18 @@ def _expand(name: str, value: Any, rows: int, device: torch.device) -> torch.Ten
     return value.detach().to(dtype).expand(rows).contiguous()
 
 
+def _per_row(name: str, value: torch.Tensor, sequences: int, owner: torch.Tensor) -> torch.Tensor:
+    """Return a setting of each sequence as one of each row; ``owner`` [R]: the sequence of each row."""
+    if value.ndim == 0:
+        return value
+    _check.shape(name, value, (sequences,))
+    return value.index_select(0, owner)
+
+
 def _drafts(
     drafts: Sequence[Sequence[int]] | torch.Tensor, starts: torch.Tensor | Sequence[int], logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return concatenated drafts [R - B] and starts [B + 1], both int64 on the device of the logits; check both."""
+) -> tuple[torch.Tensor, list[int]]:
+    """Return concatenated drafts, int64 [R - B] on the device of the logits, and starts [B + 1]; check both."""
     if not hasattr(starts, "__iter__"):
         raise TypeError(f"starts must be a tensor or a list of integers, got {starts!r}")
     if isinstance(starts, torch.Tensor):
@@ -316,7 +336,7 @@ def _drafts(
             for token in chain.from_iterable(drafts):
                 _check.integer("an entry of drafts", token, -(2**63), 2**63 - 1)
             raise
-    return draft_ids.contiguous(), torch.tensor(bounds, dtype=torch.int64, device=logits.device)
+    return draft_ids.contiguous(), bounds
 
 
 def _raise_bad_rows(logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> None:

@@ -1,5 +1,9 @@
 """Sampling ops in plain torch: the single source of truth for tests and benchmarks."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from rlkernels._check import has_values
@@ -154,27 +158,55 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
     return torch.where(invalid, -1, ids), torch.where(invalid, torch.nan, logprobs).float()
 
 
+class DraftRows(NamedTuple):
+    """Rows of drafts, ordered by sequence, each with one row more than tokens; int64, on one device.
+
+    Attributes:
+        lengths: [B], the tokens of each draft.
+        owner: [R], the sequence of each row.
+        offset: [R], the place of each row in its sequence.
+        token: [R], the place of its draft token among those of all drafts; any place in the last row of a sequence.
+        total: [1], the tokens of all drafts.
+    """
+
+    lengths: torch.Tensor
+    owner: torch.Tensor
+    offset: torch.Tensor
+    token: torch.Tensor
+    total: torch.Tensor
+
+
+def draft_rows(starts: Sequence[int], device: torch.device) -> DraftRows:
+    """Return the rows of sequences that begin at ``starts`` [B + 1]; made on the host, and copied at once."""
+    rows, sequences = starts[-1], len(starts) - 1
+    total = rows - sequences
+    bounds = np.array(starts, dtype=np.int64)
+    sizes = bounds[1:] - bounds[:-1]
+    owner = np.arange(sequences).repeat(sizes)
+    row = np.arange(rows)
+    parts = sizes - 1, owner, row - bounds[owner], np.minimum(row - owner, total - 1), [total]
+    table = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+    return DraftRows(*table.split_with_sizes([sequences, rows, rows, rows, 1]))
+
+
 def verify_drafts(logits: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, uniforms: torch.Tensor,
-                  temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, *, filtered: bool = True,
-                  few: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+                  temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor,
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`rlkernels.verify_drafts`; drafts are concatenated, int64 [R - B], settings are tensors [B]."""
-    lengths = starts.diff()  # [B], the token after the draft included
-    owner = torch.repeat_interleave(lengths, output_size=len(logits))  # [R]
-    settings = (setting.index_select(0, owner) for setting in (temperature, top_p, top_k))
-    ids, logprobs = sample_tokens(logits, uniforms, *settings, filtered=filtered, few=few)
-    return accept(ids, logprobs, drafts, starts, owner)
+    rows = draft_rows(starts.tolist(), logits.device)
+    settings = (setting.index_select(0, rows.owner) for setting in (temperature, top_p, top_k))
+    return accept(*sample_tokens(logits, uniforms, *settings), drafts, rows)
 
 
 def accept(
-    ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, owner: torch.Tensor
+    ids: torch.Tensor, logprobs: torch.Tensor, drafts: torch.Tensor, rows: DraftRows
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of verify_drafts from a sample of every row; owner [R]: the sequence of each row."""
-    rows = ids.shape[0]
-    last = starts[1:] - 1
-    row = torch.arange(rows, device=ids.device)
-    # each earlier sequence has one row without a draft token; in the last rows the comparison decides nothing
-    expected = torch.nn.functional.pad(drafts, (0, 1)).index_select(0, row - owner)
-    miss = torch.where(ids == expected, rows, row)
-    first_miss = last.scatter_reduce(0, owner, miss, "amin")  # [B]
-    is_new = row <= first_miss.index_select(0, owner)
-    return first_miss - starts[:-1], ids.where(is_new, -1), logprobs.where(is_new, 0.0)
+    """Return the results of verify_drafts from a sample of every row [R], which it overwrites."""
+    if not len(drafts):
+        return rows.lengths, ids, logprobs
+    is_hit = torch.eq(drafts.index_select(0, rows.token), ids)
+    # the offset of the first miss; in the last row the comparison decides nothing
+    misses = torch.where(is_hit, rows.total, rows.offset)
+    accepted = rows.lengths.scatter_reduce_(0, rows.owner, misses, "amin")
+    is_old = torch.gt(rows.offset, accepted.index_select(0, rows.owner))
+    return accepted, ids.masked_fill_(is_old, -1), logprobs.masked_fill_(is_old, 0.0)

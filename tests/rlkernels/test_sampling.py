@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from pretend_gpu import GPUTensor, pretended
 from sampling_cases import SETTINGS, check_no_gradient, distribution, rows_of_every_kind, uniforms
 from scipy import stats
 from support import Launches, every_isa
@@ -325,6 +326,24 @@ def test_verification_without_validation_waits_for_nothing():
         result = rlkernels.verify_drafts(logits, drafts, [0, 1, 4, 9], random_numbers, validate=False, backend="torch")
     assert not launches.waits
     torch.testing.assert_close(result, expected, atol=2e-7, rtol=2e-7)
+
+
+def test_verification_on_a_gpu_launches_little_beside_the_sample():
+    logits = torch.randn(9, 20)
+    random_numbers = uniforms(9)
+    drafts = torch.tensor([3, 4, 5, 6, 7, 8])
+    with pretended():
+        on_gpu = [GPUTensor(t) for t in (logits, random_numbers, drafts)]
+        for _ in range(2):  # settings that are numbers are made once
+            GPUTensor.launches.clear()
+            rlkernels.sample_tokens(*on_gpu[:2], top_k=3, validate=False, backend="torch")
+            sample = GPUTensor.launches.total()
+        for _ in range(2):
+            GPUTensor.launches.clear()
+            rlkernels.verify_drafts(
+                on_gpu[0], on_gpu[2], [0, 1, 4, 9], on_gpu[1], top_k=3, validate=False, backend="torch"
+            )
+        assert GPUTensor.launches.total() - sample <= 9
 
 
 @pytest.mark.parametrize(("drafts", "starts", "error", "message"), [
