@@ -8,7 +8,7 @@ from accuracy import assert_as_plain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPUTensor, pretended
-from support import draw_series, every_isa
+from support import Launches, draw_series, every_isa
 
 import rlkernels
 from rlkernels.similarity import gpu, reference
@@ -145,6 +145,50 @@ def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole_numbers):
     expected = reference.smallest(all_costs, k)
     assert torch.equal(result[1].numbers, expected[1]) and len(set(computed)) == len(computed)
     torch.testing.assert_close(result[0].numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(0, 9), st.booleans(), st.booleans(),
+       st.sampled_from([math.nan, -math.inf, math.inf, 3e38]), st.sampled_from([math.nan, -7.0, 0.0]))  # fmt: skip
+def test_special_cases_around_the_kernels_on_a_gpu(seed, rows, columns, x_whole, y_whole, odd, left):
+    """Empty trajectories, NaN and infinity, whatever the kernels compute of them or leave."""
+    torch.manual_seed(seed)
+    series, lengths = zip(*(draw_series(5, steps, 2) for steps in (rows, columns)))
+    for values, sizes, is_whole in zip(series, lengths, (x_whole, y_whole)):
+        sizes[0] = 0
+        if is_whole:
+            values.nan_to_num_(1)
+        if values.numel():
+            values.view(-1)[torch.randint(values.numel(), (2,))] = odd
+    lengths = [None if is_whole else sizes for sizes, is_whole in zip(lengths, (x_whole, y_whole))]
+    numbers = [values.nan_to_num(1, 1, 1) for values in series]
+
+    def warps(x, y, x_lengths, y_lengths, band, subsequence):
+        is_left = (x_lengths[:, None] == 0) | (y_lengths == 0)
+        cost, *places = reference.dtw(*numbers, x_lengths, y_lengths, None, "subsequence")
+        if not subsequence:
+            cost = reference.dtw(*numbers, x_lengths, y_lengths, band)
+        return cost.masked_fill(is_left, left), *(place.masked_fill(is_left, 5) for place in places)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.rlkernels, "dtw_warps", warps, raising=False)
+        for options in ((2, "full"), (None, "subsequence")):
+            expected = reference.dtw(*series, *lengths, *options)
+            result = gpu.dtw(*series, *lengths, *options, "cuda")
+            torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("with_lengths", "mode", "launches"), [
+    (False, "full", 11), (True, "full", 15), (False, "subsequence", 14), (True, "subsequence", 18)
+])  # fmt: skip
+def test_torch_launches_little_around_the_kernel(with_lengths, mode, launches, monkeypatch):
+    x, y = torch.randn(3, 5, 2), torch.randn(4, 6, 2)
+    lengths = [torch.full((len(t),), t.shape[1] - 1) if with_lengths else None for t in (x, y)]
+    results = reference.dtw(x, y, *lengths, None, "subsequence")
+    monkeypatch.setattr(torch.ops.rlkernels, "dtw_warps", lambda *_: results, raising=False)
+    with Launches() as launched:
+        gpu.dtw(x, y, *lengths, None, mode, "cuda")
+    assert launched.counts.total() <= launches and not launched.waits
 
 
 @pytest.mark.parametrize(("n", "m", "length", "k", "pays"), [
