@@ -8,6 +8,7 @@ bfloat16 each term would be rounded, so a CPU computes it from whole rows of a f
 products that are not rounded.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, overload
 
@@ -157,18 +158,20 @@ def _blocks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield (vocabulary entries, their logits [N, C]); the next block overwrites the logits."""
-    rows = hidden.shape[0]
+    rows, vocab = hidden.shape[0], weight.shape[0]
     buffer = hidden.new_empty(rows, chunk)
-    for start, block_weight in zip(range(0, weight.shape[0], chunk), weight.T.split(chunk, 1)):
-        columns = block_weight.shape[1]
-        block = slice(start, start + columns)
+    starts = range(0, vocab, chunk)
+    sizes = [min(chunk, vocab - start) for start in starts]
+    weights = weight.T.split_with_sizes(sizes, 1)
+    biases = itertools.repeat(None) if bias is None else bias.split_with_sizes(sizes)
+    for start, columns, block_weight, block_bias in zip(starts, sizes, weights, biases):
         # also a narrower block is contiguous
-        logits = buffer if columns == chunk else buffer.flatten()[: rows * columns].view(rows, columns)
-        if bias is None:
+        logits = buffer if columns == chunk else buffer.as_strided((rows, columns), (columns, 1))
+        if block_bias is None:
             torch.mm(hidden, block_weight, out=logits)
         else:
-            torch.addmm(bias[block], hidden, block_weight, out=logits)
-        yield block, logits
+            torch.addmm(block_bias, hidden, block_weight, out=logits)
+        yield slice(start, start + columns), logits
 
 
 def _within(ids: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
