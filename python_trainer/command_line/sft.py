@@ -74,18 +74,26 @@ class Sft:
         self.logger.max_steps = len(self.batches)
         self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
         self.examples = digest_value([(answer.prompt_ids, answer.response_ids) for answer in self.rows])
-        self.checkpointer.restore(self.learner, lambda: {"sft_examples": self.examples}, self.check_examples, origin)
+        progress = {"sft_examples": self.examples, "sft_batch_tokens": config.sft.batch_tokens}
+        self.checkpointer.restore(self.learner, lambda: progress, self.check_examples, origin)
 
     def check_examples(self, saved: dict[str, Any]) -> None:
-        """Compare the training examples of a checkpoint with those of this run; checkpoints of train lack them.
+        """Compare the batches of a checkpoint with those of this run; checkpoints of train lack their examples.
 
         Raises:
-            UserError: they differ, so that some would be trained on twice and others never.
+            UserError: they differ, so that some examples would be trained on twice and others never.
         """
+        batch_tokens = self.config.sft.batch_tokens
+        saved_batch_tokens = saved.get("sft_batch_tokens", batch_tokens)  # older checkpoints lack it
         if saved["sft_examples"] != self.examples:
             raise UserError(
                 f"{self.folder} began with other training examples than the {len(self.rows)} of task "
                 f"{self.config.task.name} now: resume it with those, or choose another --output-dir"
+            )
+        if saved_batch_tokens != batch_tokens:
+            raise UserError(
+                f"sft.batch_tokens must be {saved_batch_tokens}, with which {self.folder} began, got {batch_tokens}: "
+                "other batches would leave out examples"
             )
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:

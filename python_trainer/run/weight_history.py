@@ -52,6 +52,7 @@ class WeightHistory:
 
         Remove the deltas of later steps, which a resumed run takes again.
         """
+        self.policy.sync_inference_model()  # a checkpoint may have been loaded since
         weights = self._weights()
         if self.ranks.rank == 0:
             self.records = self._begin(step, {name: weight.to("cpu", copy=True) for name, weight in weights})

@@ -176,6 +176,8 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, t
         Sft(
             config_of(settings, task={"train_path": f"{tmp_path}/train.jsonl:train[1:]"}), tmp_path / "run", resume=True
         )
+    with pytest.raises(UserError, match=r"sft.batch_tokens must be 9, with which .* began, got 8: other batches"):
+        Sft(config_of(settings, sft={"batch_tokens": 8}), tmp_path / "run", resume=True, console=QUIET)
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
         Sft(config_of(settings, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
 

@@ -147,10 +147,14 @@ def test_a_delta_that_cannot_be_written(make_config, tmp_path, monkeypatch):
     assert "ends at step 0" in warning and "full" in warning
 
 
-def test_supervised_steps(lessons, tmp_path):
-    """Check adapters too, whose merged weights nothing else needs before the end."""
-    changes = {"sft": {"epochs": 6}, "save": {"weight_history": 10**9}, "model": {"lora": LORA}}
-    run = Sft(load_config(merged(lessons, changes)), tmp_path, console=QUIET)
+@pytest.mark.parametrize("killed", [False, True])
+def test_supervised_steps(lessons, tmp_path, killed):
+    """Check adapters too, whose merged weights nothing else needs before the end, or after a checkpoint is loaded."""
+    changes = {"sft": {"epochs": 9}, "save": {"weight_history": 10**9, "save_steps": 2}, "model": {"lora": LORA}}
+    config = load_config(merged(lessons, changes))
+    if killed:
+        kill_in_the_fourth_step(Sft(config, tmp_path, console=QUIET))
+    run = Sft(config, tmp_path, resume=killed, console=QUIET)
     run.run()
     history = History(tmp_path / "weights")
     assert history.steps == run.state.step > 1
