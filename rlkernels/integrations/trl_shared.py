@@ -100,6 +100,10 @@ def dispatch_packed_attention(model: PreTrainedModel) -> None:
         setattr(file, EAGER, _with_packed_attention(getattr(file, EAGER)))
 
 
+# a compiled layer breaks its graph here: what kernels read of a layout, torch.compile would trace for each batch anew
+_attend_to_layout = torch.compiler.disable(_attend)
+
+
 def _with_packed_attention(plain: Any) -> Any:
     """Return an attention function that calls ours if it gets the argument ``attention``, else ``plain``."""
     if plain.__module__ == __name__:
@@ -113,7 +117,7 @@ def _with_packed_attention(plain: Any) -> Any:
         if torch.is_autocast_enabled(device_type):  # rotary factors leave queries and keys in float32; SDPA casts them
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        return _attend(module, query, key, value, None, *args, attention=attention, **kwargs)
+        return _attend_to_layout(module, query, key, value, None, *args, attention=attention, **kwargs)
 
     return attend
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import gradient_recorder, grpo_trainer, save_letters
+from torch._dynamo.utils import counters
 
 MAX_TOKENS = 12
 NUM_GENERATIONS = 4
@@ -280,6 +281,33 @@ def test_layers_of_liger_share_prefixes(train, monkeypatch):
     """TRL takes Liger's kernels for layers alone and keeps its own loss."""
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: None)
     assert train(max_steps=1, use_liger_kernel=True)[0].shares_prefixes
+
+
+@pytest.mark.parametrize(
+    ("compiler", "backend", "checkpointing"),
+    [
+        ("eager", "torch", False),
+        pytest.param("aot_eager", "auto", False, marks=pytest.mark.slow),
+        pytest.param("aot_eager", "auto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_layers_share_prefixes(trl_integration, train, monkeypatch, compiler, backend, checkpointing):
+    """One compiled layer serves all layers and batches: beyond torch's limit of compilations all would run plainly."""
+
+    class Compiled(trl_integration.SharedPrefixGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for layer in self.model.model.layers:
+                layer.compile(backend=compiler, dynamic=True)
+
+    monkeypatch.setenv("RLKERNELS_BACKEND", backend)
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {**SPLIT, "max_steps": 3, "gradient_checkpointing": checkpointing}
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        shared = train(trainer_class=Compiled, **settings)
+    assert shared[0].shares_prefixes and counters["frames"]["ok"] > 0
+    assert_same(shared, train(shared=False, **settings))
 
 
 def test_rotary_factors_are_those_of_the_padded_batch_of_trl(train, caplog):
