@@ -18,6 +18,7 @@ BF16, QWEN = torch.bfloat16, 151_936
 LLAMA = (32, 8, 128)  # heads of Llama-3-8B: query, key, dimension
 SMALL = (14, 2, 64)  # of Qwen2.5-0.5B
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+SMALL_LAYER = [(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)]
 MODEL = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)] * 28
 
 # folder -> its ops, which compute-sanitizer looks at in one process
@@ -51,7 +52,7 @@ def cross_entropy(rows: int, vocab: int, width: int, dtype: torch.dtype, on: tor
         dtype=dtype,
         # others round the logits and their gradients to 16 bits
         floor=2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps,
-        inputs={"states": inputs, "ids": ids, "run": run},
+        inputs={"states": inputs, "ids": ids, "loss": run},
     )
 
 
@@ -98,9 +99,10 @@ LARGE = [
       for tokens in (16384, 2048, 256)),
     *(_case("sample_tokens", f"{rows} x 151936, temperature 1", logits.sample, rows, QWEN, BF16, [(1.0, 1.0, 0)])
       for rows in (256, 64, 8)),
-    _case("sample_tokens", "256 x 151936, top-p 0.95, top-k 50", logits.sample, 256, QWEN, BF16, [(1.0, 0.95, 50)]),
-    *(_case("verify_drafts", f"{drafts} drafts of 7, 151936", logits.verify, [7] * drafts, QWEN, BF16, logits.MIXED)
-      for drafts in (64, 16, 4)),
+    *(_case("sample_tokens", f"{rows} x 151936, top-p 0.95, top-k 50", logits.sample, rows, QWEN, BF16,
+            [(1.0, 0.95, 50)]) for rows in (256, 64, 8)),
+    *(_case("verify_drafts", f"{drafts} drafts of 7, 151936, temperature 1", logits.verify, [7] * drafts, QWEN, BF16,
+            [(1.0, 1.0, 0)]) for drafts in (64, 16, 4)),
     _case("linear_token_logprobs", "4096 x 896 x 151936", logits.linear_logprobs, 4096, QWEN, 896, BF16),
     _case("linear_token_logprobs", "cross entropy, 4096 x 896 x 151936", cross_entropy, 4096, QWEN, 896, BF16),
     _case("token_logprobs", "4096 x 151936, both ways", logits.logprobs, 4096, QWEN, BF16, True),
@@ -109,10 +111,11 @@ LARGE = [
           SMALL, 16, BF16),
     _case("shared_prefix_attention", "decode: 4 prefixes of 512 x 8 suffixes of 256, Qwen2.5-0.5B heads",
           attention.shared, [512] * 4, 8, [256], 1, SMALL, 16, BF16),
-    _case("paged_attention", "suffix prefill: 8 x 512 queries on 2048 keys", attention.paged, [2048] * 8, [512] * 8,
-          LLAMA, 16, BF16),
+    *(_case("paged_attention", f"suffix prefill: {n} x {queries} queries on {keys} keys", attention.paged, [keys] * n,
+            [queries] * n, LLAMA, 16, BF16) for n, queries, keys in ((8, 512, 2048), (8, 512, 512), (2, 128, 1024))),
     *(_case("linear_token_logprobs", f"{rows} x {width} x 151936", logits.linear_logprobs, rows, QWEN, width, BF16)
       for rows, width in ((1024, 896), (4096, 3584))),
+    _case("verify_drafts", "64 drafts of 7, 151936", logits.verify, [7] * 64, QWEN, BF16, logits.MIXED),
     *(_case("token_logprobs", f"{rows} x 151936, both ways", logits.logprobs, rows, QWEN, BF16, True)
       for rows in (1024, 64)),
     _case("sample_tokens", "256 x 151936, five kinds of rows", logits.sample, 256, QWEN, BF16, logits.MIXED),
@@ -122,28 +125,57 @@ LARGE = [
       for m, n in ((14336, 4096), (4864, 896), (896, 896))),
     _case("top1_delta", "4096 x 14336", rank1.top1, 4096, 14336, BF16),
     _case("top1_deltas", "the 7 modules of a Llama-3-8B layer", rank1.top1_many, LAYER, BF16),
+    _case("top1_deltas", "the 7 modules of a Qwen2.5-0.5B layer", rank1.top1_many, SMALL_LAYER, BF16),
     _case("top1_deltas", "the 196 modules of Qwen2.5-7B", rank1.top1_many, MODEL, BF16),
     *(_case("dtw", f"{n} x {n}, length 512", similarity.warp, n, n, 512, 1, "full", None, False)
       for n in (128, 32, 512)),
     *(_case("dtw", f"{n} x {n}, length 512 x 16 dimensions", similarity.warp, n, n, 512, 16, "full", None, False)
-      for n in (16, 64)),
-    _case("dtw_topk", "64 x 4096, length 256, k 16", similarity.topk, 64, 4096, 256, 16),
+      for n in (16, 32, 64)),
+    *(_case("dtw_topk", f"{n} x {m}, length 256, k 16", similarity.topk, n, m, 256, 16)
+      for n, m in ((64, 4096), (64, 1024), (8, 1024))),
 ]  # fmt: skip
 CASES = [*LARGE, *CHECKED]
+
+
+def _attention(make: Callable[..., rivals.Rivals], given: Any) -> rivals.Rivals:
+    return make(*given["qkv"], given["grad"], given["layout"])
+
+
+def _linear(given: Any) -> rivals.Rivals:
+    return rivals.cross_entropy(**given) if "loss" in given else rivals.linear_logprobs(**given)
+
+
+def _samplers(given: Any) -> rivals.Rivals:
+    """Return no rivals of rows whose settings differ."""
+    return samplers.rivals(given["logits"], *given["settings"][0]) if len(given["settings"]) == 1 else {}
+
+
+def _verifiers(given: Any) -> rivals.Rivals:
+    (temperature, *filters), *others = given["settings"]
+    if others or filters != [1.0, 0]:
+        return {}
+    return samplers.verifiers(given["logits"], given["drafts"], given["starts"], temperature)
+
+
+RIVALS: dict[str, Callable[[Any], rivals.Rivals]] = {
+    "paged_attention": rivals.paged,
+    "shared_prefix_attention": lambda given: rivals.paged(given) | rivals.unshared(given),
+    "grouped_attention": partial(_attention, rivals.grouped),
+    "tree_attention": partial(_attention, rivals.tree),
+    "write_kv": lambda given: rivals.writes(**given),
+    "merge_attention": lambda given: rivals.merges(**given),
+    "sample_tokens": _samplers,
+    "verify_drafts": _verifiers,
+    "token_logprobs": lambda given: rivals.logprobs(**given),
+    "linear_token_logprobs": _linear,
+    "top1_delta": lambda given: rivals.triplets(**given, many=False),
+    "top1_deltas": lambda given: rivals.triplets(**given, many=True),
+    "delta_matvec": lambda given: rivals.matvecs(**given),
+    "add_rank1_": lambda given: rivals.rank1_sums(**given),
+}
 
 
 def rivals_of(case: Case, problem: Problem) -> rivals.Rivals:
     """Return rivals that compute the same on the same inputs."""
     given = problem.inputs
-    if case.op in ("paged_attention", "shared_prefix_attention"):
-        return rivals.paged(given) if given else {}
-    if "layout" in given:
-        others: Callable[..., rivals.Rivals] = rivals.grouped if case.op == "grouped_attention" else rivals.tree
-        return others(*given["qkv"], given["grad"], given["layout"])
-    if case.op == "sample_tokens":
-        return samplers.rivals(given["logits"], *given["settings"][0]) if len(given["settings"]) == 1 else {}
-    if case.op == "token_logprobs":
-        return rivals.logprobs(given["logits"], given["ids"], given["run"])
-    if "states" in given:
-        return rivals.cross_entropy(given["states"], given["ids"], given["run"])
-    return {}
+    return RIVALS[case.op](given) if given and case.op in RIVALS else {}

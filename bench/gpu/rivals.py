@@ -1,5 +1,7 @@
 """Rivals that compute the same: fast paths of torch, FlashInfer, flash-attn, Liger and TRL, where installed.
 
+DTW has none: no library that a GPU machine has computes it there.
+
 Torch's attention works on contiguous keys and values. A cache in pages has to be copied for it, packed tokens too where
 a prefix is repeated; the copies are timed on their own.
 """
@@ -7,6 +9,7 @@ a prefix is repeated; the copies are timed on their own.
 import functools
 import importlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +20,17 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import rlkernels
 from bench._copies import Copies
-from bench.logprobs import score_by_trl
+from bench.logprobs import by_liger, score_by_trl
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
+from rlkernels.prefix_cache import reference as attention_reference
 from rlkernels.proof.problem import ErrorBound, Tolerance, leaves
 
 Call = Callable[[], Any]
 WORKSPACE_BYTES = 2**28  # of FlashInfer
+LOWEST_LOGIT = -1e4  # whose probability is 0, as that of -inf
 
 
 @dataclass(frozen=True)
@@ -69,41 +75,151 @@ def paged(given: Mapping[str, Any]) -> Rivals:
     return {**dense_rivals, **pages(rows, caches, tables, lens, scale)}
 
 
+def unshared(given: Mapping[str, Any]) -> Rivals:
+    """Make our kernel a rival that reads a shared prefix once for each sequence, on the same pages."""
+    query, caches, tables, lens, queries = (given[n] for n in ("query", "caches", "tables", "lens", "queries"))
+
+    def make() -> Call:
+        ints = functools.partial(torch.tensor, dtype=torch.int32, device=query.device)
+        rows = (tables, ints(lens), ints([0, *itertools.accumulate(queries)]))
+        scale = query.shape[-1] ** -0.5
+        attend = functools.partial(rlkernels.paged_attention, return_lse=True, backend="triton")
+        return functools.partial(attend, query, *caches, *rows, scale=scale)
+
+    return {"triton, not shared": Rival(make)}
+
+
+def writes(key: torch.Tensor, value: torch.Tensor, caches: torch.Tensor, slots: torch.Tensor) -> Rivals:
+    """Make rivals of writing rows [T, H, d] to ``slots`` of caches [2, blocks, size, H, d]: torch's own writes."""
+    pairs = list(zip(caches.flatten(1, 2), (key, value)))
+
+    def index_copy() -> torch.Tensor:
+        for cache, rows in pairs:
+            cache.index_copy_(0, slots, rows)
+        return caches
+
+    def index_put() -> torch.Tensor:
+        for cache, rows in pairs:
+            cache[slots] = rows
+        return caches
+
+    return {"torch index_copy_": Rival(lambda: index_copy), "torch index_put_": Rival(lambda: index_put)}
+
+
+def merges(sides: Sequence[torch.Tensor]) -> Rivals:
+    """Return the reference of merge_attention, compiled."""
+
+    def compiled() -> Call:
+        return functools.partial(torch.compile(attention_reference.merge_attention, dynamic=False), *sides)
+
+    return {"torch.compile": Rival(compiled)}
+
+
+def matvecs(tensors: Sequence[torch.Tensor]) -> Rivals:
+    """Make one compiled reduction of (weight - base) @ v."""
+
+    def product(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((weight.float() - base.float()) * v).sum(1)
+
+    return {"torch.compile": Rival(lambda: functools.partial(torch.compile(product, dynamic=False), *tensors))}
+
+
+def rank1_sums(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: float) -> Rivals:
+    """Make rivals of weight += scale * outer(u, v): in float32, and in the dtype of the weight."""
+
+    def addcmul() -> Call:
+        return lambda: weight.addcmul_(u[:, None], v, value=scale)
+
+    def addr() -> Call:
+        left, right = u.to(weight.dtype), v.to(weight.dtype)
+        return lambda: weight.addr_(left, right, alpha=scale)
+
+    return {"torch addcmul_": Rival(addcmul), "torch addr_": Rival(addr)}
+
+
+def triplets(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], many: bool) -> Rivals:
+    """Make torch's randomized SVD of weight - base a rival, for each (weight, base).
+
+    ``many``: return the vectors of all pairs in one tensor, then all singular values.
+    """
+
+    def triplet(weight: torch.Tensor, base: torch.Tensor) -> list[torch.Tensor]:
+        u, sigma, v = torch.svd_lowrank(weight.float() - base.float())
+        return [u[:, 0], sigma[0], v[:, 0]]
+
+    def signed(u: torch.Tensor, sigma: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Make the entry of v largest in magnitude positive, as the op does."""
+        sign = v[v.abs().argmax()].sign()
+        return [u * sign, sigma, v * sign]
+
+    def outputs(returned: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        found = [signed(*three) for three in returned]
+        if not many:
+            return found[0]
+        return [torch.cat([vector for u, _, v in found for vector in (u, v)]), torch.stack([s for _, s, _ in found])]
+
+    return {"torch svd_lowrank": Rival(lambda: lambda: [triplet(*pair) for pair in pairs], outputs)}
+
+
 def gather(caches: Sequence[torch.Tensor], tables: torch.Tensor, length: int) -> list[torch.Tensor]:
     """[B, Hk, length, d] of each cache: what lies in pages, copied for attention that reads it contiguous."""
     return [dense(cache, tables, length).transpose(1, 2).contiguous() for cache in caches]
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
-    """The reference, compiled."""
+    """Return the reference, compiled, and TRL's, whose kernel makes NaN of logits of -inf."""
 
     def compiled() -> Call:
         plain = torch.compile(reference.token_logprobs, dynamic=False)
         return lambda: run(lambda leaf: plain(leaf, ids, 0.7), logits)
 
-    return {"torch.compile": Rival(compiled)}
+    def trl() -> Call:
+        from trl.trainer.utils import selective_log_softmax_and_entropy as score
+
+        finite = logits.clamp(min=LOWEST_LOGIT)
+        return functools.partial(run, lambda leaf: score(leaf, ids, temperature=0.7), finite)
+
+    return {"torch.compile": Rival(compiled), "TRL": Rival(trl)}
 
 
-def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, run: Callable[..., Any]) -> Rivals:
+def linear_logprobs(states: Sequence[torch.Tensor], run: Callable[..., Any]) -> Rivals:
+    """Return the reference, compiled, and TRL's head, which holds no logits; Liger has no entropy with a gradient."""
+
+    def compiled() -> Call:
+        return functools.partial(run, torch.compile(reference.linear_token_logprobs, dynamic=False), states)
+
+    def trl() -> Call:
+        importlib.import_module("trl.kernels.chunked_logprob")  # absent here, not when the call is timed
+        return functools.partial(run, functools.partial(score_by_trl, return_entropy=True), states)
+
+    return {"torch.compile": Rival(compiled), "TRL": Rival(trl)}
+
+
+def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, loss: Callable[..., Any]) -> Rivals:
     """torch's cross entropy, compiled, and those of Liger and TRL, which hold no logits."""
 
     def plain(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((h @ w.T).float(), ids, reduction="sum")
 
     def compiled() -> Call:
-        return functools.partial(run, torch.compile(plain, dynamic=False), states)
+        return functools.partial(loss, torch.compile(plain, dynamic=False), states)
 
     def liger() -> Call:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        return functools.partial(run, lambda h, w: loss(w, h, ids), states)
+        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        return functools.partial(loss, lambda h, w: fused(w, h, ids), states)
+
+    def liger_logprobs() -> Call:
+        score = by_liger(importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo"))
+        return functools.partial(loss, lambda h, w: -score(h, w, ids).sum(), states)
 
     def trl() -> Call:
-        importlib.import_module("trl.kernels.chunked_logprob")  # absent here, not when the call is timed
-        return functools.partial(run, lambda h, w: -score_by_trl(h, w, ids).sum(), states)
+        importlib.import_module("trl.kernels.chunked_logprob")
+        return functools.partial(loss, lambda h, w: -score_by_trl(h, w, ids).sum(), states)
 
-    return {"torch.compile": Rival(compiled), "Liger": Rival(liger), "TRL": Rival(trl)}
+    makers = {"torch.compile": compiled, "Liger": liger, "Liger, log-probabilities": liger_logprobs, "TRL": trl}
+    return {name: Rival(make) for name, make in makers.items()}
 
 
 def repeated(heads: int, *tensors: torch.Tensor) -> list[torch.Tensor]:

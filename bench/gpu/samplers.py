@@ -1,12 +1,15 @@
 """Peers that draw tokens. They use other noise, so the check is whether each token was possible."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.gpu.rivals import Rival
+from bench.gpu.rivals import Rival, Rivals
+from rlkernels.proof.problem import ErrorBound
+from rlkernels.sampling import reference
 
 Call = Callable[[], Any]
 TOP_P_SLACK = 1e-3  # of top_p: sums of 151,936 rounded probabilities
@@ -24,7 +27,7 @@ def possible(logits: torch.Tensor, temperature: float, top_p: float, top_k: int)
     return (probs >= descending.gather(-1, last_place)) & (probs > 0)
 
 
-def share_of_impossible(allowed: torch.Tensor, returned: Any) -> tuple[float, float]:
+def share_of_impossible(allowed: torch.Tensor, returned: Any) -> ErrorBound:
     """Return (share of drawn tokens that were impossible, 0)."""
     ids = (returned[0] if isinstance(returned, tuple) else returned).flatten().long()
     if ids.shape != allowed.shape[:1] or bool(((ids < 0) | (ids >= allowed.shape[1])).any()):
@@ -39,19 +42,28 @@ def race(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> tuple
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 
 
-def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> dict[str, Rival]:
+def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> Rivals:
     """Make the peers for logits [T, V]; temperature above 0."""
+    filtered = bool(top_k) or top_p < 1
     allowed = possible(logits, temperature, top_p, top_k)
     rows = len(logits)
     judge = partial(share_of_impossible, allowed)
 
-    def multinomial() -> Call:
+    def multinomial(filters: Sequence[Callable[..., Any]] = ()) -> Call:
         def call() -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs = (logits.float() / temperature).log_softmax(-1)
+            scores = logits.float() / temperature
+            for keep in filters:
+                scores = keep(None, scores)
+            logprobs = scores.log_softmax(-1)
             ids = torch.multinomial(logprobs.exp(), 1)
             return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 
         return call
+
+    def transformers() -> Call:
+        from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+        return multinomial([*([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(top_p)])
 
     def compiled() -> Call:
         run = torch.compile(race, dynamic=False)
@@ -62,11 +74,46 @@ def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -
 
         k = torch.full((rows,), top_k or logits.shape[1], dtype=torch.int32, device=logits.device)
         p = torch.full((rows,), top_p, device=logits.device)
-        if top_k or top_p < 1:
+        if filtered:
             return lambda: sampling.top_k_top_p_sampling_from_logits(logits.float() / temperature, k, p)
         return lambda: sampling.sampling_from_logits(logits.float() / temperature)
 
-    plain = (
-        {} if top_k or top_p < 1 else {"torch multinomial": multinomial, "torch.compile, exponential race": compiled}
-    )
-    return {name: Rival(make, judge=judge) for name, make in {**plain, "FlashInfer": flashinfer}.items()}
+    makers: dict[str, Callable[[], Call]] = {"Transformers": transformers}
+    if not filtered:
+        makers = {"torch multinomial": multinomial, "torch.compile, exponential race": compiled}
+    return {name: Rival(make, judge=judge) for name, make in {**makers, "FlashInfer": flashinfer}.items()}
+
+
+def verifiers(logits: torch.Tensor, drafts: Sequence[Sequence[int]], starts: torch.Tensor, temperature: float
+              ) -> Rivals:  # fmt: skip
+    """Make rivals of verify_drafts: torch draws a token for every row, and drafts are accepted while they equal them.
+
+    Args:
+        logits: [R, V].
+        drafts, starts: as for :func:`rlkernels.verify_drafts`.
+    """
+    owner = torch.repeat_interleave(starts.diff())
+
+    def verified(draw: Rival) -> Rival:
+        def make() -> Call:
+            call = draw.make()
+
+            def verify() -> Any:
+                draft_ids = torch.tensor([*itertools.chain(*drafts)], device=logits.device)
+                ids, logprobs = call()
+                return reference.accept(ids, logprobs, draft_ids, starts, owner)
+
+            return verify
+
+        def judge(returned: Any) -> ErrorBound:
+            """Judge the new tokens: the accepted ones and one more of each sequence."""
+            accepted, ids, _ = returned
+            assert draw.judge
+            if int((ids >= 0).sum()) != int(accepted.sum()) + len(accepted):
+                return float("inf"), 0.0
+            return draw.judge(ids.where(ids >= 0, logits.argmax(-1)))
+
+        return Rival(make, judge=judge)
+
+    drawn = rivals(logits, temperature, 1.0, 0)
+    return {name: verified(rival) for name, rival in drawn.items() if name.startswith("torch")}

@@ -30,7 +30,8 @@ REPLAYED = ("write_kv", "paged_attention", "shared_prefix_attention", "merge_att
 # rivals that take a compiler's time, and the ops that have them
 COMPILERS = ("torch FlexAttention", "torch.compile")
 COMPILED = ("linear_token_logprobs", "token_logprobs", "grouped_attention", "tree_attention", "sample_tokens",
-            "shared_prefix_attention", "paged_attention")  # fmt: skip
+            "shared_prefix_attention", "paged_attention", "verify_drafts", "merge_attention",
+            "delta_matvec")  # fmt: skip
 # whose rivals run there too
 ON_A_CPU = ("grouped_attention", "tree_attention", "paged_attention", "shared_prefix_attention")
 CALLS = 10  # of an op in a graph: the start of a graph takes as long as a small kernel

@@ -116,25 +116,25 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
     answered_jobs = answering(time=[ROW], model=[ROW])
     monkeypatch.setattr(command.Session, "test", lambda self, job: self.finish(job))
     jobs = command.plan(CASES, "cpu", 0.001, sanitizer=False)
-    _, first_entries = dry_run(path, "--ops", "delta_matvec")
-    assert first_entries[-1]["finished"] and [job["op"] for job in answered_jobs[1:]] == ["delta_matvec"]
+    _, first_entries = dry_run(path, "--ops", "add_rank1_")
+    assert first_entries[-1]["finished"] and [job["op"] for job in answered_jobs[1:]] == ["add_rank1_"]
     _, second_entries = dry_run(path)
     assert second_entries[-1]["finished"] and second_entries[-1]["left_out"] == []
     assert second_entries[: len(first_entries)] == first_entries
     job_names = sorted(command.name_of(job) for job in answered_jobs)
     planned_jobs = [job for job in jobs if job["kind"] not in ("prove", "tests", "counters")]
-    ops = ("delta_matvec", *command.REHEARSED)
+    ops = ("add_rank1_", *command.REHEARSED)
     expected_jobs = [job for job in planned_jobs if job["kind"] != "time" or job["op"] in ops]
     assert job_names == sorted(command.name_of(job) for job in expected_jobs)
     num_jobs = len(answered_jobs)
     dry_run(path)
     assert len(answered_jobs) == num_jobs
     # rows of other code, or of code that no commit names, are not reused; the file keeps a copy
-    assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", "abd")[1], "row")) == 1
+    assert len(of(dry_run(path, "--ops", "add_rank1_", "--commit", "abd")[1], "row")) == 1
     assert read(path.with_name("record.jsonl.before"))[0]["commit"] == "abc"
     for commit in ("abd-dirty", "unknown"):
         path.write_text("".join(json.dumps({**e, "commit": commit}) + "\n" for e in second_entries))
-        assert len(of(dry_run(path, "--ops", "delta_matvec", "--commit", commit)[1], "row")) == 1
+        assert len(of(dry_run(path, "--ops", "add_rank1_", "--commit", commit)[1], "row")) == 1
 
 
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):

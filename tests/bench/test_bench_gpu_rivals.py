@@ -2,17 +2,20 @@
 
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 
+import rlkernels
 from bench.gpu import rivals, samplers
-from bench.gpu.cases import cross_entropy, rivals_of
+from bench.gpu.cases import LARGE, RIVALS, cross_entropy, rivals_of
 from bench.gpu.rivals import Rival
 from rlkernels.prefix_cache import GroupedLayout, reference
-from rlkernels.proof.cases import attention, logits
+from rlkernels.proof.cases import attention, logits, rank1
 from rlkernels.proof.problem import Case, Problem, Tolerance
 
 CPU = torch.device("cpu")
@@ -123,7 +126,8 @@ def test_timed_cases_have_rivals():
     case = Case("shared_prefix_attention", "two prefixes", None)
     problem = attention.shared([16] * 2, 3, [8], 1, (4, 2, 16), 8, torch.float32, CPU)
     named_rivals = rivals_of(case, problem)
-    assert named_rivals.keys() == {"torch SDPA", "torch varlen", "torch FlexAttention", "FlashInfer", "flash-attn"}
+    libraries = {"torch SDPA", "torch varlen", "torch FlexAttention", "FlashInfer", "flash-attn"}
+    assert named_rivals.keys() == {*libraries, "triton, not shared"}
     torch.testing.assert_close(named_rivals["torch SDPA"].make()(), problem.call("torch")[0])
     ragged = attention.paged(*attention.ODD, (4, 2, 16), 8, torch.float32, CPU)
     assert rivals_of(replace(case, op="paged_attention"), ragged) == {}
@@ -139,8 +143,80 @@ def test_timed_cases_have_rivals():
     tree = problems["tree_attention"]
     masked = rivals_of(replace(case, op="tree_attention"), tree)["torch FlexAttention"].make()()
     torch.testing.assert_close([t.detach() for t in masked], tree.exact(), check_dtype=False)
-    untimed_problem = logits.linear_logprobs(2, 9, 4, torch.float32, CPU)
-    assert rivals_of(replace(case, op="linear_token_logprobs"), untimed_problem) == {}
+    assert {case.op for case in LARGE} - RIVALS.keys() == {"dtw", "dtw_topk"}
+
+
+def test_every_op_is_timed_in_three_sizes():
+    """Regimes and settings with verdicts of their own, too."""
+    kinds = Counter(
+        (case.op, "16 dimensions" in case.label, "prefill" in case.label, "top-p" in case.label) for case in LARGE
+    )
+    assert kinds["sample_tokens", False, False, True] == kinds["dtw", True, False, False] == 3
+    assert kinds["paged_attention", False, True, False] == 3 and min(kinds.values()) == 3
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+PROBLEMS = {
+    "shared_prefix_attention": partial(attention.shared, [16] * 2, 3, [8], 1, (4, 2, 16), 8, F32),
+    "write_kv": partial(attention.write, 37, (2, 16), 8, BF16),
+    "merge_attention": partial(attention.merge, 5, 2, 16, BF16),
+    "sample_tokens": partial(logits.sample, 5, 33, F32, [(0.7, 0.9, 8)]),
+    "verify_drafts": partial(logits.verify, [3, 0, 2], 33, F32, [(1.0, 1.0, 0)]),
+    "token_logprobs": partial(logits.logprobs, 5, 33, F32, True),
+    "linear_token_logprobs": partial(logits.linear_logprobs, 5, 33, 8, F32),
+    "top1_delta": partial(rank1.top1, 65, 33, BF16),
+    "top1_deltas": partial(rank1.top1_many, [(65, 33), (40, 57)], BF16),
+    "delta_matvec": partial(rank1.matvec, 65, 33, BF16),
+    "add_rank1_": partial(rank1.add, 65, 33, BF16, False),
+}
+RUN_HERE = {
+    "shared_prefix_attention": {"torch SDPA", "torch FlexAttention", "triton, not shared"},
+    "write_kv": {"torch index_copy_", "torch index_put_"},
+    "merge_attention": {"torch.compile"},
+    "sample_tokens": {"Transformers"},
+    "verify_drafts": {"torch multinomial", "torch.compile, exponential race"},
+    "token_logprobs": {"torch.compile", "TRL"},
+    "linear_token_logprobs": {"torch.compile", "TRL"},
+    "top1_delta": {"torch svd_lowrank"},
+    "top1_deltas": {"torch svd_lowrank"},
+    "delta_matvec": {"torch.compile"},
+    "add_rank1_": {"torch addcmul_", "torch addr_"},
+}
+
+
+@pytest.mark.parametrize("op", PROBLEMS)
+def test_rivals_keep_the_rule_of_the_op(trl_integration, monkeypatch, op):
+    """Twice, as timed calls repeat: what a call changes is restored before. Compilers and Triton stand aside."""
+    attend = rlkernels.paged_attention
+
+    def without_triton(*args, backend, **options):
+        assert backend == "triton"
+        return attend(*args, backend="torch", **options)
+
+    monkeypatch.setattr(rlkernels, "paged_attention", without_triton)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    torch.manual_seed(0)
+    problem = PROBLEMS[op](CPU)
+    gate = Tolerance(problem)
+    named_rivals = rivals_of(Case(op, "", None), problem)
+    for name in RUN_HERE[op]:
+        call = named_rivals[name].make()
+        for _ in range(2):
+            if problem.reset:
+                problem.reset()
+            error, allowed = named_rivals[name].verdict(gate, call())
+            assert error <= allowed, name
+
+
+def test_a_draft_is_judged_by_its_new_tokens():
+    """Possible tokens, as many as were accepted and one more of each sequence."""
+    rows = torch.tensor([[0.0, -math.inf], [0.0, 0.0], [-math.inf, 0.0]])
+    rival = samplers.verifiers(rows, [[0], []], torch.tensor([0, 2, 3]), 1.0)["torch multinomial"]
+    accepted, ids, _ = rival.make()()
+    assert accepted.tolist() == [1, 0] and ids[0] == 0 and ids[2] == 1
+    assert rival.judge((accepted, ids, None)) == (0.0, 0.0)
+    assert rival.judge((accepted, torch.tensor([1, 0, 1]), None))[0] == pytest.approx(1 / 3)
+    assert rival.judge((accepted, torch.tensor([0, -1, 1]), None)) == (math.inf, 0.0)
 
 
 def test_a_rival_is_judged_by_its_own_rule():

@@ -123,7 +123,8 @@ def write(tokens: int, heads: tuple[int, int], size: int, dtype: torch.dtype, on
         return caches
 
     moved = 4 * key.nbytes + slots.nbytes
-    return Problem(call, reset=lambda: caches.fill_(torch.nan), nbytes=moved, dtype=dtype, floor=0.0)
+    given = {"key": key, "value": value, "caches": caches, "slots": slots}
+    return Problem(call, reset=lambda: caches.fill_(torch.nan), nbytes=moved, dtype=dtype, floor=0.0, inputs=given)
 
 
 def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> Problem:
@@ -136,6 +137,7 @@ def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, on: Device) -> 
         lambda: reference.merge_attention(*doubled((a, lse_a, b, lse_b))),
         nbytes=3 * (a.nbytes + lse_a.nbytes),
         dtype=dtype,
+        inputs={"sides": (a, lse_a, b, lse_b)},
     )
 
 

@@ -77,6 +77,7 @@ def linear_logprobs(rows: int, vocab: int, width: int, dtype: torch.dtype, on: D
         nbytes=sum(x.nbytes for x in inputs) * 2,
         flops=8 * rows * vocab * width,
         dtype=dtype,
+        inputs={"states": inputs, "run": run},
     )
 
 
@@ -118,6 +119,7 @@ def verify(lengths: list[int], vocab: int, dtype: torch.dtype, settings: list[Se
         lambda backend: rlkernels.verify_drafts(logits, drafts, bounds, uniforms, **options, backend=backend),
         nbytes=logits.nbytes,
         dtype=dtype,
+        inputs={"logits": logits, "drafts": drafts, "starts": bounds, "settings": settings},
     )
 
 

@@ -53,7 +53,8 @@ def top1(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
             errors += [sine, 1e3 * abs(vector.norm().item() - 1)]
         return _worst(*errors)
 
-    return Problem(call, judge=judge, nbytes=2 * weight.nbytes, dtype=dtype)
+    given = {"pairs": [(weight, base)]}
+    return Problem(call, judge=judge, nbytes=2 * weight.nbytes, dtype=dtype, inputs=given)
 
 
 def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> Problem:
@@ -68,7 +69,8 @@ def top1_many(shapes: list[tuple[int, int]], dtype: torch.dtype, on: Device) -> 
     def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
         return _worst((result[0] - plain[0]).abs().max().item(), (result[1] / plain[1] - 1).abs().max().item())
 
-    return Problem(call, judge=judge, nbytes=4 * sum(w.nbytes + b.nbytes for w, b in pairs.values()), dtype=dtype)
+    nbytes = 4 * sum(w.nbytes + b.nbytes for w, b in pairs.values())
+    return Problem(call, judge=judge, nbytes=nbytes, dtype=dtype, inputs={"pairs": [*pairs.values()]})
 
 
 def matvec(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
@@ -78,6 +80,7 @@ def matvec(m: int, n: int, dtype: torch.dtype, on: Device) -> Problem:
         lambda backend: rlkernels.delta_matvec(weight, base, v, backend=backend),
         lambda: (weight.double() - base.double()) @ v.double(),
         nbytes=weight.nbytes + base.nbytes,
+        inputs={"tensors": (weight, base, v)},
     )
 
 
@@ -86,6 +89,7 @@ def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Pro
     weight = start.clone()
     u = torch.randn(m, device=on)
     v = torch.randn(n, device=on)
+    scale = 1e-3
     options: dict[str, Any] = {"stochastic_rounding": stochastic, "seed": 11}
 
     def judge(result: list[torch.Tensor], plain: list[torch.Tensor]) -> ErrorBound:
@@ -97,12 +101,13 @@ def add(m: int, n: int, dtype: torch.dtype, stochastic: bool, on: Device) -> Pro
         return (share if bool(is_neighbour.all()) else math.inf), 0.01
 
     return Problem(
-        lambda backend: rlkernels.add_rank1_(weight, u, v, 1e-3, **options, backend=backend),
-        exact=None if stochastic else lambda: start.double() + 1e-3 * torch.outer(u.double(), v.double()),
+        lambda backend: rlkernels.add_rank1_(weight, u, v, scale, **options, backend=backend),
+        exact=None if stochastic else lambda: start.double() + scale * torch.outer(u.double(), v.double()),
         judge=judge if stochastic else None,
         reset=lambda: weight.copy_(start),
         nbytes=2 * weight.nbytes,
         dtype=dtype,
+        inputs={"weight": weight, "u": u, "v": v, "scale": scale},
     )
 
 
