@@ -1,7 +1,8 @@
 """Updates of TRL's GRPOTrainer on a GPU: loss and gradients of one group, by TRL alone and with added kernels.
 
 The models have the shapes of Qwen2.5-0.5B and 1.5B, random weights, bfloat16, no gradient checkpointing. The first row
-of an arm is a check: gradients of a small model against float32, with at most twice the error of TRL.
+of an arm is a check: gradients of a small model against float32, with at most twice the error of TRL. An arm is a
+trainer, and what computes norms, rotary embeddings and feed-forward layers around its attention.
 """
 
 import gc
@@ -24,10 +25,14 @@ SIZES = {
                      "num_attention_heads": 12, "num_key_value_heads": 2},
 }  # fmt: skip
 TINY = "tiny"  # the model of a rehearsal, that of bench.gpu.model
-# Liger changes functions of the model's module, for all later arms of a process
-# A failure of the first two counts. Hub kernels need a network.
-ARMS = ("TRL", "rlkernels", "FlexAttention tree", "TRL, use_kernels")
-LIGER_ARMS = ("rlkernels, Liger's layers", "TRL, Liger's layers")
+FLEX, HUB, LIGER, COMPILED = "FlexAttention tree", "use_kernels", "Liger's layers", "compiled layers"
+FIRST_ARMS = ("TRL", "rlkernels")  # whose failure counts
+# in order of their value: compilers take seconds
+ARMS = (
+    (*FIRST_ARMS, FLEX, f"TRL, {HUB}", f"rlkernels, {HUB}"),
+    (f"rlkernels, {LIGER}", f"TRL, {LIGER}"),
+    (f"rlkernels, {COMPILED}", f"TRL, {COMPILED}"),
+)
 SHAPES = ((256, 512), (2048, 512), (256, 2048), (2048, 2048))  # prompt, longest answer
 ANSWERS = 8
 MAX_TIMED_UPDATES = 5  # updates to time
@@ -38,7 +43,7 @@ FEW = (2, 24, 8)  # the same in a rehearsal
 
 def jobs(device: str) -> Iterator[tuple[str, str]]:
     """Yield (size, arm), a worker's job each."""
-    for arms in (ARMS, LIGER_ARMS):
+    for arms in ARMS:
         for size in SIZES if device == "cuda" else (TINY,):
             yield from ((size, arm) for arm in arms)
 
@@ -60,6 +65,35 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def load_hub_kernels(model: Any) -> None:
+    """Replace layers by kernels of the Hub.
+
+    Raises:
+        RuntimeError: none was loaded; Transformers would silently keep its own layers.
+    """
+    reason = "no layer was replaced"
+    try:
+        model.set_use_kernels(True)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if all(getattr(module.forward, "__func__", None) is type(module).forward for module in model.modules()):
+        raise RuntimeError(f"hub kernels need network or a local cache: {reason}")
+
+
+def replace_layers(model: Any, arm: str) -> None:
+    """Let the library of an arm compute the layers around attention."""
+    if arm.endswith(HUB):
+        load_hub_kernels(model)
+    elif arm.endswith(LIGER):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    elif arm.endswith(COMPILED):
+        backend = "inductor" if model.device.type == "cuda" else "aot_eager"
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend=backend)
+
+
 class Updates:
     """An arm on one model: TRL's trainer and the patches of the arm."""
 
@@ -75,13 +109,8 @@ class Updates:
         self.patches = dict[str, Any]()
         model: Any = make_model(size, device)
         model = model.to(dtype)
-        if arm.endswith("use_kernels"):
-            model.set_use_kernels(True)
-        if arm.endswith("Liger's layers"):
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-        if arm == "FlexAttention tree":
+        replace_layers(model, arm)
+        if arm == FLEX:
             self.patches["rlkernels.prefix_cache.TreeLayout.attend"] = attend_by_flex
         cls = GRPOTrainer if arm.startswith("TRL") else SharedPrefixGRPOTrainer
         self.trainer = make_trainer(cls, model, 8, max(longest for _, longest in SHAPES), ANSWERS, device.type)
@@ -141,9 +170,9 @@ def measure(updates: Updates, prompt: int, longest: int) -> Message:
     call = updates.call(prompt, longest)
     device = updates.device
     norm = call()
-    peak = peak_bytes(call, device)
     times = list[float]()
-    while len(times) < MAX_TIMED_UPDATES and (not times or sum(times) < MAX_TIMED_S):
+    peak = peak_bytes(lambda: times.append(seconds(call, device)), device)
+    while len(times) < MAX_TIMED_UPDATES and sum(times) < MAX_TIMED_S:
         times.append(seconds(call, device))
     row: Message = {"ok": norm == norm, "median_s": statistics.median(times), "peak_bytes": peak, "gradient_norm": norm}
     if reason := updates.fallback():
@@ -155,6 +184,17 @@ def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[st
         ) -> Message:  # fmt: skip
     """Run a job of the worker: rows for the gradients of an arm and for each shape, but those in ``without``."""
     say({"begin": arm})
+    from transformers.models.qwen2 import modeling_qwen2
+
+    names = dict(vars(modeling_qwen2))
+    try:
+        return measure_arm(name, arm, device, without, say)
+    finally:
+        vars(modeling_qwen2).update(names)  # Liger replaces some, which later arms need
+
+
+def measure_arm(name: str, arm: str, device: torch.device, without: Sequence[Sequence[str]],
+                say: Callable[[Message], None]) -> Message:  # fmt: skip
     from bench.gpu.model import QWEN
     from bench.gpu.model import TINY as TINY_SIZE
 
@@ -181,7 +221,7 @@ def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[st
         try:
             row |= measure_row()
         except Exception as error:
-            row |= {"ok": False if arm in ARMS[:2] else None, "missing": f"{type(error).__name__}: {error}"[:300]}
+            row |= {"ok": False if arm in FIRST_ARMS else None, "missing": f"{type(error).__name__}: {error}"[:300]}
             synchronize(device)  # raises if the device is broken
         say({"row": row})
         for updates in trainers:
