@@ -41,6 +41,7 @@ IMPORTS = (
 )
 WITHOUT_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 SILENT: Any = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "process_group": 0}
+BUDGET_S = 540.0  # of a call
 LEAST_S = 4.0  # to begin a job
 LEAST_TESTS_S = 15.0  # to begin a file of tests
 LEAST_SANITIZED_S = 60.0
@@ -61,7 +62,10 @@ LIMITS_S = {"device": 60.0, "time": 60.0, "update": 90.0, "preset": 90.0, "shard
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a call: seconds that it may take, and what follows from what it finds, written before it runs."""
+    """A part of a call: its seconds, and what follows from what it finds, written before it runs.
+
+    A stage also gets the seconds that earlier stages left over.
+    """
 
     name: str
     seconds: float
@@ -69,28 +73,30 @@ class Stage:
 
 
 STAGES = (
-    Stage("facts", 60, "Limits are reckoned from these rates: bytes over copy bandwidth, operations over matrix rate."),
-    Stage("attention", 90, "grouped_attention: auto takes the fastest of triton and torch in the cases of that head "
+    Stage("facts", 30, "Limits are reckoned from these rates: bytes over copy bandwidth, operations over matrix rate."),
+    Stage("attention", 70, "grouped_attention: auto takes the fastest of triton and torch in the cases of that head "
           "dimension, if it is below SDPA on repeated prefixes and FlexAttention. Where SDPA or FlexAttention is 3 % "
-          "faster than both, library.py takes that one, and triton gets no verdict. tree_attention: the same for both "
-          "variants of triton; FlexAttention replaces the FlashAttention of library.py also if it only peaks lower."),
-    Stage("updates", 140, "TRL: the README names the fastest arm of each shape. If ours is slower than TRL's own in a "
-          "shape, the page says below which prompt to leave SharedPrefixGRPOTrainer. If ours with Liger's layers is 3 "
-          "% faster than ours, the page recommends both. A gradient error above twice TRL's in bfloat16 stops the "
-          "release."),
-    Stage("ops", 115, "Decode ops are judged by replay_s, prefill and training by median_s, each size class by itself: "
+          "faster than both, rlkernels/prefix_cache/torch_flash.py calls that one, and triton gets no verdict. "
+          "tree_attention: the same for both variants of triton; FlexAttention replaces the FlashAttention of "
+          "rlkernels/prefix_cache/torch_flash.py also if it only peaks lower."),
+    Stage("updates", 135, "TRL: the README names the fastest arm of each shape. If ours is slower than TRL's own in a "
+          "shape, docs/integrations.md says below which prompt to leave SharedPrefixGRPOTrainer. If ours with Liger's "
+          "or compiled layers is 3 % faster than ours, that page recommends both. A gradient error above twice TRL's "
+          "in bfloat16 stops the release."),
+    Stage("ops", 105, "Decode ops are judged by replay_s, prefill and training by median_s, each size class by itself: "
           "auto takes triton where it is 3 % below torch; shared_prefix_attention only if it also is no slower than "
-          "paged_attention on the same tokens. A rival faster than both (copy_s counted) gets an issue."),
-    Stage("prove", 80, "The verdicts become rlkernels/records.json, but for ops where `attention` or `ops` above says "
+          "'triton, not shared', which is paged_attention on the same tokens. A rival faster than both (copy_s "
+          "counted) gets an issue."),
+    Stage("prove", 90, "The verdicts become rlkernels/records.json, but for ops where `attention` or `ops` above says "
           "that a rival is faster."),
-    Stage("decode", 35, "A pass of 256 sequences: the engine captures graphs by default if triton's pass is below "
+    Stage("decode", 25, "A pass of 256 sequences: the engine captures graphs by default if triton's pass is below "
           "torch's. Above 4 ms a pass, host time comes first."),
-    Stage("sharded", 40, "If a step by fsdp2 over NCCL differs from one without by more than rounding, the page says "
+    Stage("sharded", 20, "If a step by fsdp2 over NCCL differs from one without by more than rounding, the page says "
           "that it is broken on GPUs, and an issue is opened; otherwise the list of what never ran loses it."),
-    Stage("presets", 75, "If a step's peak is above the plan of --dry-run, the constants of "
+    Stage("presets", 45, "If a step's peak is above the plan of --dry-run, the constants of "
           "python_trainer/loop/memory.py rise to it; below 0.8 of the plan they fall. A preset that does not fit loses "
           "micro_batch_tokens."),
-    Stage("counters", 45, "A kernel that moves 1.2 times its bytes, or reaches less than half of both bandwidth and "
+    Stage("counters", 20, "A kernel that moves 1.2 times its bytes, or reaches less than half of both bandwidth and "
           "matrix rate, is the next to be worked on."),
     Stage("tests", 300, "A test that fails here withdraws the verdicts of its op."),
     Stage("rest", 300, "CUDA's DTW keeps its verdict if it is 3 % below Triton's. A finding of compute-sanitizer "
@@ -170,9 +176,11 @@ class Session:
             self.build = Build(self.device)
         warm = None if self.args.rehearse else Popen([sys.executable, "-c", IMPORTS], env=WITHOUT_GPU, **SILENT)
         try:
+            until = time.monotonic()
             for stage in STAGES:
                 if todo := [job for job in jobs if job["stage"] == stage.name]:
-                    self.enter(stage, todo)
+                    until += stage.seconds * self.slower
+                    self.enter(stage, todo, until)
         finally:
             self.end = self.last
             self.worker.close()
@@ -181,10 +189,10 @@ class Session:
             if self.build:
                 self.build.stop()
 
-    def enter(self, stage: Stage, jobs: Sequence[Message]) -> None:
-        """Do the jobs of a stage within its time; a mistake in one of them ends that one. Raises DeviceLost."""
+    def enter(self, stage: Stage, jobs: Sequence[Message], until: float) -> None:
+        """Do the jobs of a stage until this time; a mistake in one of them ends that one. Raises DeviceLost."""
         start = time.monotonic()
-        self.end = min(self.last, start + stage.seconds * self.slower)
+        self.end = min(self.last, until)
         if self.left() < LEAST_S:
             return
         self.journal.add("stage", stage=stage.name, decision=stage.decision, seconds=round(self.left(), 1))
@@ -370,7 +378,8 @@ def test_files() -> list[str]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.session", description=__doc__)
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--budget-seconds", type=float, default=540, help="stop after this long (default 540)")
+    parser.add_argument("--budget-seconds", type=float, default=BUDGET_S, metavar="S",
+                        help=f"stop after this long (default {BUDGET_S:.0f})")  # fmt: skip
     parser.add_argument("--stages", nargs="+", choices=names, default=names, metavar="STAGE",
                         help=f"these only, of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--ops", nargs="+", default=[], metavar="OP", help="these ops only, with the proof of them")

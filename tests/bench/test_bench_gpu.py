@@ -57,6 +57,11 @@ def test_the_proof_comes_first_of_all_that_needs_the_extension():
     assert {j["op"]: j["case"] for j in dry if j["kind"] == "time"} == first
 
 
+def test_decisions_name_files_of_the_project():
+    named_files = re.findall(r"[\w/.]+\.(?:py|json|md)\b", " ".join(stage.decision for stage in command.STAGES))
+    assert named_files and all((ROOT / file).exists() for file in named_files)
+
+
 STAGES = [stage.name for stage in command.STAGES]
 OPTIONS = ["--rehearse", "--seconds", "0.001", "--commit", "abc"]
 QUICK = ("--no-build", "--no-tests")
@@ -135,6 +140,18 @@ def test_next_call_does_what_the_record_lacks(tmp_path, monkeypatch, answering):
     for commit in ("abd-dirty", "unknown"):
         path.write_text("".join(json.dumps({**e, "commit": commit}) + "\n" for e in second_entries))
         assert len(of(dry_run(path, "--ops", "add_rank1_", "--commit", commit)[1], "row")) == 1
+
+
+def test_seconds_that_a_stage_leaves_over_go_to_later_ones(tmp_path, answering):
+    """All stages before the tests fit into a call."""
+    before_tests = command.STAGES[: STAGES.index("tests")]
+    assert sum(stage.seconds for stage in before_tests) <= command.BUDGET_S
+    answering(time=[ROW])
+    _, entries = dry_run(tmp_path / "record.jsonl", "--stages", "facts", "ops", "--budget-seconds", "3000")
+    starts = {e["stage"]: e["seconds"] for e in of(entries, "stage") if "decision" in e}
+    seconds = {stage.name: 6.0 * stage.seconds for stage in command.STAGES}  # a rehearsal has more time
+    assert starts["facts"] == pytest.approx(seconds["facts"], abs=5)
+    assert starts["ops"] == pytest.approx(seconds["facts"] + seconds["ops"], abs=5)
 
 
 def test_inputs_that_cannot_be_made_are_tried_once(tmp_path, answering):
