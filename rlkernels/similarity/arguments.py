@@ -58,7 +58,7 @@ def lengths(name: str, value: torch.Tensor | None, x: torch.Tensor, *, in_kernel
     size, longest, *_ = x.shape
     _check.shape(name, value, (size,))
     if not in_kernel and size and _check.has_values(value) and not torch.compiler.is_compiling():
-        low, high = (int(bound) for bound in torch.aminmax(value))
+        low, high = map(int, torch.aminmax(value.cpu()))  # on a GPU one wait, and no launch
         if low < 0 or high > longest:
             raise ValueError(f"{name} must lie between 0 and {longest}, got values from {low} to {high}")
     return value.long().contiguous()

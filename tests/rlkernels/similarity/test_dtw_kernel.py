@@ -11,7 +11,7 @@ from pretend_gpu import GPUTensor, pretended
 from support import Launches, draw_series, every_isa
 
 import rlkernels
-from rlkernels.similarity import gpu, reference
+from rlkernels.similarity import arguments, gpu, reference
 
 
 def test_whole_numbers_are_exact_with_long_trajectories():
@@ -189,6 +189,14 @@ def test_torch_launches_little_around_the_kernel(with_lengths, mode, launches, m
     with Launches() as launched:
         gpu.dtw(x, y, *lengths, None, mode, "cuda")
     assert launched.counts.total() <= launches and not launched.waits
+
+
+def test_the_host_waits_once_for_the_lengths_of_a_side():
+    with pretended() as waits:
+        lengths = arguments.lengths("x_lengths", GPUTensor(torch.tensor([3, 0, 5])), GPUTensor(torch.ones(3, 5)))
+        assert waits.total() == 1 and not GPUTensor.launches and lengths.numbers.tolist() == [3, 0, 5]
+        with pytest.raises(ValueError, match="x_lengths must lie between 0 and 5, got values from 0 to 6"):
+            arguments.lengths("x_lengths", GPUTensor(torch.tensor([3, 0, 6])), GPUTensor(torch.ones(3, 5)))
 
 
 @pytest.mark.parametrize(("n", "m", "length", "k", "pays"), [
