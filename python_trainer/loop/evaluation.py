@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.data import Rollout
@@ -133,7 +134,7 @@ class Evaluator:
         questions = json.dumps(settings)
         digest = hashlib.blake2b(questions.encode(), digest_size=16).hexdigest()
         evaluated = [digest, len(test.ids[: sampling.eval_limit_during])]
-        if state.evaluations and state.evaluated != evaluated:
+        if state.evaluations and state.evaluated[:2] != evaluated:
             self.prompts.note(
                 "evaluations have other prompts, rewards or sampling than before: best/ and evaluation.target_accuracy "
                 "regard the new ones only"
@@ -142,7 +143,23 @@ class Evaluator:
             state.costs = []
             if state.evaluated[:1] != [digest]:
                 state.results = {}
-        state.evaluated = evaluated
+        state.evaluated = [*evaluated, self._forget_other_sets(*state.evaluated[2:])]
+
+    def _forget_other_sets(self, saved: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """Drop metrics of ``evaluation.sets`` that have other prompts now; return a digest of each set.
+
+        Args:
+            saved: the digests at the evaluation before; older checkpoints have none.
+        """
+        names = self.config.evaluation.sets
+        digests = {name: digest_examples(each.examples, each.ids) for name, each in zip(names, self.prompts.sets)}
+        for name in digests:
+            if saved.get(name, digests[name]) != digests[name]:
+                self.prompts.note(f"evaluation.sets.{name} has other prompts than before, whose metrics are forgotten")
+                for stage, results in self.prompts.state.results.items():
+                    kept = {key: value for key, value in results.items() if key.split("/")[1:-1] != [name]}
+                    self.prompts.state.results[stage] = kept
+        return digests
 
     def evaluate_each(self, split: str, rows: range) -> list[float]:
         """Return for each prompt of a split 1 if its answer is right, else 0; with several samples their mean.

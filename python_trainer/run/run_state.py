@@ -41,7 +41,8 @@ class RunState:
     counts: dict[str, Count] = field(default_factory=dict)  # of TOKENS
     # [step, eval/accuracy, eval/reward]
     evaluations: list[Annotated[list[float], Field(min_length=3, max_length=3)]] = field(default_factory=list)
-    evaluated: list[Any] = field(default_factory=list)  # [digest of what they ask, number of prompts in all of them]
+    # [digest of what they ask, number of prompts in all of them, digests of evaluation.sets by name]
+    evaluated: list[Any] = field(default_factory=list)
     # [training seconds, generated tokens] before each evaluation
     costs: list[Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # all metrics of the evaluations start and final

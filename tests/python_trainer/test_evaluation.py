@@ -137,6 +137,23 @@ def test_a_resumed_run_compares_only_evaluations_with_the_same_rewards(make_conf
     assert [row[0] for row in trainer.state.evaluations] == [4] and trainer.state.results.keys() == {"final"}
 
 
+def test_a_resumed_run_compares_only_evaluations_of_the_same_sets(make_config, tmp_path):
+    sets = {name: known_rows(tmp_path, [1.0, 0.0]) for name in ("mended", "kept")}
+    sets["mended"] = str(tmp_path / "mended.jsonl")
+    rows = known_rows(tmp_path, [1.0, 1.0])
+    task = {"train_path": rows, "test_path": rows, "reward": "test_evaluation:known"}
+    shown = io.StringIO()
+    for steps in (1, 2, 3):
+        if steps < 3:  # the same path, another file
+            (tmp_path / "mended.jsonl").write_text(f'{{"prompt": "{"A" * steps}", "right": 1}}\n')
+        config = make_config(max_steps=steps, task=task, evaluation={"sets": sets})
+        trainer = Trainer(config, tmp_path / "run", resume=steps > 1, console=Console(file=shown, width=500))
+        trainer.run()
+    start, final = (trainer.state.results[name].keys() for name in ("start", "final"))
+    assert final - start == {"eval/mended/accuracy", "eval/mended/reward"} and "eval/kept/accuracy" in start
+    assert shown.getvalue().count("evaluation.sets.mended has other prompts than before") == 1
+
+
 @pytest.mark.parametrize(("changes", "start"), [
     ({"eval_limit_during": 4}, 0.25), ({"temperature": 0}, None), ({"samples": 2}, None), ({}, 0.25),
 ])  # fmt: skip
