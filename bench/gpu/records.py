@@ -6,8 +6,11 @@ rlkernels/records.json, which a wheel contains. The newest valid record counts, 
 A record is valid while its compilers turn the present code into the proved PTX, apart from names and lines. Other PTX
 is valid if the tests of tests/ptx pass and no count is worse: launches, waits of the host, instructions, bytes,
 registers, spills, shared memory, blocks per SM. torch's kernels count as launches only: a new kernel with fewer
-launches in all does torch's work. If torch won, only the same code is valid: other code may be faster. If torch was
-kept because times could not be told apart, an earlier verdict remains: another machine does not revoke a proof.
+launches in all does torch's work. If torch won, only the same code is valid: other code may be faster. Launches and
+waits may change in favour of a verdict: fewer make a winner faster, more make a kernel that lost slower. Fewer void a
+verdict for torch, as the kernel may win now. torch's own launches are not recorded: a faster reference needs another
+proof. If torch was kept because times could not be told apart, an earlier verdict remains: another machine does not
+revoke a proof.
 """
 
 import argparse
@@ -169,9 +172,10 @@ class Check:
             changed = changed_kernels(result["kernels"], code[op][backend])
             change = f"{', '.join(changed)} changed"
             if record["verdicts"][op]["backend"] == "torch":
-                launches_changed = recorded and any(result[name] != recorded[name] for name in ("launches", "waits"))
-                if changed or launches_changed:
-                    reasons.append(f"{backend}: {change if changed else 'its launches changed'}, and may be faster now")
+                is_less = recorded and any(result[name] < recorded[name] for name in ("launches", "waits"))
+                if changed or is_less:
+                    reason = change if changed else "launches or waits less"
+                    reasons.append(f"{backend}: {reason}, and may be faster now")
                 continue
             if changed and recorded is None:
                 reasons.append(f"{backend}: {change}, and the record was not counted")
