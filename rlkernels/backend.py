@@ -8,7 +8,7 @@ kernels on a CPU. On a GPU it asks, in this order:
 
 1. the verdicts of a run, see :func:`set_run_backends`;
 2. the verdicts of ``rlkernels.prove`` on this GPU;
-3. the records that come with the package, of GPUs with the same compute capability.
+3. the records that come with the package, of GPUs with the same compute capability; ``bench.gpu.records`` says how.
 
 Without any of them it takes ``torch``.
 """
@@ -298,8 +298,8 @@ unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _warn_unproved() -> None:
     warnings.warn(
-        "no rlkernels kernel is proved on this GPU, so torch runs instead; `python -m rlkernels prove` (about a "
-        "minute) can change that",
+        "rlkernels has kernels that are not proved on this GPU, so torch runs instead; `python -m rlkernels prove` "
+        "(about a minute) can change that",
         stacklevel=2,
     )
 

@@ -1,7 +1,10 @@
-"""``python -m bench.gpu.records``: from the records of proofs to the choices of ``auto`` on machines without a proof.
+"""``python -m bench.gpu.records``: from the records of GPUs to the choices of ``auto`` on machines without a proof.
 
-Reads ``bench/gpu/records/*-prove.json``, which ``python -m rlkernels prove --record`` writes, and writes
-rlkernels/records.json, which a wheel contains. The newest valid record counts, for each compute capability and op.
+Reads ``bench/gpu/records``: ``*-prove.json``, which ``python -m rlkernels prove --record`` writes, and ``*.jsonl``, the
+rows of ``bench.gpu.session``. Writes rlkernels/records.json, which a wheel contains. For each compute capability and op
+(or regime), the newest valid proof and the newest rows count together. The choice is the fastest on average of the
+kernels that are faster than torch in every case; without one, torch. Rivals do not count: ``auto`` cannot take them.
+If no proof has chosen a kernel, rows can choose it by their PTX, ``NAME.ptx.xz`` beside them. torch needs none.
 
 A record is valid while its compilers turn the present code into the proved PTX, apart from names and lines. Other PTX
 is valid if the tests of tests/ptx pass and no count is worse: launches, waits of the host, instructions, bytes,
@@ -14,17 +17,23 @@ revoke a proof.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from bench.gpu.journal import RECORDS, ROOT
-from rlkernels.proof import WIN
+import torch
+
+from bench.gpu.cases import LARGE
+from bench.gpu.journal import RECORDS, ROOT, line, read
+from rlkernels import backend as _backend
+from rlkernels.proof import WIN, fastest
 from rlkernels.proof.compiled import Code, Kernels, nvcc_version, read_code
 from rlkernels.registry import OPS
 
@@ -33,6 +42,7 @@ TESTS = ["tests/ptx/test_kernels.py", "tests/ptx/test_dtw_cuda.py"]
 # allowed rise of instruction counts: the last bits of random inputs differ between processors and end loops
 MAX_COUNT_GROWTH = 1e-3
 TAKEN_OVER = 1e-2  # the same with fewer launches: the work of torch's kernels, which are not counted
+FIGURES = {"row": "median_s", "replay": "replay_s"}  # seconds by kind of entry; a replay counts in place of a call
 Counts = dict[str, Any]
 
 
@@ -138,6 +148,7 @@ class Check:
     def prepare(self, verdicts: list[tuple[Path, dict[str, Any], str]]) -> None:
         """Compile, then count, for all these (path, record, op) together."""
         compiled: dict[Compilers, list[str]] = {}
+        verdicts = [(path, record, op) for path, record, op in verdicts if op in read_code(path)]
         for _, record, op in verdicts:
             compiled.setdefault(self.of(record), []).extend(pairs(record, op))
         for compilers, names in compiled.items():
@@ -147,7 +158,7 @@ class Check:
             code = read_code(path)
             compilers = self.of(record)
             for pair in pairs(record, op) if record["verdicts"][op]["backend"] != "torch" else ():
-                recorded = code.get(op, {}).get(pair.partition(":")[2], {})
+                recorded = code.get(op, {}).get(pair.split(":")[1], {})
                 result = compilers.compile([pair])[pair]
                 if recorded and pair in record.get("counts", {}) and changed_kernels(result["kernels"], recorded):
                     counted.setdefault(compilers, []).append(pair)
@@ -164,11 +175,11 @@ class Check:
         reasons = list[str]()
         remark = ""
         for pair in pairs(record, op):
-            backend = pair.partition(":")[2]
-            result, recorded = compilers.compile([pair])[pair], record.get("counts", {}).get(pair)
+            backend = pair.split(":")[1]
             if backend not in code.get(op, {}):
                 reasons.append(f"{backend}: the record has no PTX of it: prove it again")
                 continue
+            result, recorded = compilers.compile([pair])[pair], record.get("counts", {}).get(pair)
             changed = changed_kernels(result["kernels"], code[op][backend])
             change = f"{', '.join(changed)} changed"
             if record["verdicts"][op]["backend"] == "torch":
@@ -193,6 +204,11 @@ class Check:
                 reasons.append(f"{backend}: {'; '.join(worse_counts)}")
         return reasons, remark
 
+    def objections_to(self, backend: str, path: Path, record: dict[str, Any], op: str) -> list[str]:
+        """Return the reasons why a record does not show this backend, whichever it chose."""
+        chosen = record | {"verdicts": {op: record["verdicts"][op] | {"backend": backend}}}
+        return [f"{reason}, in {path.name}" for reason in self.objections(chosen, read_code(path), op)[0]]
+
     def failure(self, compilers: Compilers) -> str:
         """Run the tests once; return the last line if one fails."""
         if compilers not in self.failures:
@@ -201,10 +217,16 @@ class Check:
 
 
 def pairs(record: dict[str, Any], op: str) -> list[str]:
-    """Return "op:backend" for the kernels of a verdict: the winner, or all that lost to torch."""
+    """Return "op:backend" for the winner of a verdict, or for all that lost to torch; for each row with ":shape"."""
     verdict = record["verdicts"][op]
     backends = verdict["candidates"] if verdict["backend"] == "torch" else [verdict["backend"]]
-    return [] if OPS[op].like else [f"{op}:{backend}" for backend in backends]
+    shapes = [f":{shape}" for shape in verdict.get("shapes", ())] or [""]
+    return [] if OPS[op].like else [f"{op}:{backend}{shape}" for backend in backends for shape in shapes]
+
+
+def losses(verdict: dict[str, Any]) -> list[str]:
+    """Return why candidates lost."""
+    return [f"{backend}: {entry['reason']}" for backend, entry in verdict["candidates"].items() if entry["reason"]]
 
 
 def is_decided(verdict: dict[str, Any]) -> bool:
@@ -215,8 +237,76 @@ def is_decided(verdict: dict[str, Any]) -> bool:
     )
 
 
-def load(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    return [(path, json.loads(path.read_text())) for path in paths]
+class Asked(Exception):
+    """A call has asked ``auto``."""
+
+
+def asked_name(op: str, shape: str) -> str:
+    """Return the name by which a case of ``bench.gpu`` asks for a backend: that of its op, or of a regime."""
+    if not OPS[op].regimes:
+        return op
+    names = []
+
+    def choose(name: str, *_: Any) -> str:
+        names.append(name)
+        raise Asked
+
+    (case,) = (case for case in LARGE if (case.op, case.label) == (op, shape))
+    with patch.object(_backend, "choose", choose), contextlib.suppress(Asked):
+        case.make(torch.device("meta")).call("auto")
+    return names[0]
+
+
+def rows_of(path: Path) -> dict[str, Any]:
+    """Return the rows of a session in the form of a proof's record: times of the backends over torch's, by shape."""
+    entries = read(path)
+    facts = {entry["kind"]: entry for entry in entries}
+    verdicts: dict[str, dict[str, Any]] = {}
+    for kind, figure in FIGURES.items() if "capability" in facts.get("device", {}) else ():
+        seconds: dict[tuple[str, str], dict[str, float | None]] = {}  # None: wrong, or it did not run
+        for entry in entries:
+            if entry["kind"] == kind and "ok" in entry and entry["op"] in OPS and not OPS[entry["op"]].like:
+                times = seconds.setdefault((entry["op"], entry["shape"]), {})
+                times[entry["provider"]] = entry.get(figure) if entry["ok"] else None
+        for (op, shape), times in seconds.items():
+            backends = [backend for backend in OPS[op].backends if backend in times]
+            plain = times.get("torch")
+            if not backends or not plain:
+                continue
+            name = asked_name(op, shape)
+            verdict = verdicts.setdefault(name, {"date": facts["call"]["date"], "candidates": {}, "shapes": []})
+            verdict["shapes"] = list(dict.fromkeys([*verdict["shapes"], shape]))
+            for backend in backends:
+                candidate = verdict["candidates"].setdefault(backend, {"reason": "", "cases": {}})
+                if (time := times[backend]) is None:
+                    candidate["reason"] = f"wrong, or no time, in {shape}"
+                else:
+                    candidate["cases"][shape] = {"ratio": time / plain, "interval": [time / plain] * 2}
+    for verdict in verdicts.values():
+        verdict["backend"] = fastest(verdict["candidates"])
+    counts = {entry["pair"]: entry["counts"] for entry in entries if entry["kind"] == "counts"}
+    return {"device": facts.get("device", {}), "nvcc": None, "verdicts": verdicts, "counts": counts}
+
+
+def load(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Load records of proofs (.json) and of rows (.jsonl)."""
+    return [(path, rows_of(path) if path.suffix == ".jsonl" else json.loads(path.read_text())) for path in paths]
+
+
+def merge(verdicts: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the candidates of verdicts on one op, each with the cases of all."""
+    candidates: dict[str, dict[str, Any]] = {}
+    for verdict in verdicts:
+        for backend, entry in verdict["candidates"].items():
+            merged = candidates.setdefault(backend, {"reason": "", "cases": {}})
+            merged["reason"] = merged["reason"] or entry["reason"]
+            merged["cases"] |= entry["cases"]
+    return candidates
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """Return the records of a folder."""
+    return [*sorted(folder.glob("*-prove.json")), *sorted(folder.glob("*.jsonl"))]
 
 
 def compose(paths: list[Path], check: Check) -> tuple[dict[str, Any], list[str]]:
@@ -234,22 +324,36 @@ def compose(paths: list[Path], check: Check) -> tuple[dict[str, Any], list[str]]
                 newest_first.setdefault((record["device"]["capability"], op), []).append((date, path, record))
     for entries in newest_first.values():
         entries.sort(key=lambda entry: entry[0], reverse=True)
-    check.prepare([(*entries[0][1:], op) for (_, op), entries in newest_first.items()])
+    check.prepare([(path, record, op) for (_, op), entries in newest_first.items() for _, path, record in entries[:2]])
     backends: dict[str, dict[str, str]] = {}
-    used = set()
+    used = set[str]()
     remarks = []
     for (capability, op), entries in newest_first.items():
+        counted: dict[str, tuple[Path, dict[str, Any]]] = {}  # by suffix: the newest valid proof, the newest rows
+        proved = None  # what that proof chose
         for _, path, record in entries:
+            if path.suffix in counted:
+                continue
             verdict = record["verdicts"][op]
-            reasons, remark = check.objections(record, read_code(path), op)
-            losses = [
-                f"{backend}: {entry['reason']}" for backend, entry in verdict["candidates"].items() if entry["reason"]
-            ]
-            remarks += [f"{path.name}, {op} {text}" for text in [*reasons, remark, *losses] if text]
+            reasons, remark = ([], "") if path.suffix == ".jsonl" else check.objections(record, read_code(path), op)
+            remarks += [f"{path.name}, {op} {text}" for text in [*reasons, remark, *losses(verdict)] if text]
             if not reasons:
-                backends.setdefault(capability, {})[op] = verdict["backend"]
-                used.add(path.name)
+                counted[path.suffix] = path, record
+                proved = verdict["backend"] if path.suffix == ".json" else proved
+        candidates = merge(record["verdicts"][op] for _, record in counted.values())
+        is_shown = True  # False: a kernel won whose present code may be another
+        while (best := fastest(candidates)) not in ("torch", proved):
+            reasons = [
+                reason for path, record in counted.values() for reason in check.objections_to(best, path, record, op)
+            ]
+            if not reasons:
                 break
+            remarks += [f"{op} {reason}" for reason in reasons]
+            candidates[best]["reason"] = reasons[0]
+            is_shown = False
+        if counted and (is_shown or best != "torch"):
+            backends.setdefault(capability, {})[op] = best
+            used.update(path.name for path, _ in counted.values())
     return {"backends": backends, "records": sorted(used)}, remarks
 
 
@@ -258,17 +362,21 @@ def count_unchanged(paths: list[Path], check: Check) -> None:
     for path, record in load(paths):
         code = read_code(path)
         counts = record.setdefault("counts", {})
-        compilers = check.of(record)
         for pair in (pair for op in record["verdicts"] for pair in pairs(record, op) if pair not in counts):
-            op, _, backend = pair.partition(":")
+            op, backend = pair.split(":")[:2]
             recorded = code.get(op, {}).get(backend)
+            compilers = check.of(record)
             if recorded and not changed_kernels(compilers.compile([pair])[pair]["kernels"], recorded):
                 print(f"{path.name}: counting {pair}", flush=True)
                 result = compilers.count([pair])[pair]
                 if "wrong" in result:
                     raise RuntimeError(f"{pair} is wrong: {result['wrong']}")
                 counts[pair] = result
-                path.write_text(json.dumps(record, indent=1) + "\n")
+                if path.suffix == ".jsonl":
+                    with path.open("a") as file:
+                        file.write(line({"kind": "counts", "pair": pair, "counts": result}))
+                else:
+                    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:
@@ -277,7 +385,7 @@ def main() -> int:
         prog="python -m bench.gpu.records", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     check = Check()
-    paths = sorted(RECORDS.glob("*-prove.json"))
+    paths = paths_of(RECORDS)
     try:
         result, remarks = compose(paths, check)
         count_unchanged(paths, check)

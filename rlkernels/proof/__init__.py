@@ -93,13 +93,7 @@ class Prover:
         for case in self.cases:
             if case.op == op and case.timed:
                 self.time_case(case, candidates)
-        products = {}  # backend that wins -> product of its ratios
-        for name, entry in candidates.items():
-            entry["reason"] = entry["reason"] or slowness(entry)
-            entry["wins"] = not entry["reason"] and bool(entry["cases"])
-            if entry["wins"]:
-                products[name] = math.prod(case["ratio"] for case in entry["cases"].values())
-        best = min(products, default="torch", key=products.__getitem__)
+        best = fastest(candidates)
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {"op": op, "backend": best, "workload": self.workload.digest(), "date": date, "candidates": candidates}
 
@@ -166,6 +160,17 @@ class Prover:
         entry["cases"][case.label] = {"ratio": ratio, "interval": [low, high], "seconds": medians}
         result = f"{medians[name] * 1e6:,.0f} µs, {ratio:.2f} ({low:.2f} to {high:.2f}) of plain torch's time"
         self.say(f"{case.op} {name}, {case.label}: {result}")
+
+
+def fastest(candidates: dict[str, Message]) -> str:
+    """Return the fastest of the candidates that win, "torch" without one; note in each why it does not win."""
+    means = {}  # backend that wins -> geometric mean of its ratios
+    for name, entry in candidates.items():
+        entry["reason"] = entry["reason"] or slowness(entry)
+        entry["wins"] = not entry["reason"] and bool(entry["cases"])
+        if entry["wins"]:
+            means[name] = statistics.geometric_mean(case["ratio"] for case in entry["cases"].values())
+    return min(means, default="torch", key=means.__getitem__)
 
 
 def slowness(entry: Message) -> str:

@@ -8,9 +8,22 @@ import pytest
 from support import lacks
 
 from bench.gpu import records
-from bench.gpu.records import Check, Compilers, Missing, compare, compose, count_unchanged, is_decided
+from bench.gpu.cases import LARGE
+from bench.gpu.records import (
+    Check,
+    Compilers,
+    Missing,
+    asked_name,
+    compare,
+    compose,
+    count_unchanged,
+    is_decided,
+    merge,
+)
 from rlkernels import backend
-from rlkernels.proof import write_record
+from rlkernels.proof import fastest, write_record
+from rlkernels.proof.compiled import write_code
+from rlkernels.registry import OPS
 
 OP, PAIR = "grouped_attention", "grouped_attention:triton"
 CODE = {"_query_kernel": "mov;", "_key_kernel": "add;"}
@@ -22,7 +35,8 @@ COUNTS = {
 
 
 def result(op=OP, chosen="triton", date="2026-01-02", capability="9.0", reason=""):
-    entry = {"reason": reason, "wins": not reason, "cases": {}}
+    ratio = 1.2 if chosen == "torch" else 0.5
+    entry = {"reason": reason, "wins": not reason, "cases": {"a": {"ratio": ratio, "interval": [ratio] * 2}}}
     candidate = "triton" if chosen == "torch" else chosen
     verdict = {"op": op, "backend": chosen, "workload": "w", "date": date, "candidates": {candidate: entry}}
     device = {"gpu": "NVIDIA X", "capability": capability, "triton": "3.6.0"}
@@ -70,7 +84,7 @@ def composed(tmp_path, machine):
         return compose_again()
 
     def compose_again():
-        return compose(sorted(tmp_path.glob("*-prove.json")), Check(machine))
+        return compose(records.paths_of(tmp_path), Check(machine))
 
     write.compose_again = compose_again
     write.folder = tmp_path
@@ -134,6 +148,100 @@ def test_launches_may_change_in_favour_of_a_verdict_only(composed, machine):
     composition, remarks = composed.compose_again()
     assert composition["backends"] == {"9.0": {OP: "triton"}}, "where torch won, ours may win with fewer launches"
     assert remarks == ["b-prove.json, write_kv triton: launches or waits less, and may be faster now"]
+
+
+MANY, PREFILL = "65536 tokens, 8 x 128", "suffix prefill: 8 x 512 queries on 2048 keys"
+WIDE = "64 x 64, length 512 x 16 dimensions"
+
+
+@pytest.fixture
+def timed(composed):
+    """Return a function that writes rows with planted seconds by provider, and composes all records."""
+
+    def write(op, shape, seconds, name="rows", date="2026-01-02", code=None, **kinds):
+        path = composed.folder / f"{name}.jsonl"
+        entries = [{"kind": "call", "date": date}, {"kind": "device", "capability": "9.0", "triton": "3.6.0"}]
+        for kind, times in {"row": seconds, **kinds}.items():
+            for provider, time in times.items():
+                row = {"kind": kind, "op": op, "shape": shape, "provider": provider, "ok": time is not None}
+                entries.append(row | {records.FIGURES[kind]: time})
+        path.write_text("".join(map(records.line, entries)))
+        if code:
+            write_code(path, {asked_name(op, shape): dict.fromkeys(code, CODE)})
+        composition, remarks = composed.compose_again()
+        return composition["backends"].get("9.0", {}), remarks
+
+    return write
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [
+    ({"triton": 1.0, "torch": 2.0}, "triton"), ({"triton": 2.0, "torch": 1.0}, "torch"),
+    ({"triton": 1.0, "torch": 2.0, "torch SDPA": 0.1}, "triton"),  # which auto cannot take
+    ({"triton": 0.98, "torch": 1.0}, "torch"), ({"triton": None, "torch": 1.0}, "torch"),
+])  # fmt: skip
+def test_a_proof_decides_nothing_where_rows_by_a_planted_clock_show_torch_ahead(composed, timed, seconds, chosen):
+    composed("a", result())
+    assert timed(OP, "n", seconds)[0] == {OP: chosen}
+    newer, _ = timed(OP, "n", {"triton": 1.0, "torch": 2.0}, name="newer", date="2026-01-03")
+    assert newer == {OP: "triton"}, "the newest rows count"
+
+
+def test_a_replay_counts_in_place_of_a_call(composed, timed):
+    composed("a", result("merge_attention"))
+    calls = {"triton": 2.0, "torch": 1.0}
+    assert timed("merge_attention", "n", calls)[0] == {"merge_attention": "torch"}
+    assert timed("merge_attention", "n", calls, replay={"triton": 1.0, "torch": 2.0})[0] == {
+        "merge_attention": "triton"
+    }
+
+
+def test_rows_choose_a_kernel_for_a_regime_by_its_ptx(composed, machine, timed):
+    composed("a", result("write_kv", "torch"))
+    seconds = {"triton": 0.2, "torch": 0.9}
+    backends, remarks = timed("write_kv", MANY, seconds)
+    assert backends == {"write_kv": "torch"}, "kernels may be others now"
+    assert remarks == ["write_kv/many triton: the record has no PTX of it: prove it again, in rows.jsonl"]
+    proved = {"write_kv": "torch", "write_kv/many": "triton"}
+    assert timed("write_kv", MANY, seconds, code=["triton"])[0] == proved
+
+    (path,) = composed.folder.glob("*.jsonl")
+    count_unchanged([path], Check(machine))
+    count_unchanged([path], Check(machine))
+    counted = [entry for entry in records.read(path) if entry["kind"] == "counts"]
+    assert counted == [{"kind": "counts", "pair": f"write_kv/many:triton:{MANY}", "counts": COUNTS}]
+    machine.counts["launches"] -= 1
+    assert composed.compose_again()[0]["backends"]["9.0"] == proved
+    machine.counts["launches"] += 2
+    assert composed.compose_again()[0]["backends"]["9.0"] == {"write_kv": "torch"}
+
+    machine.counts["launches"] -= 1
+    timed("write_kv", MANY, seconds)  # without counts
+    machine.kernels["_key_kernel"] = "sub;"
+    composed("a", result("write_kv", "torch"), machine.kernels)
+    assert composed.compose_again()[0]["backends"]["9.0"] == {"write_kv": "torch"}
+
+
+def test_rows_where_torch_is_ahead_need_no_ptx(composed, timed):
+    composed("a", result("paged_attention"))
+    backends, remarks = timed("paged_attention", PREFILL, {"triton": 0.83, "torch": 0.61})
+    assert backends == {"paged_attention": "triton", "paged_attention/prefill": "torch"}
+    assert remarks == [f"rows.jsonl, paged_attention/prefill triton: 1.36 times as long as plain torch in {PREFILL}"]
+
+
+@pytest.mark.parametrize(("code", "chosen"), [
+    (["triton", "cuda"], "triton"), (["triton"], "triton"), (["cuda"], "cuda"), ([], None),
+])  # fmt: skip
+def test_of_several_kernels_the_fastest_whose_ptx_is_known_runs(composed, timed, code, chosen):
+    composed("a", result("dtw", "cuda"))
+    backends, _ = timed("dtw", WIDE, {"cuda": 0.12, "triton": 0.09, "torch": 2.4}, code=code)
+    assert backends == {"dtw": "cuda", **({"dtw/wide": chosen} if chosen else {})}
+
+
+def test_cases_of_rows_ask_by_the_name_of_their_regime():
+    assert asked_name("write_kv", MANY) == "write_kv/many" and asked_name("dtw", WIDE) == "dtw/wide"
+    assert asked_name("paged_attention", PREFILL) == "paged_attention/prefill"
+    names = {asked_name(case.op, case.label) for case in LARGE}
+    assert names == {name for name, op in OPS.items() if op.on_gpu}
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -260,12 +368,22 @@ def test_what_the_package_says_is_what_the_records_say(monkeypatch):
     """Run ``python -m bench.gpu.records`` where this fails."""
     monkeypatch.setattr(Compilers, "test", lambda self: "")  # they run beside this one
     try:
-        composition, remarks = compose(sorted(records.RECORDS.glob("*-prove.json")), Check())
+        composition, remarks = compose(records.paths_of(records.RECORDS), Check())
     except Missing as missing:
         lacks(str(missing))
     print("\n".join(remarks))
     assert json.loads(records.RESULT.read_text()) == composition
     assert composition["backends"] == backend.RECORDS
+
+
+def test_auto_takes_the_fastest_backend_of_the_records_that_count():
+    composition = json.loads(records.RESULT.read_text())
+    counted = [record for _, record in records.load(records.RECORDS / name for name in composition["records"])]
+    for capability, backends in composition["backends"].items():
+        for op, chosen in backends.items():
+            of_gpu = [record for record in counted if record["device"]["capability"] == capability]
+            candidates = merge(record["verdicts"][op] for record in of_gpu if op in record["verdicts"])
+            assert chosen == fastest(candidates), op
 
 
 def test_every_verdict_that_counts_was_counted():
@@ -276,4 +394,7 @@ def test_every_verdict_that_counts_was_counted():
         for op, chosen in backends.items():
             pair = f"{op}:{chosen if chosen != 'torch' else 'triton'}"
             of_gpu = [record for _, record in records_read if record["device"]["capability"] == capability]
-            assert any(pair in record.get("counts", {}) for record in of_gpu), op
+            counted = [name for record in of_gpu for name in record.get("counts", {})]
+            is_proved = any("shapes" not in record["verdicts"].get(op, {"shapes": []}) for record in of_gpu)
+            if is_proved or chosen != "torch":  # rows where torch is ahead need none
+                assert any(f"{name}:".startswith(f"{pair}:") for name in counted), op

@@ -1,10 +1,11 @@
 """What the present code makes of the proof's problems, in JSON, which ``python -m bench.gpu.records`` compares.
 
 PYTHONPATH=FOLDER:.:tests python -m ptx.proof compile 90 write_kv:triton dtw:cuda    # by the Triton in that folder
-PYTHONPATH=FOLDER:.:tests python -m ptx.proof count 90 write_kv:triton
+PYTHONPATH=FOLDER:.:tests python -m ptx.proof count 90 write_kv:triton "write_kv/many:triton:65536 tokens, 8 x 128"
 
-``compile``: PTX and launches of the timed cases, on a GPU that is not there and with zeros for numbers. ``count``: the
-instructions and bytes of smaller problems, by the interpreter, what is wrong in their results, and what ptxas reports.
+``compile``: PTX and launches of the timed cases, or of the case of ``bench.gpu`` with that label, on a GPU that is not
+there and with zeros for numbers. ``count``: the instructions and bytes of smaller problems, by the interpreter, what is
+wrong in their results, and what ptxas reports.
 """
 
 import json
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import rlkernels
+from bench.gpu.cases import LARGE
 from ptx import test_dtw_cuda as dtw_cuda
 from ptx.block import Block
 from ptx.gpu import Gpu
@@ -32,6 +34,7 @@ from rlkernels.proof.cases import attention, cases_of, logits, rank1, similarity
 from rlkernels.proof.compiled import Kernels, collect, normalize, split
 from rlkernels.proof.problem import Problem, Tolerance, copy
 from rlkernels.proof.workload import Workload
+from rlkernels.registry import OPS
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 WORK = Workload()
@@ -112,11 +115,14 @@ def dtw_in_cuda(arch: int, entries: list[str]) -> Iterator[None]:
         yield
 
 
-def launch_timed(arch: int, op: str, backend: str) -> tuple[list[tuple[str, str, Any]], Counter[str]]:
+def launch_timed(arch: int, op: str, backend: str, label: str = "") -> tuple[list[tuple[str, str, Any]], Counter[str]]:
     """-> name, PTX and launch (None in CUDA C++) of every kernel; what is launched in all, and waits of the host."""
     kernels: list[tuple[str, str, Any]] = []
     counts: Counter[str] = Counter()
-    for case in (case for case in cases_of(WORK) if case.op == op and case.timed):
+    cases = [case for case in cases_of(WORK) if case.op == op and case.timed]
+    if label:
+        cases = [case for case in LARGE if (case.op, case.label) == (OPS[op].name, label)]
+    for case in cases:
         entries: list[str] = []
         with pretended() as waits, Gpu(arch, execute=False) as gpu, not_computed(), dtw_in_cuda(arch, entries):
             with patch.object(rlkernels, "sample_tokens", no_tokens):
@@ -134,15 +140,15 @@ def launch_timed(arch: int, op: str, backend: str) -> tuple[list[tuple[str, str,
     return kernels, counts
 
 
-def compile_timed(arch: int, op: str, backend: str) -> dict[str, Any]:
+def compile_timed(arch: int, *pair: str) -> dict[str, Any]:
     """-> kernels (PTX by name), launches, waits."""
-    kernels, counts = launch_timed(arch, op, backend)
+    kernels, counts = launch_timed(arch, *pair)
     return {"kernels": collect([(name, ptx) for name, ptx, _ in kernels]), **counts}
 
 
-def measure_timed(arch: int, op: str, backend: str) -> dict[str, Any]:
+def measure_timed(arch: int, *pair: str) -> dict[str, Any]:
     """-> launches, waits and, by kernel, what ptxas reports."""
-    kernels, counts = launch_timed(arch, op, backend)
+    kernels, counts = launch_timed(arch, *pair)
     by_name: Kernels = collect([(name, ptx) for name, ptx, _ in kernels])
     names = {text: name for name, text in by_name.items()}
     builds: dict[str, Built] = {}
@@ -173,7 +179,7 @@ class Known(TorchDispatchMode):
         return out
 
 
-def count(arch: int, op: str, backend: str) -> dict[str, Any]:
+def count(arch: int, op: str, backend: str, label: str = "") -> dict[str, Any]:
     """-> instructions and bytes by kernel in the problems of ``COUNTED``, what ptxas reports, launches and waits; only
     ``wrong`` where a result is not right."""
     blocks: list[tuple[str, Block]] = []
@@ -208,13 +214,13 @@ def count(arch: int, op: str, backend: str) -> dict[str, Any]:
         error, allowed = Tolerance(problem).judge(output)
         if error > allowed:
             return {"wrong": f"an error of {error:.2g}, allowed {allowed:.2g}"}
-    return measure_timed(arch, op, backend) | {"instructions": instructions, "bytes": moved}
+    return measure_timed(arch, op, backend, label) | {"instructions": instructions, "bytes": moved}
 
 
 def main(command: str, arch: str, *pairs: str) -> None:
     warnings.simplefilter("ignore")
     does = {"compile": compile_timed, "count": count}[command]
-    print(json.dumps({pair: does(int(arch), *pair.split(":")) for pair in pairs}))
+    print(json.dumps({pair: does(int(arch), *pair.split(":", 2)) for pair in pairs}))
 
 
 if __name__ == "__main__":
