@@ -96,6 +96,12 @@ def device_kind(device: torch.device) -> str:
     return "cpu" if device.type == "meta" else device.type
 
 
+@functools.cache
+def generation(device: torch.device) -> int:
+    """Return the first digit of the GPU's compute capability; 0 on a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
 def mark_written(*tensors: torch.Tensor) -> None:
     """Tell autograd of tensors that a kernel wrote to, so that it does not differentiate through their old values."""
     if not torch.compiler.is_compiling():  # the compiler does it by the schemas of the ops

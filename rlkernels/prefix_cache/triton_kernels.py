@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import kernel_op, next_power_of_2, triton_interpreted
+from rlkernels.backend import generation, kernel_op, next_power_of_2, triton_interpreted
 from rlkernels.prefix_cache.reference import apart
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -204,14 +204,17 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _plan(tokens: int, heads: int, dim: int, kv_heads: int, block_size: int, sources: int, columns: int, upcast: bool,
-          wide: bool, device: torch.device) -> Plan:  # fmt: skip
-    """Plan from shapes alone. ``columns``: of the tables; ``wide``: no tensor cores, so smaller tiles, more threads."""
+          wide: bool, device: torch.device, major: int) -> Plan:  # fmt: skip
+    """Plan from shapes alone. ``columns``: of the tables; ``wide``: no tensor cores, so smaller tiles, more threads;
+    ``major``: the GPU's generation, by which ptxas keeps the largest tiles in registers."""
     group = heads // kv_heads
     rows = tokens * group
     block_d = _block_d(dim)
     tallest = max(16, min(128, (2048 if wide else 16384) // block_d))
     block_m = min(tallest, max(16, next_power_of_2(-(-rows // sources))))
     block_n = max(16, min(64, (4096 if wide else 8192) // block_d))
+    if block_m * block_d > 8192 and major not in (9, 10):  # these multiply by warp, with operands in registers
+        block_n = min(32, block_n)
     tiles = rows // block_m + sources
     busy = max(sources, rows // block_m) * kv_heads
     splits_to_fill = -(-WAVES * processors(device) // busy)
@@ -219,7 +222,7 @@ def _plan(tokens: int, heads: int, dim: int, kv_heads: int, block_size: int, sou
     options = {
         "HEADS_PER_KV": group, "DIM": dim, "BLOCK_SIZE": block_size, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "BLOCK_D": block_d, "UPCAST": upcast, "num_warps": 8 if wide or block_m * block_d >= 8192 else 4,
-        "num_stages": 3 if block_m <= 64 else 2,
+        "num_stages": 3 if block_m <= 64 or major == 10 else 2,
     }  # fmt: skip
     return Plan((tiles, kv_heads, splits), sources, splits, options)
 
@@ -230,7 +233,8 @@ def _make_plan(query: torch.Tensor, key_cache: torch.Tensor, tables: torch.Tenso
     upcast = triton_interpreted() or dtype != key_cache.dtype
     _, block_size, kv_heads, _ = key_cache.shape
     wide = upcast or dtype == torch.float32
-    return _plan(*query.shape, kv_heads, block_size, *tables.shape, upcast, wide, query.device)
+    return _plan(*query.shape, kv_heads, block_size, *tables.shape, upcast, wide, query.device,
+                 generation(query.device))  # fmt: skip
 
 
 def _attend(plan: Plan, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, tables: torch.Tensor,

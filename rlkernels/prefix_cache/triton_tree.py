@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernels.backend import next_power_of_2, on_its_device, triton_interpreted
+from rlkernels.backend import generation, next_power_of_2, on_its_device, triton_interpreted
 from rlkernels.prefix_cache.layout import TreeLayout
 
 LOG2_E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -334,18 +334,13 @@ def _sum_kernel(
         _store_rows(grad_value, acc, n, valid, kv_heads, kv_head, DIM, BLOCK_D)
 
 
-def _generation(query: torch.Tensor) -> int:
-    """Return the first digit of the GPU's compute capability; 0 on a CPU."""
-    return torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
-
-
 def _blocks(query: torch.Tensor) -> dict[str, int]:
     """Choose tile sizes: large ones for tensor cores. On Hopper 64 rows are one warp group's share of a product:
     with eight warps an H100 took twice as long for heads of 128."""
     dim, upcast = query.shape[2], triton_interpreted()
     block_d, wide = max(16, next_power_of_2(dim)), upcast or query.dtype == torch.float32
     block = max(16, min(64, (2048 if wide else 8192) // block_d))
-    warps = 8 if wide or (block * block_d >= 8192 and _generation(query) != 9) else 4
+    warps = 8 if wide or (block * block_d >= 8192 and generation(query.device) != 9) else 4
     return {"DIM": dim, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "UPCAST": upcast,
             "num_warps": warps, "num_stages": 2}  # fmt: skip
 
@@ -363,7 +358,7 @@ def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], ...
     fewer = sizes | {"BLOCK_N": min(32, sizes["BLOCK_N"])}
     ahead = sizes
     # other generations than 9 and 10 multiply by warp, which holds all operands of a product in registers
-    if sizes["BLOCK_D"] == 128 or crosses or _generation(query) not in (9, 10):
+    if sizes["BLOCK_D"] == 128 or crosses or generation(query.device) not in (9, 10):
         ahead = fewer | {"num_stages": 3 if sizes["BLOCK_D"] == 128 else 2}
     return sizes, ahead, fewer if crosses else sizes
 

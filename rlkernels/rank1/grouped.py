@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlkernels.backend import generation
 from rlkernels.rank1 import reference, triton_kernels, triton_vectors
 from rlkernels.rank1.layout import Group, Layout, Pair, Tiling, padded, shared_bytes
 from rlkernels.rank1.reference import EPS, KRYLOV_COLUMNS
@@ -103,8 +104,10 @@ class Solver:
         slots = max(-(-height // tiling.slot_rows(height, width)) for height, width in group.shapes)
         tables = (weight, base, layout.table, self.active)
         if group.register_columns:
-            row_bytes = group.register_columns * (weight.element_size() + base.element_size())
-            rows, stages = tiling.block(row_bytes, shared_bytes(self.device))
+            element_bytes = weight.element_size() + base.element_size()
+            rows, stages = tiling.block(
+                group.register_columns, element_bytes, shared_bytes(self.device), generation(self.device)
+            )
             triton_kernels._rows_kernel[(slots, count)](
                 *tables, q, y, self.partial, self.stats, group.first, layout.rows, layout.columns,
                 ALIGNED=group.aligned, STATISTICS=statistics, ROWS=rows,

@@ -71,7 +71,7 @@ class Gpu:
             (rlkernels.backend, "unavailable"): lambda *_: None,  # for tensors on the CPU
             (triton_kernels, "processors"): lambda _: 132,
             (grouped, "shared_bytes"): lambda _: SHARED_KIB[self.arch] * 1024,
-            (triton_tree, "_generation"): lambda _: self.arch // 10,
+            **{(owner, "generation"): lambda _: self.arch // 10 for owner in (triton_kernels, triton_tree, grouped)},
         }
         for (owner, name), function in replaced.items():
             self._patches.enter_context(patch.object(owner, name, function))

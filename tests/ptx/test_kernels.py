@@ -178,8 +178,7 @@ TRAINING: dict[str, tuple[int, dict[str, None]]] = {
 Kernel = tuple[str, dict[str, Any]]  # a function; constants and options that it is compiled with
 LONGER = {"ALIGNED": True, "ROWS": 16, "COLUMNS": 256, "STAGES": 3, "num_warps": 8}
 KERNELS: dict[str, Kernel] = {  # of several that a launch is of, the first
-    **{f"paged attention, {name}, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": True, "BLOCK_N": 64,
-                                                                       **tile(*numbers)})
+    **{f"paged attention, {name}, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": True, **tile(*numbers)})
        for name, numbers in (("decode", (16, 4, 3)), ("prefill", (128, 8, 2))) for dim in (64, 128)},
     **{f"shared prefix of 8, heads of {dim}": ("_attend_kernel", {"DIM": dim, "CAUSAL": False, "BLOCK_N": 64,
                                                                   **tile(32, 4, 3)})
@@ -200,8 +199,8 @@ KERNELS: dict[str, Kernel] = {  # of several that a launch is of, the first
     "sampling, with filters": ("_sample_kernel", {"BLOCK": 4096, "num_warps": 8}),
     **{f"token log-probabilities, {part}": (f"_{part}_kernel", {"ENTROPY": True, "BLOCK": 4096, "num_warps": 8})
        for part in ("forward", "backward")},
-    "rank-1, rows of up to 4,096": ("_rows_kernel", {"ROWS": 4, "REGISTER_COLUMNS": 4096, "STATISTICS": False,
-                                                      "ALIGNED": True, "STAGES": 3, "num_warps": 16}),
+    "rank-1, rows of up to 4,096": ("_rows_kernel", {"REGISTER_COLUMNS": 4096, "STATISTICS": False, "ALIGNED": True,
+                                                      "STAGES": 3, "num_warps": 16}),
     "rank-1, longer rows, times": ("_times_kernel", {"STATISTICS": False, **LONGER}),
     "rank-1, longer rows, transpose": ("_transpose_kernel", LONGER),
     "rank-1, step": ("_step_kernel", {"KP": 16, "BLOCK": 512, "num_warps": 8}),

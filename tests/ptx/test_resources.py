@@ -19,14 +19,14 @@ import torch
 from support import lacks
 
 from ptx import test_kernels as run
-from ptx.gpu import Gpu, Launch
+from ptx.gpu import SHARED_KIB, Gpu, Launch
 from ptx.test_kernels import BF16, CASES, Kernel, compiled, expected, launches_of, named  # noqa: F401
 from rlkernels.proof.compiled import NVCC_FLAGS, ROOT
 
 Case = Callable[[Gpu], None]
 TARGETS = (80, 90)  # sm_80 (A100), sm_90 (H100, H200)
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}  # of a multiprocessor
-OTHER_TARGETS = {86: 99 * 1024, 120: 99 * 1024}  # A10 and RTX 30, RTX 50: the shared memory of a program there
+OTHER_TARGETS = (86, 89, 100, 120)  # A10 and RTX 30, L4 and RTX 40, B200, RTX 50
 CUDA_PROPERTIES = re.compile(r"(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
 
 # in the machine code: what Built counts
@@ -136,17 +136,16 @@ def table(rows: dict[str, list[Built]]) -> str:
     return "\n".join(lines)
 
 
-# bytes of stack that a kernel may have there: known, the larger number of the two tritons. The key kernel takes 64 on
-# sm_90, and on an H100 half of the time that it takes without a stack, with eight warps
+# bytes of stack that a kernel may have there: known, the larger number of the two tritons. On sm_90 the key kernel
+# spills outside its loops. It has no stack with eight warps, but an H100 takes twice as long; and none with half of the
+# queries a step, but its loops issue a third more instructions
 SPILLED = {
     ("grouped attention, key, heads of 128", 90): 64,
     ("crossing tree attention, key, heads of 128", 90): 80,
     ("crossing tree attention, key, heads of 64", 80): 40,  # by triton 3.6
     ("paged attention, decode, heads of 64", 90): 8,  # by triton 3.6
-    ("paged attention, prefill, heads of 128", 80): 64,
-    ("rank-1, rows of up to 4,096", 90): 64,  # by triton 3.7
+    ("rank-1, rows of up to 4,096", 90): 64,  # by triton 3.7; its verdict holds for four rows at a time
 }
-SPILLED_ELSEWHERE = {("_rows_kernel", 86): 8, ("_rows_kernel", 120): 56}
 # beginning of the name -> fewest programs on a multiprocessor of sm_80 and sm_90
 BLOCKS = {
     "paged attention, decode": (3, 4), "paged attention, prefill": (1, 1), "shared prefix": (2, 3),
@@ -184,7 +183,7 @@ def solving(shape: tuple[int, int], *dtypes: torch.dtype, passes: int = 2) -> Ca
 
 # what runs, a kernel of it at other settings -> most bytes of stack on sm_80 and sm_90, and of shared memory
 OTHER_SETTINGS: dict[str, tuple[Case, Kernel, tuple[int, int], int]] = {
-    **{f"paged attention, {name}": (case, ("_attend_kernel", {"BLOCK_M": rows, "num_warps": warps}), (64, 0), 100 * KIB)
+    **{f"paged attention, {name}": (case, ("_attend_kernel", {"BLOCK_M": rows, "num_warps": warps}), (0, 0), 100 * KIB)
        for name, case, rows, warps in (
         ("decode, group of 6", lambda _: run.attend([530, 65], [1, 1], 128, group=6), 16, 4),
         ("shared prefix", lambda _: run.attend_shared(128, [(70, [20], [20])], group=6), 128, 8),
@@ -201,14 +200,14 @@ OTHER_SETTINGS: dict[str, tuple[Case, Kernel, tuple[int, int], int]] = {
     "sampling, one token": (lambda _: run.sample(True, vocab=1), ("_sample_kernel", {"BLOCK": 128}), (0, 0), 100 * KIB),
     **{f"log-probabilities {part}, one token": (lambda _: run.score(vocab=1), (f"_{part}_kernel", {"BLOCK": 1}), (0, 0),
                                                 100 * KIB) for part in ("forward", "backward")},
-    "rank-1, rows with statistics": (solving((9, 4096)), ("_rows_kernel", STATISTICS), (64, 64), 160 * KIB),
-    "rank-1, rows of float32": (solving((9, 4096), F32, F32), ("_rows_kernel", {}), (128, 128), 160 * KIB),
+    "rank-1, rows with statistics": (solving((9, 4096)), ("_rows_kernel", STATISTICS), (0, 64), 160 * KIB),
+    "rank-1, rows of float32": (solving((9, 4096), F32, F32), ("_rows_kernel", {}), (0, 128), 160 * KIB),
     "rank-1, rows of float16": (solving((9, 1024), F16, BF16), ("_rows_kernel", {"REGISTER_COLUMNS": 1024}), (128, 128),
                                 160 * KIB),
     "rank-1, longer rows with statistics": (solving((17, 4112)), ("_times_kernel", STATISTICS), (0, 0), 99 * KIB),
     **{f"rank-1, longer rows of float32, {part}": (solving((17, 4112), F32, BF16), (f"_{part}_kernel", {}), (0, 0),
                                                    99 * KIB) for part in ("times", "transpose")},
-    "rank-1, unaligned rows": (solving((9, 4095)), ("_rows_kernel", {"ALIGNED": False}), (384, 384), 99 * KIB),
+    "rank-1, unaligned rows": (solving((9, 4095)), ("_rows_kernel", {"ALIGNED": False}), (0, 384), 99 * KIB),
     **{f"rank-1, unaligned longer rows, {part}": (solving((17, 4111)), (f"_{part}_kernel", {"ALIGNED": False}), (0, 0),
                                                   99 * KIB) for part in ("times", "transpose")},
     **{f"rank-1, step of {k} columns": (solving((9, 1024), passes=k // 4), ("_step_kernel", {"KP": k}), (stack, stack),
@@ -238,19 +237,13 @@ def test_kernels_of_another_triton_are_what_they_are_meant_to_be():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_kernels_compile_for_a_b200(case):
-    assert all(launch.built.metadata.shared <= 227 * KIB for launch in launched(CASES[case][0], 100))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", OTHER_TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_fit_other_cards(case, arch):
     for launch in {id(launch.built): launch for launch in launched(CASES[case][0], arch)}.values():
         kernel = measure(launch.kernel.__name__, launch, arch)
-        assert kernel.stack_bytes <= SPILLED_ELSEWHERE.get((kernel.name, arch), 0), kernel
-        assert kernel.shared_bytes <= OTHER_TARGETS[arch], kernel
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_KIB[arch] * KIB, kernel
 
 
 @pytest.mark.slow
@@ -275,12 +268,15 @@ def test_rows_fit_gpus_with_little_shared_memory(dtypes, wide):
     """99 KiB for a program on an A10, L4 or RTX; an A100 has 163 KiB, for which nothing is cut down."""
     from rlkernels.rank1.layout import Tiling
 
-    small, row_bytes = 99 * KIB, wide * sum(dtype.itemsize for dtype in dtypes)
-    assert Tiling().block(row_bytes, 163 * KIB) == (4, 3 if 4 * row_bytes <= 2**16 else 2)
+    small, element_bytes = 99 * KIB, sum(dtype.itemsize for dtype in dtypes)
+    stages = 3 if 4 * wide * element_bytes <= 2**16 else 2
+    for major, rows in ((8, 4 if wide == 2048 else 2), (9, 4)):
+        assert Tiling().block(wide, element_bytes, 163 * KIB, major) == (rows, stages)
     launches = launches_of(("_rows_kernel", {"REGISTER_COLUMNS": wide}), launched(solving((9, wide), *dtypes), 86))
     assert len(launches) == 2
     for launch in launches:
-        assert 32 * KIB <= launch.built.metadata.shared <= small
+        kernel = measure("rows", launch, 86)
+        assert 32 * KIB <= kernel.shared_bytes <= small and kernel.stack_bytes == 0, kernel
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])

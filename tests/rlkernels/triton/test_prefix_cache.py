@@ -35,6 +35,16 @@ def test_prefill_of_several_tiles_and_of_nothing_and_blocks_of_one():
     check_paged(paged([150, 40], [150, 33], heads=3, kv_heads=1, dim=16, block_size=1))
 
 
+@pytest.mark.parametrize(("generation", "dim", "keys", "stages"), [
+    (8, 64, 64, 2), (9, 64, 64, 2), (10, 64, 64, 3), (12, 64, 64, 2),
+    (8, 128, 32, 2), (9, 128, 64, 2), (10, 128, 64, 3), (12, 128, 32, 2),
+])  # fmt: skip
+def test_keys_in_a_block_of_a_prefill(generation, dim, keys, stages):
+    """By the compiled kernels' registers: tests/ptx/test_resources.py."""
+    plan = triton_kernels._plan(1024, 8, dim, 2, 16, 2, 32, False, False, torch.device("cpu"), generation)
+    assert [plan.options[name] for name in ("BLOCK_M", "BLOCK_N", "num_stages")] == [128, keys, stages]
+
+
 def test_non_contiguous(splits):
     problem = paged([33, 20], [3, 2], dim=16, block_size=8)
     problem.query = problem.query.transpose(0, 2).contiguous().transpose(0, 2)

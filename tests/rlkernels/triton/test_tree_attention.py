@@ -92,7 +92,7 @@ def test_a_long_beginning_is_cut_into_pieces(monkeypatch, name, heads, backend):
 ])  # fmt: skip
 def test_keys_in_a_block(monkeypatch, generation, dim, ahead, ahead_crossing, back_crossing):
     """By the compiled kernels' registers: tests/ptx/test_resources.py."""
-    monkeypatch.setattr(triton_tree, "_generation", lambda query: generation)
+    monkeypatch.setattr(triton_tree, "generation", lambda device: generation)
     monkeypatch.setattr(triton_tree, "triton_interpreted", lambda: False)
     query = torch.empty(1, 4, dim, dtype=torch.bfloat16)
     keys = [[sizes["BLOCK_N"] for sizes in triton_tree._all_blocks(query, crosses)] for crosses in (False, True)]
