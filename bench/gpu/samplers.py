@@ -92,7 +92,7 @@ def verifiers(logits: torch.Tensor, drafts: Sequence[Sequence[int]], starts: tor
         logits: [R, V].
         drafts, starts: as for :func:`rlkernels.verify_drafts`.
     """
-    owner = torch.repeat_interleave(starts.diff())
+    bounds = starts.tolist()
 
     def verified(draw: Rival) -> Rival:
         def make() -> Call:
@@ -100,8 +100,9 @@ def verifiers(logits: torch.Tensor, drafts: Sequence[Sequence[int]], starts: tor
 
             def verify() -> Any:
                 draft_ids = torch.tensor([*itertools.chain(*drafts)], device=logits.device)
+                rows = reference.draft_rows(bounds, logits.device)
                 ids, logprobs = call()
-                return reference.accept(ids, logprobs, draft_ids, starts, owner)
+                return reference.accept(ids, logprobs, draft_ids, rows)
 
             return verify
 
