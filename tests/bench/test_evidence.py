@@ -104,6 +104,7 @@ def sooner(arm: str, text: str = "") -> list[str]:
 
 
 QUARTER = "a quarter of the prompts"
+CUTS, PRESET = "rpo, cuts of 0.3", "rpo as in the paper, cuts of 0.3"
 
 
 def with_weights(name: str, arm: str = "plain", task: str = "keys") -> list[str]:
@@ -117,6 +118,17 @@ def with_weights(name: str, arm: str = "plain", task: str = "keys") -> list[str]
 def points_above(pairs: Sequence[tuple[Any, Any]]) -> str:
     """Return the accuracy of an arm at the end minus plain's, in points."""
     return bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
+
+
+def by_position(arm: str) -> list[str]:
+    """Return an arm's points above plain's with errors late, anywhere and early."""
+    return [points_above(pairs_of(f"rpo_positions/errors {part}", arm)) for part in ("late", "anywhere", "early")]
+
+
+def tokens_to(level: float, part: str, arm: str) -> str:
+    """Return an arm's tokens to a level with errors in a part of the answers, as a share of plain's."""
+    pairs = pairs_of(f"rpo_positions/errors {part}", arm)
+    return geometric(log_ratios([pair_of(pair, level) for pair in pairs], 0))
 
 
 def whole_run(study: str, arm: str) -> list[str]:
@@ -200,6 +212,13 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
+        "| points of `rpo`": lambda: by_position(CUTS),
+        "| points of the preset": lambda: by_position(PRESET),
+        "| tokens to 0.7, `rpo`": lambda: [tokens_to(0.7, part, CUTS) for part in ("late", "anywhere", "early")],
+        **{
+            f"| {name} to 0.8": lambda arm=arm: [tokens_to(0.8, "late", arm)]
+            for name, arm in (("`rpo`", CUTS), ("the preset", PRESET), (QUARTER, QUARTER))
+        },
         "| a quarter of the prompts | 0.780": lambda: beside_plain(QUARTER),
         **{
             f"| {start} the rate, seeds": lambda arm=arm: beside_plain(arm)
