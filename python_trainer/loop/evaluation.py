@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from types import MappingProxyType
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.data import Rollout
@@ -143,13 +142,14 @@ class Evaluator:
             state.costs = []
             if state.evaluated[:1] != [digest]:
                 state.results = {}
-        state.evaluated = [*evaluated, self._forget_other_sets(*state.evaluated[2:])]
+        saved_digests = state.evaluated[2] if len(state.evaluated) > 2 else {}  # older checkpoints have none
+        state.evaluated = [*evaluated, self._forget_other_sets(saved_digests)]
 
-    def _forget_other_sets(self, saved: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    def _forget_other_sets(self, saved: Mapping[str, str]) -> dict[str, str]:
         """Drop metrics of ``evaluation.sets`` that have other prompts now; return a digest of each set.
 
         Args:
-            saved: the digests at the evaluation before; older checkpoints have none.
+            saved: the digests at the evaluation before.
         """
         names = self.config.evaluation.sets
         digests = {name: digest_examples(each.examples, each.ids) for name, each in zip(names, self.prompts.sets)}
