@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -18,6 +19,9 @@ from python_trainer.model.loading import dtype_name, find_dtype
 from python_trainer.model.precision import set_matmul_precision
 
 TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
+
+# target and value of a patch: TRL applies the output layer to answers only, as it does on a GPU
+HEAD_ON_ANSWERS = "trl.trainer.utils._use_triton", lambda device: True
 
 
 def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, callbacks: Sequence[Any] = ()) -> Any:
@@ -135,6 +139,12 @@ def run_trl(turns: Turns, values: dict[str, Any], folder: Path) -> None:
     trainer = make_grpo_trainer(load_config(values), folder, callbacks=[Steps()])
     generation = Generation(trainer)
     trainer.train()
+
+
+def run_trl_on_answers(turns: Turns, values: dict[str, Any], folder: Path) -> None:
+    """Train as :func:`run_trl`, with the output layer applied to answers only."""
+    with patch(*HEAD_ON_ANSWERS):
+        run_trl(turns, values, folder)
 
 
 class Generation:

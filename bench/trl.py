@@ -2,9 +2,12 @@
 
 Every trainer has its own process and takes one step a turn. The learning rate is so small that all of them answer as
 the base policy throughout; each samples its own answers, so only mean lengths agree. The row of the rollout is
-generation, that of the update everything else: rewards, loss, gradients, optimizer and accelerators. If
-RLKERNELS_VLLM_PYTHON names a Python with vLLM, one trainer of the workload of real size generates with a vLLM server on
-the same cores; its rollout includes sending the weights. That workload also lists the share of a large product's rate:
+generation, that of the update everything else: rewards, loss, gradients, optimizer and accelerators.
+
+The workload of real size has one more trainer of TRL. On a CPU TRL applies the output layer to prompts too; "head on
+answers" does not, as TRL on a GPU: it is the fair rival. The other vocabularies are too small for a difference. If
+RLKERNELS_VLLM_PYTHON names a Python with vLLM, one trainer of that workload generates with a vLLM server on the same
+cores; its rollout includes sending the weights. The rows of that workload have the share of a large product's rate:
 two operations a weight and generated token in generation, six in the update. Prompts and recomputation do not count.
 """
 
@@ -25,7 +28,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 from bench import Row, matmul_rate
-from bench._trl import Step, run_ours, run_trl
+from bench._trl import Step, run_ours, run_trl, run_trl_on_answers
 from bench._turns import Worker
 from bench._vllm_server import VLLMServer
 from python_trainer import Config, load_config
@@ -137,6 +140,8 @@ def providers(work: Workload, folder: Path, server: str | None = None) -> dict[s
     if find_spec("trl") is not None:
         for kind, config in configs.items():
             add(f"TRL {version('trl')}{kind}", run_trl, config)
+        if work.weights:
+            add(f"TRL {version('trl')}, head on answers", run_trl_on_answers, work.config)
     for kind, config in configs.items():
         add(f"python_trainer{kind}", run_ours, config)
     for names in work.accelerators:

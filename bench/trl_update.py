@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bench import Case, Missing
 from bench._case import Provider
+from bench._trl import HEAD_ON_ANSWERS
 from bench.logprobs import score_by_trl
 from bench.tree_attention import copied
 from python_trainer.model.hub import policy_folder
@@ -133,8 +134,8 @@ def attend_with_copies(self: Any, layer: int, query: torch.Tensor, key: torch.Te
 
 SHARED = "rlkernels.integrations.trl_shared"
 ATTEND = "rlkernels.prefix_cache.TreeLayout.attend"
-COMPACT = {"trl.trainer.utils._use_triton": lambda device: True}  # the output layer sees answers only
 Patches = Mapping[str, Callable[..., Any]]
+COMPACT: Patches = dict([HEAD_ON_ANSWERS])
 
 
 def patched(run: Callable[[], float], patches: Patches | None) -> Callable[[], float]:

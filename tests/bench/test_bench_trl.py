@@ -1,13 +1,16 @@
 """Steps against TRL's trainer: both trainers run, on equal settings, and every figure gets its row."""
 
+import importlib
 import itertools
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from bench import _runner, _trl, tree_attention, trl, trl_update
 from bench._trl import Step
@@ -16,6 +19,7 @@ from bench.studies import trl as study
 from bench.studies.harness import Harness
 from python_trainer import load_config
 from python_trainer.errors import UserError
+from python_trainer.model.hub import SHIPPED
 from rlkernels.prefix_cache import TreeLayout, reference
 
 SMALL = ["task.variant=short", "task.train_size=8", "task.test_size=8", "model.path=small",
@@ -56,6 +60,58 @@ def test_trl_gets_the_settings_of_the_run(trl_integration, tmp_path):
     assert trainer.reward_funcs[0]([prompt], [f"A:{answer}"], [[1]], answer=[answer]) == [1.0]
 
 
+@pytest.fixture
+def first_step(trl_integration, tmp_path, monkeypatch):
+    """Return a function that runs the first step of a trainer of TRL with random answers, and what it computed."""
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    policy = AutoConfig.from_pretrained(SHIPPED / "sums", dtype="float32", **layers)
+    settings = ["rollout.prompts_per_step=2", "rollout.max_completion_length=9"]
+    values = trl.random_policy(tmp_path / "policy", policy, settings).model_dump(mode="json")
+    utils, peer = (importlib.import_module(name) for name in ("trl.trainer.utils", "trl"))
+    head = utils._ChunkedLogProbFunction
+    score, train = peer.GRPOTrainer._get_per_token_logps_and_entropies, peer.GRPOTrainer.training_step
+
+    def run(train_by_trl):
+        seen = SimpleNamespace()
+
+        def apply_head(hidden, *arguments):
+            seen.head_rows = len(hidden)
+            return head.apply(hidden, *arguments)
+
+        def score_and_note(self, model, ids, *arguments, **options):
+            seen.ids = ids
+            seen.logprobs, *others = score(self, model, ids, *arguments, **options)
+            return seen.logprobs, *others
+
+        def train_and_note(self, *arguments):
+            seen.loss = train(self, *arguments)
+            seen.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+            return seen.loss
+
+        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply_head))
+        monkeypatch.setattr(peer.GRPOTrainer, "_get_per_token_logps_and_entropies", score_and_note)
+        monkeypatch.setattr(peer.GRPOTrainer, "training_step", train_and_note)
+        pipe = Mock()
+        pipe.send.side_effect = None, EnoughSteps
+        with pytest.raises(EnoughSteps):
+            train_by_trl(Turns(pipe), values, tmp_path / train_by_trl.__name__)
+        seen.step = pipe.send.call_args.args[0]
+        return seen
+
+    return run
+
+
+def test_the_head_on_answers_changes_no_result_of_trl(first_step):
+    plain, on_answers = first_step(_trl.run_trl), first_step(_trl.run_trl_on_answers)
+    answer_tokens = plain.step.generated_tokens
+    assert answer_tokens == on_answers.step.generated_tokens == on_answers.head_rows < plain.head_rows
+    assert torch.equal(plain.ids, on_answers.ids)
+    assert plain.logprobs.count_nonzero() == answer_tokens
+    assert all(gradient.any() for gradient in plain.gradients.values())
+    for name in ("logprobs", "loss", "gradients"):
+        torch.testing.assert_close(getattr(on_answers, name), getattr(plain, name), rtol=1e-4, atol=1e-6)
+
+
 def test_rows(tmp_path):
     work = replace(trl.small(tmp_path), name="some")
     step_reports = {"a": [Step(2.0, 0.5, 100, 60), Step(4.0, 1.0, 300, 60)]}
@@ -84,8 +140,8 @@ def test_rows_of_real_size_say_what_share_of_the_rate_they_reach(tmp_path, monke
     monkeypatch.setattr(trl, "LlamaConfig", lambda **shape: LlamaConfig(**shape | sizes))
     monkeypatch.setattr(trl, "matmul_rate", lambda dtype, n: 1e9)
     work = trl.real_size(tmp_path)
-    num_providers = 1 if find_spec("trl") is None else 2
-    assert work.config.model.dtype == "bfloat16" and len(trl.providers(work, tmp_path)) == num_providers
+    by_trl = [] if find_spec("trl") is None else [f"TRL {version('trl')}", f"TRL {version('trl')}, head on answers"]
+    assert work.config.model.dtype == "bfloat16" and [*trl.providers(work, tmp_path)] == [*by_trl, "python_trainer"]
     layer_weights = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 64 + 2 * 576
     assert work.weights == 1000 * 576 + layer_weights + 576, "the tied ones once"
     work = replace(work, weights=10**6)
