@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark files to run (default: all)")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
-    parser.add_argument("--only", metavar="TEXT", help="run only cases whose shape contains this")
+    parser.add_argument("--only", metavar="TEXT", default="", help="run only cases whose shape contains this")
     parser.add_argument("--quick", action="store_true", help="small shapes, short runs; keeps no rows without --csv")
     parser.add_argument("--csv", type=Path, help=f"file to append to (default: {_runner.RESULTS})")
     parser.add_argument("--threads", type=int, help="threads of torch and of the kernels (default: all cores)")
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             failed.append(name)
-    if args.only is not None and not num_rows and not failed:
+    if args.only and not num_rows and not failed:
         parser.error(f"--only must be a part of the shape of a case, got {args.only!r}")
     console.print(", ".join(f"{key} {value}" for key, value in facts.items() if value), highlight=False)
     if csv:

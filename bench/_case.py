@@ -1,7 +1,7 @@
 """The interface between a benchmark file and the runner."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the CSV. A benchmark file may yield rows itself where it has to do its own timing."""
+    """One line of the CSV. A benchmark file may yield rows, or a :class:`Measurement`, if it does its own timing."""
 
     op: str
     provider: str
@@ -71,6 +71,19 @@ class Row:
         """Fill in median and quantiles of seconds per call, and return this row."""
         self.median_s, self.q20_s, self.q80_s = np.quantile(samples, (0.5, 0.2, 0.8)).tolist()
         return self
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Tables that a benchmark file times itself, if ``--only`` picks their shape.
+
+    Attributes:
+        shape: as in the rows, see :class:`Case`.
+        tables: does the work, and gives the rows of each table.
+    """
+
+    shape: str
+    tables: Callable[[], Iterable[list[Row]]]
 
 
 def optional(module: str, make: Callable[[Any], Provider], install: str | None = None) -> Provider:

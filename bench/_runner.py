@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench._case import Case, Missing, Row
+from bench._case import Case, Measurement, Missing, Row
 from rlkernels.proof.problem import largest_error
 from rlkernels.proof.worker import seconds_of
 
@@ -271,19 +271,24 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
             writer.writerow({**values, **facts})
 
 
-def run_file(name: str, quick: bool, seconds: float, console: Console, only: str | None = None) -> Iterator[list[Row]]:
-    """Run one benchmark file: print a table for each case, and yield its rows.
+def run_file(name: str, quick: bool, seconds: float, console: Console, only: str = "") -> Iterator[list[Row]]:
+    """Run one benchmark file: print its tables, and yield the rows of each.
 
     Args:
-        only: text in the shape of the cases to run.
+        only: text in the shape of the cases to run, and of the rows to print.
     """
     for case in importlib.import_module(f"bench.{name}").cases(quick):
+        if isinstance(case, (Case, Measurement)) and only not in case.shape:
+            continue
+        tables: Iterable[list[Row]]
         if isinstance(case, Case):
-            if only is not None and only not in case.shape:
-                continue
             with console.status(f"{case.op}: {case.shape} {case.dtype}"):
-                rows = list(run_case(case, seconds))
+                tables = [list(run_case(case, seconds))]
+        elif isinstance(case, Measurement):
+            tables = case.tables()
         else:
-            rows = case if isinstance(case, list) else [case]
-        console.print(table(rows))
-        yield rows
+            tables = [case if isinstance(case, list) else [case]]
+        for rows in tables:
+            if picked := [row for row in rows if only in row.shape]:
+                console.print(table(picked))
+                yield picked

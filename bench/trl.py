@@ -9,6 +9,8 @@ answers" does not, as TRL on a GPU: it is the fair rival. The other vocabularies
 RLKERNELS_VLLM_PYTHON names a Python with vLLM, one trainer of that workload generates with a vLLM server on the same
 cores; its rollout includes sending the weights. The rows of that workload have the share of a large product's rate:
 two operations a weight and generated token in generation, six in the update. Prompts and recomputation do not count.
+
+``--only`` picks workloads by their shapes: "1.6 M", "sums", "135 M".
 """
 
 import json
@@ -17,6 +19,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
-from bench import Row, matmul_rate
+from bench import Measurement, Row, matmul_rate
 from bench._trl import Step, run_ours, run_trl, run_trl_on_answers
 from bench._turns import Worker
 from bench._vllm_server import VLLMServer
@@ -55,6 +58,12 @@ class Workload:
     config: Config
     accelerators: list[list[str]] = field(default_factory=list)
     weights: int | None = None
+
+    @property
+    def shape(self) -> str:
+        rollout = self.config.rollout
+        answers = f"{rollout.prompts_per_step} x {rollout.num_generations}"
+        return f"{self.name}: {answers}, up to {rollout.max_completion_length}"
 
 
 def even(prompts: list, completions: list, completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -176,10 +185,6 @@ def measure(workers: dict[str, Worker], warm_up: int, steps: int) -> dict[str, l
 def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[list[Row]]:
     """Make a table each of steps, rollouts and updates."""
     rate = matmul_rate(torch.bfloat16, 2048) if work.weights else 0.0
-    rollout = work.config.rollout
-    shape = (
-        f"{work.name}: {rollout.prompts_per_step} x {rollout.num_generations}, up to {rollout.max_completion_length}"
-    )
     tables: dict[str, list[Row]] = {"training step": [], "rollout of a step": [], "update of a step": []}
     for name, steps in step_reports.items():
         tokens = fmean(step.generated_tokens for step in steps)
@@ -192,19 +197,24 @@ def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[list[R
             if work.weights:
                 achieved = operations * work.weights * tokens / median(values)
                 extra += f", {achieved / 1e9:.0f} GFLOP/s, {achieved / rate:.0%} of a large product"
-            row = Row(op, name, shape, "bfloat16" if work.weights else "float32", extra=extra).timed(values)
+            row = Row(op, name, work.shape, "bfloat16" if work.weights else "float32", extra=extra).timed(values)
             if op == "training step":
                 row.peak_bytes = max(step.peak_bytes or 0 for step in steps)
             table.append(row)
     if find_spec("trl") is None:
-        tables["training step"].append(Row("training step", "TRL", shape, missing="pip install trl"))
+        tables["training step"].append(Row("training step", "TRL", work.shape, missing="pip install trl"))
     yield from tables.values()
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
+def tables(work: Workload, folder: Path, quick: bool) -> Iterator[list[Row]]:
+    """Train on a workload, and make its tables."""
+    warm_up, steps = (1, LARGE_STEPS) if work.weights else (WARM_UP_STEPS, 2 if quick else STEPS)
+    with vllm_server(work, folder) as server:
+        step_reports = measure(providers(work, folder / work.name, server), warm_up, steps)
+    yield from rows(work, step_reports)
+
+
+def cases(quick: bool) -> Iterator[Measurement]:
     with TemporaryDirectory() as folder:
         for work in workloads(Path(folder), quick):
-            warm_up, steps = (1, LARGE_STEPS) if work.weights else (WARM_UP_STEPS, 2 if quick else STEPS)
-            with vllm_server(work, Path(folder)) as server:
-                step_reports = measure(providers(work, Path(folder) / work.name, server), warm_up, steps)
-            yield from rows(work, step_reports)
+            yield Measurement(work.shape, partial(tables, work, Path(folder), quick))

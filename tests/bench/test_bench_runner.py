@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bench import Case, Row, _limits, _runner, memory, optional, prefix_cache
+from bench import Case, Measurement, Row, _limits, _runner, memory, optional, prefix_cache
 from bench.__main__ import main
 
 
@@ -107,6 +107,24 @@ def test_only_cases_whose_shape_contains_a_text(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["keyed_uniform", "--quick", "--only", "third"])
     assert "--only must be a part of the shape of a case, got 'third'" in capsys.readouterr().err
+
+
+def test_only_measurements_that_are_picked_run_and_only_their_rows_are_kept(tmp_path, capsys, monkeypatch):
+    def rows(*shapes):
+        return [Row("op", "ours", shape, median_s=1.0) for shape in shapes]
+
+    def fail():
+        raise AssertionError("--only did not pick it")
+
+    cases = [
+        Measurement("first", fail), Measurement("second", lambda: [rows("second 2"), rows("second 3")]),
+        rows("second 4", "third 5"), rows("third 6"),
+    ]  # fmt: skip
+    monkeypatch.setattr(importlib.import_module("bench.keyed_uniform"), "cases", lambda quick: iter(cases))
+    path = tmp_path / "rows.csv"
+    assert main(["keyed_uniform", "--quick", "--csv", str(path), "--only", "second"]) == 0
+    with path.open(newline="") as file:
+        assert [row["shape"] for row in csv.DictReader(file)] == ["second 2", "second 3", "second 4"]
 
 
 def test_a_failing_case_leaves_the_rows_before_it(tmp_path, capsys, monkeypatch):

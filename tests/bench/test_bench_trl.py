@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 from bench import _runner, _trl, tree_attention, trl, trl_update
+from bench.__main__ import main
 from bench._trl import Step
 from bench._turns import Turns
 from bench.studies import trl as study
@@ -119,6 +120,17 @@ def test_rows(tmp_path):
     assert [table[0].median_s for table in (step_rows, rollout_rows, update_rows)] == [3.0, 0.75, 2.25]
     assert step_rows[0].peak_bytes == 300 and rollout_rows[0].peak_bytes is None and step_rows[0].extra == "20 tokens/s"
     assert step_rows[0].shape == "some: 16 x 8, up to 64"
+
+
+def test_only_workloads_that_are_picked_train(tmp_path, monkeypatch, capsys):
+    works = [replace(trl.small(tmp_path / name), name=name) for name in ("first", "second")]
+    trained = []
+    monkeypatch.setattr(trl, "workloads", lambda folder, quick: works)
+    monkeypatch.setattr(trl, "providers", lambda work, folder, server: trained.append(work.name))
+    monkeypatch.setattr(trl, "measure", lambda *_: {"a trainer": [Step(2.0, 0.5, 100, 60)]})
+    assert main(["trl", "--quick", "--only", "second: 16 x 8"]) == 0
+    output = capsys.readouterr().out
+    assert trained == ["second"] and output.count("second: 16 x 8, up to 64") == 3 and "first" not in output
 
 
 def report_generations(turns, values, folder):
