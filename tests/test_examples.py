@@ -1,7 +1,11 @@
 """The tasks and environments in examples/: their rewards, and a short run of each."""
 
 import json
+import os
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,9 @@ from calculator import Calculator, calculate, right_number
 from countdown import CountdownSettings, reward
 from rich.console import Console
 from sentences import WORKED_FORMS, SentencesSettings, count, first_wrong_line, form, keys, near
+from support import ROOT, lacks
+from tiny import save_tiny_policy
+from transformers import AutoTokenizer
 
 from python_trainer.config import load_config
 from python_trainer.trainer import Trainer
@@ -118,6 +125,33 @@ def test_sentences_to_test_are_not_trained_on(constraint):
     trained = {str(sorted(map(str, example.columns.values()))) for example in task.train}
     assert len(task.test) == 256 and not trained & {str(sorted(map(str, e.columns.values()))) for e in task.test}
     assert all(word in e.prompt[-1]["content"] for e in task.test for word in map(str, e.columns.get("words", [])))
+
+
+def test_make_language_trains_the_model_that_its_tool_left(tmp_path):
+    """Run the target's commands in a copy, with a tiny policy where tools/smollm2.py puts its model."""
+    if not shutil.which("make"):
+        lacks("make")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("tools", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    model = save_tiny_policy(tmp_path / "runs" / "smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    settings = "--set max_steps=2 task.test_size=4 rollout.prompts_per_step=2"
+    command = ["make", "--old-file=.venv/.built", "language", "VENV=.venv", f"LANGUAGE={settings}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1", "MAKEFLAGS": ""}  # `make test` may have set flags
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert "runs/smollm2 is there" in process.stdout
+    assert process.stdout.count("  before: ") == process.stdout.count("  after: ") == 4
+    run_folder = tmp_path / "runs" / "language"
+    assert json.loads((run_folder / "summary.json").read_text())["steps"] == 2
+    assert "Write one short sentence with the words" in (run_folder / "report.html").read_text()
 
 
 def test_a_loop_of_your_own_packs_what_answers_begin_with(capsys):
