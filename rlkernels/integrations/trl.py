@@ -11,6 +11,7 @@
 Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -25,6 +26,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import trl
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from trl.models import unwrap_model_for_generation
@@ -179,12 +181,11 @@ class SuffixRollouts:
         inputs = [ids + prefix for ids, prefix in zip(prompt_ids, prefixes)]
         suffixes, logprobs = generate(trainer, inputs, num_generations, [longest - len(prefix) for prefix in prefixes])
         surplus = sum(max(len(prefix) + len(ids) - longest, 0) for ids, prefix in zip(suffixes, prefixes))
-        one_call = trainer.use_vllm or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        if surplus and one_call and not self._surplus_noted:
+        if surplus and trainer.use_vllm and not self._surplus_noted:
             self._surplus_noted = True
             logger.warning(
-                "SuffixRollouts: %d tokens behind prefixes passed max_completion_length %d and were cut: vLLM and "
-                "sharded models generate all rows up to one longest length",
+                "SuffixRollouts: %d tokens behind prefixes passed max_completion_length %d and were cut: vLLM "
+                "generates all rows up to one longest length",
                 surplus, longest,
             )  # fmt: skip
         suffixes = [ids[: longest - len(prefix)] for ids, prefix in zip(suffixes, prefixes)]
@@ -205,7 +206,7 @@ class SuffixRollouts:
 
         ``room``: the most new tokens of each row. Where the context of the model is too short for all rows with the
         most room, only rows with the same room are generated together. Else all run to the most room of any, and the
-        caller cuts them.
+        caller cuts them. Processes that share a model make the same calls, with one token where one has no row.
         """
         suffixes = [list[int]()] * len(rows)
         device = trainer.accelerator.device
@@ -213,19 +214,31 @@ class SuffixRollouts:
         config = copy.copy(trainer.generation_config)
         most_of_all = config.max_new_tokens or max(room)
         context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-        fits = context is None or max(map(len, rows)) + max(room) <= context
-        # processes that share a model must call an equal number of times
-        if fits or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            room = [max(room)] * len(rows)
-        with unwrap_model_for_generation(
-            trainer.model_wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation,
-            trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs,
-        ) as model:  # fmt: skip
-            for most in sorted(set(room), reverse=True):
+        sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        sizes = [(len(row), most) for row, most in zip(rows, room)]
+        if sharded:
+            sizes = _gather(sizes)
+        calls = sorted({most for _, most in sizes}, reverse=True)
+        if context is None or max(length for length, _ in sizes) + calls[0] <= context:
+            calls = calls[:1]
+            room = [calls[0]] * len(rows)
+        wrapped = trainer.model_wrapped
+        with (
+            unwrap_model_for_generation(
+                wrapped, trainer.accelerator, trainer.args.ds3_gather_for_generation, trainer.generation_kwargs,
+                trainer.args.gradient_checkpointing_kwargs,
+            ) as model,
+            # the model within lacks the hooks that gather the outermost weights of FSDP 1
+            FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
+            if isinstance(wrapped, FullyShardedDataParallel)
+            else contextlib.nullcontext(),
+        ):  # fmt: skip
+            for most in calls:
                 chosen = [i for i, its_room in enumerate(room) if its_room == most]
-                width = max(len(rows[i]) for i in chosen)
-                padding = [[pad] * (width - len(rows[i])) for i in chosen]
-                ids = torch.tensor([left + rows[i] for left, i in zip(padding, chosen)], device=device)
+                inputs = [rows[i] for i in chosen] or [rows[0][:1]]
+                width = max(map(len, inputs))
+                padding = [[pad] * (width - len(row)) for row in inputs]
+                ids = torch.tensor([left + row for left, row in zip(padding, inputs)], device=device)
                 mask = torch.tensor([[0] * len(left) + [1] * (width - len(left)) for left in padding], device=device)
                 config.max_new_tokens = min(most, most_of_all)
                 output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)

@@ -200,12 +200,11 @@ def test_continued_answers_stay_within_the_context(trl_integration, tmp_path):
             assert ids[: len(beginning)] == beginning and (len(ids) == MAX_TOKENS or ids[-1] == EOS)
 
 
-@pytest.mark.parametrize(("context", "sharded", "calls"), [(64, False, 1), (MAX_TOKENS + 3, False, 2),
-                                                           (MAX_TOKENS + 3, True, 1)])  # fmt: skip
+@pytest.mark.parametrize(("context", "calls"), [(64, 1), (MAX_TOKENS + 3, 2)])
+@pytest.mark.parametrize("sharded", [False, True])
 def test_each_length_of_beginnings_is_a_call_in_a_short_context(
     trl_integration, make_trainer, monkeypatch, context, sharded, calls
 ):
-    """Passes of shards are collective, and another process may have another number of lengths."""
     suffixes = trl_integration.SuffixRollouts(whole_share=0)
     suffixes.answers = {"ABC": [1, 2, 3, 4, 5, 6, EOS]}
     trainer = make_trainer(suffixes.watch(digits), rollout_func=suffixes)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_tiny_policy
+from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_letters, save_tiny_policy
 
 pytestmark = pytest.mark.slow  # two processes train with TRL
 
 NUM_GENERATIONS = 4
+EOS = 63
 
 
 def make_trainer(shared, policy, folder, rollout, reward=digits, callbacks=(), **settings):
@@ -91,6 +92,48 @@ def shard(policy, folder):
         assert (sharded - mean).norm() <= 1e-4 * mean.norm(), name
 
 
+def shard_by(version, model):
+    """Shard a GPT-2 by FSDP 1 or 2."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = copy.deepcopy(model)
+    if version == 1:
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model.transformer.h[0])}),
+                                        use_orig_params=True, device_id=device)  # fmt: skip
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.transformer.h:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def continue_in_shards(policy, folder):
+    """Continue answers up to the last position of a GPT-2, whose processes have prefixes of other lengths."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rlkernels.integrations.trl import SuffixRollouts
+
+    gpt2 = folder / "gpt2"
+    settings = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": None, "eos_token_id": EOS}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    if dist.get_rank() == 0:
+        GPT2LMHeadModel(GPT2Config(n_positions=3 + 8, initializer_range=0.2, **settings)).save_pretrained(gpt2)
+        save_letters(gpt2)
+    dist.barrier()
+    suffixes = SuffixRollouts(whole_share=0)
+    trainer = make_trainer(False, gpt2, folder, suffixes, suffixes.watch(digits), max_steps=1, top_k=1)
+    suffixes.answers = {"ABC": [1, 2, 3, 4, 5, 6, 7, EOS]}
+    trainer.model.train()
+    prompts = [("ABC", "DE")[dist.get_rank()]] * NUM_GENERATIONS
+    expected = suffixes(prompts, trainer)
+    assert bool(suffixes.continued) == (dist.get_rank() == 0)
+    trainer.is_fsdp_enabled = True
+    for version in (1, 2):
+        trainer.model_wrapped = shard_by(version, trainer.model)
+        assert suffixes(prompts, trainer) == expected, version
+
+
 def extrapolate(policy, folder):
     from accelerate.utils import gather_object
 
@@ -125,7 +168,7 @@ def extrapolate(policy, folder):
 
 
 def run_all(policy, folder):
-    for function in (shard, train_both_ways, extrapolate):
+    for function in (shard, train_both_ways, continue_in_shards, extrapolate):
         function(policy, folder)
         (folder / f"{function.__name__}.{dist.get_rank()}").touch()
 
@@ -135,4 +178,4 @@ def test_two_processes(trl_integration, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "python_trainer"))
     policy = save_tiny_policy(tmp_path / "policy", max_position_embeddings=128)
     importlib.import_module("gloo").run_on_ranks(tmp_path, run_all, policy, tmp_path)
-    assert len(list(tmp_path.glob("*.[01]"))) == 6
+    assert len(list(tmp_path.glob("*.[01]"))) == 8
