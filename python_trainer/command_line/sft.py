@@ -69,31 +69,33 @@ class Sft:
         self.held_out = self.answers("test", task.test[:HELD_OUT])
         if not self.rows:
             raise UserError(f"task {task.name} has no training examples")
-        order = prompt_order(config.seed, 0, config.sft.epochs * len(self.rows), len(self.rows))
+        saved = self.checkpointer.saved_run
+        steps_before, trained = (0, 0) if saved is None else (saved.state.step, saved.state.prompts)
+        rest = max(config.sft.epochs * len(self.rows) - trained, 0)
+        order = prompt_order(config.seed, trained, rest, len(self.rows))
         self.batches = list(micro_batches(self.rows, order, config.sft.batch_tokens))
-        self.logger.max_steps = len(self.batches)
-        self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": len(self.batches)}))
-        self.examples = digest_value([(answer.prompt_ids, answer.response_ids) for answer in self.rows])
-        progress = {"sft_examples": self.examples, "sft_batch_tokens": config.sft.batch_tokens}
-        self.checkpointer.restore(self.learner, lambda: progress, self.check_examples, origin)
+        self.logger.max_steps = steps_before + len(self.batches)
+        self.learner = Learner(self.policy, chosen.model_copy(update={"max_steps": self.logger.max_steps}))
+        self.digest = digest_value([(answer.prompt_ids, answer.response_ids) for answer in self.rows])
+        self.checkpointer.restore(self.learner, lambda: {"sft_answers": self.digest}, self.check_examples, origin)
 
     def check_examples(self, saved: dict[str, Any]) -> None:
-        """Compare the batches of a checkpoint with those of this run; checkpoints of train lack their examples.
+        """Compare the examples of a checkpoint with those of this run; checkpoints of train lack their digest.
 
         Raises:
-            UserError: they differ, so that some examples would be trained on twice and others never.
+            UserError: they differ, or the checkpoint comes after the end of this run.
         """
-        batch_tokens = self.config.sft.batch_tokens
-        saved_batch_tokens = saved.get("sft_batch_tokens", batch_tokens)  # older checkpoints lack it
-        if saved["sft_examples"] != self.examples:
+        examples, epochs = len(self.rows), self.config.sft.epochs
+        if saved["sft_answers"] != self.digest:
             raise UserError(
-                f"{self.folder} began with other training examples than the {len(self.rows)} of task "
+                f"{self.folder} began with other training examples than the {examples} of task "
                 f"{self.config.task.name} now: resume it with those, or choose another --output-dir"
             )
-        if saved_batch_tokens != batch_tokens:
+        trained = saved["state"]["prompts"]
+        if trained > epochs * examples:
             raise UserError(
-                f"sft.batch_tokens must be {saved_batch_tokens}, with which {self.folder} began, got {batch_tokens}: "
-                "other batches would leave out examples"
+                f"sft.epochs must be at least {-(-trained // examples)}, which {self.folder} has begun, got {epochs}: "
+                "raise it, or choose another --output-dir"
             )
 
     def answers(self, split: str, examples: Sequence[Example]) -> list[Rollout]:
@@ -138,16 +140,17 @@ class Sft:
             UserError: another run has the folder; NaN or infinity in a gradient.
             Interrupted: a signal came; everything is saved.
         """
-        state, last = self.state, len(self.batches)
+        state, last = self.state, self.logger.max_steps
         with self.checkpointer.owning_folder(), self.checkpointer.stop:
             state.start_clock()
             with self.logger.recording(state.step or None):
                 if state.step == 0:
                     state.results["start"] = self.held_out_loss()
-                while state.step < last:
+                for batch in self.batches:
                     with self.checkpointer.keeping_last_step(), self.checkpointer.updating():
-                        row = self.step()
+                        row = self.step(batch)
                         state.step += 1
+                        state.prompts += len(batch)
                         self.logger.log(state.step, row)
                     self.checkpointer.after_step(done=state.step == last)
             self.policy.sync_inference_model()
@@ -158,11 +161,11 @@ class Sft:
             self.logger.write_summary(summary)
             return summary
 
-    def step(self) -> dict[str, float]:
-        """Take the next optimizer step; return its metrics."""
+    def step(self, batch: Sequence[int]) -> dict[str, float]:
+        """Take the next optimizer step, on the examples with these indices; return its metrics."""
         seconds_before = self.state.seconds.get("train", 0.0)
         with self.state.measure("train"):
-            answers = [self.rows[index] for index in self.batches[self.state.step]]
+            answers = [self.rows[index] for index in batch]
             metrics = self.learner.imitate(answers, self.state.step + 1)
         self.state.count("trained_tokens", metrics["tokens/trained"])
         seconds = self.state.seconds["train"] - seconds_before

@@ -193,7 +193,7 @@ class Checkpointer:
                 if self.state.step > learner.max_steps:
                     raise UserError(
                         f"{self.folder} has done {self.state.step} steps, and these settings make {learner.max_steps}: "
-                        "raise max_steps, or sft.epochs of sft, or choose another --output-dir"
+                        "raise max_steps, or choose another --output-dir"
                     )
             self.saved_step = self.state.step
             self._load_learned(self.newest, saved)

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from itertools import chain
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from python_trainer.loop.parts import make_engine
 from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.rollout.engine import SamplingParams
+from python_trainer.run.directory import read_metrics
 from python_trainer.trainer import Trainer
 
 
@@ -71,7 +73,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     assert [policy.decode(row.response_ids) for row in rollouts] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in rollouts] == ["stop", "stop"]
     Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
-    with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_examples"):
+    with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_answers"):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell
     rows = dict(summary_rows(find_runs([tmp_path / "run"])))
@@ -93,7 +95,7 @@ def test_gradient_is_that_of_the_mean_cross_entropy_of_answers(lessons, tmp_path
 
     monkeypatch.setattr(MasterWeightAdamW, "clip_gradients", keep)
     monkeypatch.setattr(MasterWeightAdamW, "step", lambda self, lr_scale: None)
-    metrics = run.step()
+    metrics = run.step(run.batches[0])
     policy = run.policy
     rows = run.rows
     task = config.task.load()
@@ -122,6 +124,27 @@ def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monke
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
     assert [len(r) for r in rows] == [5, 5]
+
+
+def test_a_resumed_run_trains_on_the_examples_that_follow(lessons, tmp_path):
+    """Whatever the batches: the last of an epoch is short, and sft.batch_tokens may change."""
+
+    def examples_of(folder, epochs, batch_tokens, end=None):
+        run = Sft(
+            config_of(lessons, sft={"epochs": epochs, "batch_tokens": batch_tokens}), folder, resume=True, console=QUIET
+        )
+        examples, step = [], run.step
+        run.step = lambda batch: examples.extend(batch) or step(batch)
+        run.run()
+        return examples, run
+
+    whole, run = examples_of(tmp_path / "whole", 4, 13)
+    parts, runs = zip(*(examples_of(tmp_path / "cut", *sizes) for sizes in ((1, 13), (3, 13), (3, 13), (4, 9))))
+    assert list(map(len, parts)) == [4, 8, 0, 4] and [*chain(*parts)] == whole
+    assert len(run.batches) < sum(len(run.batches) for run in runs), "short batches stay short"
+    rows = read_metrics(tmp_path / "cut")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) == runs[-1].state.step
+    assert rows[-1]["learning_rate"] < 0.1 * rows[0]["learning_rate"]
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"temperature": 0.6, "num_beams": -1}])
@@ -170,14 +193,12 @@ def test_a_run_is_resumed_with_what_it_was_begun_with_or_says_so(lessons, run, t
     Sft(config, tmp_path / "run", console=QUIET).run()
     code, errors = run(settings, "--resume", "--set", "optimizer.learning_rate=0.1", command="sft")
     assert code == 0 and "resumed with other settings than before: optimizer.learning_rate: 0.02 -> 0.1" in errors
-    with pytest.raises(UserError, match=r"has done \d steps, and these settings make \d: raise .*sft.epochs"):
+    with pytest.raises(UserError, match=r"sft.epochs must be at least 2, which .*run has begun, got 1: raise it"):
         Sft(config_of(settings, sft={"epochs": 1}), tmp_path / "run", resume=True, console=QUIET)
     with pytest.raises(UserError, match="began with other training examples than the 3 of task jsonl now: resume it"):
         Sft(
             config_of(settings, task={"train_path": f"{tmp_path}/train.jsonl:train[1:]"}), tmp_path / "run", resume=True
         )
-    with pytest.raises(UserError, match=r"sft.batch_tokens must be 9, with which .* began, got 8: other batches"):
-        Sft(config_of(settings, sft={"batch_tokens": 8}), tmp_path / "run", resume=True, console=QUIET)
     with pytest.raises(UserError, match="is of another model than the settings: .*adapters"):
         Sft(config_of(settings, model={"lora": {"r": 2}}), tmp_path / "run", resume=True, console=QUIET)
 
