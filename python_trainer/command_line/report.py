@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from textwrap import shorten
@@ -150,7 +151,7 @@ def summary_of(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     target = json.loads(settings.get("evaluation.target_accuracy", "null"))
     return {
         "steps": last["step"],
-        **{f"{clock}_s": last.get(f"time/{clock}_s", 0.0) for clock in ("wall", "training")},
+        **{f"{clock}_s": last.get(f"time/{clock}_s") or 0.0 for clock in ("wall", "training")},
         **{f"{part}_s": total(f"time/{part}_s") for part in ("rollout", "train")},
         "accelerator_s": {name: total(f"time/accelerator/{name}_s") for name in names},
         **{f"{kind}_tokens": total(f"tokens/{kind}") for kind in ("generated", "prefill", "cached", "trained")},
@@ -256,14 +257,17 @@ def show(value: float | None, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
 
 
+def pair_seeds(runs: Sequence[Run], plain: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Return the runs and plain runs of the seeds that both have, in one order; none without such seeds."""
+    plain_of = {run.folder.name: run for run in plain}
+    paired = [run for run in runs if run.folder.name in plain_of]
+    return paired, [plain_of[run.folder.name] for run in paired]
+
+
 def compare_accuracy(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
     """Return final accuracy minus that of the plain runs of the same seeds; None if they cannot be paired."""
-    plain_answers = {run.folder.name: run.final_answers() for run in plain}
-    pairs = []
-    for run in runs:
-        answers, baseline = run.final_answers(), plain_answers.get(run.folder.name)
-        if answers is not None and baseline is not None:
-            pairs.append((answers, baseline))
+    answers = [(run.final_answers(), baseline.final_answers()) for run, baseline in zip(*pair_seeds(runs, plain))]
+    pairs = [(after, before) for after, before in answers if after is not None and before is not None]
     if not pairs or len({len(values) for pair in pairs for values in pair}) != 1:
         return None
     return difference_of_runs(*zip(*pairs))
@@ -285,9 +289,10 @@ def describe_variant(name: str, runs: Sequence[Run]) -> str:
     """
     start, final = (mean_of(runs, f"eval_accuracy_{end}") for end in ENDS)
     gain = "no evaluation" if start is None else f"accuracy {start:.1%} -> {show(final, '{:.1%}')}"
-    evaluations = [run.summary["evaluation"] for run in runs]  # without "start" until the run has ended
-    if start == final == 0 and all("start" in evaluation for evaluation in evaluations):
-        start, final = (fmean(on_all_prompts(evaluation[end], "reward") for evaluation in evaluations) for end in ENDS)
+    # None: the run has not ended, or wrote less
+    rewards = [[on_all_prompts(run.summary["evaluation"].get(end, {}), "reward") for run in runs] for end in ENDS]
+    if start == final == 0 and None not in chain(*rewards):
+        start, final = map(fmean, rewards)
         gain = f"reward {start:.3f} -> {final:.3f}"
     steps, seconds, tokens = (mean_of(runs, key) or 0.0 for key in ("steps", "training_s", "generated_tokens"))
     seeds = f", means of {len(runs)} seeds" if len(runs) > 1 else ""
@@ -297,8 +302,10 @@ def describe_variant(name: str, runs: Sequence[Run]) -> str:
 def describe_against(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> str:
     """Return ``rhyme: 45 % fewer generated tokens, 30 % less time, accuracy 1.3 points lower (95 %: -2.2 to -0.4)``."""
 
+    same_seeds, plain_of_them = pair_seeds(runs, plain)
+
     def change(key: str, fewer: str, unit: str) -> str:
-        value, baseline = mean_of(runs, key), mean_of(plain, key)
+        value, baseline = mean_of(same_seeds or runs, key), mean_of(plain_of_them or plain, key)
         if not value or not baseline:
             return f"{unit} unknown"
         share = value / baseline - 1
@@ -328,10 +335,18 @@ def caveats(runs: Sequence[Run]) -> list[str]:
             lines.append(
                 f"{run.label} learned from earlier runs: their {tokens} tokens and {seconds} s count as its own"
             )
-    steps = {name: fmean(run.summary["steps"] for run in seeds) for name, seeds in by_variant(runs).items()}
+    variants = by_variant(runs)
+    steps = {name: fmean(run.summary["steps"] for run in its_runs) for name, its_runs in variants.items()}
     if len(steps) > 1 and max(steps.values()) > 1.02 * min(steps.values()):
         counts = ", ".join(f"{name} {count:.0f}" for name, count in steps.items())
         lines.append(f"the variants made different numbers of steps ({counts}): compare the curves, not the ends")
+    seeds = {name: {run.folder.name for run in its_runs} for name, its_runs in variants.items()}
+    plain = seeds.get(BASELINE, set())
+    if others := [name for name in seeds if seeds[name] & plain and seeds[name] != plain]:
+        lines.append(
+            f"{', '.join(others)} and {BASELINE} have other seeds: comparisons are of seeds that both have, columns "
+            "are means over all seeds of a variant"
+        )
     return lines
 
 
@@ -358,8 +373,10 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     }
     change = None if plain is None or plain is runs else compare_accuracy(runs, plain)
     to_target = mean_of(runs, "seconds_to_target")
-    baseline_to_target = None if plain is None else mean_of(plain, "seconds_to_target")
-    speed = baseline_to_target / to_target if baseline_to_target and to_target else None
+    same_seeds, plain_of_them = pair_seeds(runs, plain or ())
+    variant_to_target = mean_of(same_seeds or runs, "seconds_to_target")
+    baseline_to_target = mean_of(plain_of_them or plain, "seconds_to_target") if plain else None
+    speed = baseline_to_target / variant_to_target if baseline_to_target and variant_to_target else None
     column = {
         "seeds": str(len(runs)),
         "accuracy before": show(mean_of(runs, "eval_accuracy_start")),

@@ -176,6 +176,8 @@ def test_variants_have_a_verdict_and_one_order(runs):
         "eval_accuracy_start": 0.0, "eval_accuracy_final": 0.0, "evaluation": evaluations,
     })  # fmt: skip
     assert verdicts([graded])[0].startswith("a&b: reward 0.250 -> 0.500 in 3 steps, ")  # nothing is right or wrong
+    graded.summary["evaluation"] = {"start": {}, "final": {}}  # of an older version
+    assert verdicts([graded])[0].startswith("a&b: accuracy 0.0% -> 0.0% in 3 steps, ")
     (verdict,) = verdicts(found_runs)
     assert verdict.startswith("a&b: ") and "generated tokens, " in verdict and "less time, accuracy " in verdict
     ended, steps = caveats(found_runs)
@@ -210,6 +212,36 @@ def test_unfinished_runs_have_the_summary_of_their_steps(runs):
     for place in ("nowhere", "other/config.yaml"):
         with pytest.raises(UserError, match=f"there is no folder .*/{place}$"):
             find_runs([runs / "other", runs / place])
+
+
+def test_a_clock_that_another_program_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/training_s": null, "time/wall_s": null}\n')
+    report([tmp_path], QUIET)
+    (run,) = find_runs([tmp_path])
+    assert run.summary["training_s"] == run.summary["wall_s"] == 0.0
+
+
+def test_cost_is_compared_over_the_seeds_of_both_variants(tmp_path):
+    """A seed that the baseline alone has, and that is dear, makes no variant cheap."""
+
+    def write(variant, seed, tokens, seconds):
+        folder = tmp_path / variant / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        summary = {"steps": 1, "generated_tokens": tokens, "training_s": seconds, "seconds_to_target": seconds}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+    write("baseline", 0, 100, 10.0)
+    write("rpo", 0, 100, 10.0)
+    assert not caveats(find_runs([tmp_path]))
+    write("baseline", 1, 900, 70.0)
+    runs = find_runs([tmp_path])
+    (verdict,) = verdicts(runs)
+    assert verdict.startswith("rpo: 0% more generated tokens, 0% more time")
+    table = {name: cells for name, *cells in summary_rows(runs)}
+    assert table["speed to target, times baseline"][1] == "1.00" and table["generated tokens"] == ["500", "100"]
+    (caveat,) = caveats(runs)
+    assert caveat.startswith("rpo and baseline have other seeds: comparisons are of seeds that both have")
 
 
 def test_tensorboard_has_every_metric(runs):
