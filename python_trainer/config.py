@@ -73,7 +73,8 @@ class EvaluationConfig(Section):
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """summary.json tells when eval/accuracy first reaches this: seconds_to_target, tokens_to_target."""
     sets: Annotated[dict[str, str], LOCAL] = Field({})
-    """More test sets by name, each a place as in task.test_path: {hard: hard.jsonl}. Metrics: eval/NAME/accuracy."""
+    """More test sets by name, each a place as in task.test_path: {hard: hard.jsonl}. task.test_size cuts longer ones.
+    Metrics: eval/NAME/accuracy."""
 
 
 class SftConfig(Section):

@@ -27,7 +27,8 @@ def load_tasks(config: Config, device: torch.device) -> list[Task]:
     train_task = config.task.load()
     tasks = [train_task]
     for path in config.evaluation.sets.values():
-        tasks.append(config.task.model_copy(update={"test_path": path}).load())
+        task = config.task.model_copy(update={"test_path": path, "test_size": None}).load()
+        tasks.append(replace(task, test=task.test[: config.task.test_size]))
     for settings in config.accelerators.chosen():
         settings.check_task(train_task)
     reward_models: dict[str, Any] = {}

@@ -64,6 +64,15 @@ def test_several_answers_and_several_sets(make_config, jsonl_files, tmp_path):
     assert table["pass@2 after"] == f"{rows[1]['eval_all/pass@2']:.3f}" and table["train/accuracy after"]
 
 
+def test_a_set_may_be_smaller_than_test_size(make_config, jsonl_files, tmp_path):
+    """It is cut where it is larger."""
+    (tmp_path / "few.jsonl").write_text('{"prompt": "A"}\n{"prompt": "B"}\n')
+    sets = {"few": str(tmp_path / "few.jsonl"), "many": str(jsonl_files[0])}
+    trainer = Trainer(make_config(task={"test_size": 4}, evaluation={"sets": sets}), tmp_path / "run", console=QUIET)
+    assert [len(prompt_set.ids) for prompt_set in trainer.prompts.sets] == [2, 4]
+    assert len(trainer.prompts.ids["test"]) == 4
+
+
 def known(prompts, completions, completion_ids, right, **columns):
     """Return what the file says of each prompt: the accuracy of a policy that never changes."""
     return right
