@@ -421,7 +421,7 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
             text = re.sub("^_", " _", escape_controls(name, keep="")).replace("$", r"\$")  # no formula
             label: str | None = text + charged
             for run in seeds:
-                rows = [row for row in read_metrics(run.folder) if x in row and row.get("eval/accuracy") is not None]
+                rows = [row for row in read_metrics(run.folder) if None not in (row.get(x), row.get("eval/accuracy"))]
                 if rows:
                     points = [row[x] + run.charge(x) for row in rows], [row["eval/accuracy"] for row in rows]
                     axes.plot(*points, marker=".", color=colour, label=label)
