@@ -16,6 +16,7 @@ from python_trainer.rollout.episodes import initial_prompt
 from python_trainer.run.run_state import RunState
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.prompt_order import prompt_order
+from python_trainer.tasks.rewards import required_columns
 
 
 def load_tasks(config: Config, device: torch.device) -> list[Task]:
@@ -86,6 +87,7 @@ class Prompts:
         self.ids: dict[str, list[list[int]]] = {}
         for split in ("train", "test", "gate"):
             examples = getattr(self.task, split)
+            self._note_missing_columns(split, self.task, examples)
             fitting, self.opened[split], self.ids[split] = self._encode_fitting(split, examples)
             if len(fitting) < len(examples):
                 changes: dict[str, Any] = {split: fitting}
@@ -94,6 +96,7 @@ class Prompts:
             raise UserError(f"task {self.task.name} has no training prompts")
         self.sets: list[PromptSet] = []
         for name, task in zip(config.evaluation.sets, set_tasks):
+            self._note_missing_columns(f"evaluation.sets.{name}", task, task.test)
             fitting_prompts = self._encode_fitting(f"evaluation.sets.{name}", task.test)
             self.sets.append(PromptSet(f"set {name}", task, *fitting_prompts, config.evaluation))
         all_prompts = chain(*self.opened.values(), *(prompt_set.opened for prompt_set in self.sets))
@@ -144,6 +147,15 @@ class Prompts:
         """Return the prompt of a rollout as written; of messages their contents, without a template."""
         prompt = self.opened[split][rollout.prompt_index]
         return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+    def _note_missing_columns(self, name: str, task: Task, examples: Sequence[Example]) -> None:
+        """Tell which columns that a reward function needs no example of a set has: it may find every answer wrong."""
+        known = {column for example in examples for column in example.columns}
+        for function_name, function in task.reward_functions.items() if examples else ():
+            if missing := [column for column in required_columns(function) if column not in known]:
+                self.note(
+                    f"reward function {function_name} gets None for column {missing[0]!r}, which {name} prompts lack"
+                )
 
     def _encode_fitting(
         self, name: str, examples: Sequence[Example]

@@ -107,7 +107,8 @@ class FileTaskSettings(TaskSettings):
         rows = cut(source, read_lines(Path(path)), split) if lines else read_split(kind, path, split, text_columns)
         if not rows:
             raise UserError(f"{source}: no examples; at least one is needed")
-        return [self._example(f"{source}:{number}", self._named(source, row)) for number, row in rows]
+        places = [f"{source}:{number}" for number, _ in rows]
+        return [self._example(place, self._named(place, row)) for place, (_, row) in zip(places, rows)]
 
     def _example(self, place: str, row: dict[str, Any]) -> Example:
         """Make the example of a row."""
@@ -121,10 +122,10 @@ class FileTaskSettings(TaskSettings):
             prompt = [{"role": "user", "content": prompt}]
         return Example(prompt, row, place)
 
-    def _named(self, source: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """Rename the columns of a row."""
         if missing := [column for column in self.columns.values() if column not in row]:
-            raise UserError(f"task.columns: {source} has no column {missing[0]!r}; it has {', '.join(map(repr, row))}")
+            raise UserError(f"task.columns: {place} has no column {missing[0]!r}; it has {', '.join(map(repr, row))}")
         named = {name: value for name, value in row.items() if name not in self.columns.values()}
         if "messages" in self.columns and "prompt" not in self.columns:
             named.pop("prompt", None)  # the column that task.columns names is the prompt

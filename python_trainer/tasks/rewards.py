@@ -167,15 +167,19 @@ def _checked(name: str, arguments: dict[str, Any], result: Any, seconds: float |
     return [_value(value, name, row) for row, value in enumerate(result)]
 
 
-def check_columns(name: str, function: Any, task: Task) -> None:
-    """Raise UserError if a reward function cannot do without a column that no example has."""
+def required_columns(function: Any) -> list[str]:
+    """Return the columns that a reward function cannot be called without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin has no signature
-        return
-    arguments = OF_THE_TRAINER | task.columns
+        return []
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in arguments]
+    return [p.name for p in named if p.default is p.empty and p.name not in OF_THE_TRAINER]
+
+
+def check_columns(name: str, function: Any, task: Task) -> None:
+    """Raise UserError if a reward function cannot do without a column that no example has."""
+    missing = [column for column in required_columns(function) if column not in task.columns]
     if missing and task.train:
         example = task.train[0]
         file = example.place.rpartition(":")[0]

@@ -73,6 +73,21 @@ def test_a_set_may_be_smaller_than_test_size(make_config, jsonl_files, tmp_path)
     assert len(trainer.prompts.ids["test"]) == 4
 
 
+def test_a_column_that_a_whole_set_lacks_is_told(make_config, tmp_path):
+    """The reward compares answers with None there, and every answer is wrong."""
+    for name, column in (("train", "right"), ("test", "gold"), ("hard", "right"), ("few", "other")):
+        rows = [{"prompt": "A", column: 1.0}, {"prompt": "B"}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test", "hard", "few")}
+    task = {"train_path": paths["train"], "test_path": paths["test"], "reward": "test_evaluation:known"}
+    config = make_config(task=task, evaluation={"sets": {name: paths[name] for name in ("hard", "few")}})
+    shown = Console(file=io.StringIO(), width=200)
+    Trainer(config, tmp_path / "run", console=shown)
+    notes = [line for line in shown.file.getvalue().splitlines() if "reward function" in line]
+    told = "note: reward function known gets None for column 'right', which {} prompts lack"
+    assert notes == [told.format(name) for name in ("test", "evaluation.sets.few")]
+
+
 def known(prompts, completions, completion_ids, right, **columns):
     """Return what the file says of each prompt: the accuracy of a policy that never changes."""
     return right

@@ -98,7 +98,7 @@ def test_a_place_of_the_hub_may_name_a_configuration_a_revision_and_a_split(tmp_
 
 @pytest.mark.parametrize(("train", "changes", "message"), [
     ("all.csv:tset", {}, r'all.csv, split tset, cannot be read: Unknown split "tset"'),
-    ("all.csv", {"columns": {"prompt": "text"}}, "all.csv:train has no column 'text'; it has 'question', 'gold', "),
+    ("all.csv", {"columns": {"prompt": "text"}}, "all.csv:train:1 has no column 'text'; it has 'question', 'gold', "),
     ("all.csv", {"columns": {}}, "all.csv:train:1: no column 'prompt' or 'messages'"),
     ("all.jsonl:tset", {}, r"all.jsonl:tset: a file has the split train and its parts, such as .*, got 'tset'"),
     ("all.jsonl:train[6:]", {}, r"all.jsonl:train\[6:\]: no examples"),

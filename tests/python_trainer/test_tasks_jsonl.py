@@ -46,6 +46,11 @@ def test_strings_and_chat_messages(folder):
     assert scores.rewards == {"contains": [1.0, 0.0]} and scores.accuracy == scores.total == [1.0, 0.0]
 
 
+def test_a_line_without_a_column_to_rename_is_named(folder):
+    with pytest.raises(UserError, match=r"task.columns: data\.jsonl:2 has no column 'text'; it has 'word'"):
+        task_of(['{"text": "a", "word": "b"}', '{"word": "b"}'], folder, columns={"prompt": "text"})
+
+
 def test_several_weighted_rewards(folder):
     settings = {"reward": [CONTAINS, BREVITY], "reward_weights": [2, 10]}
     task = task_of(['{"text": "Say yes", "word": "yes"}'], folder, **settings, columns={"prompt": "text"})
