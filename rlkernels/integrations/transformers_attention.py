@@ -263,6 +263,10 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     elif masks_windows(module):
         window = sliding_window(getattr(module, "config", None), module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # rotary factors leave queries and keys in float32
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, _, tokens, key_dim = query.shape
     value_dim = value.shape[-1]
     dim = max(key_dim, value_dim)  # zeros widen the narrower of keys and values: their products add nothing

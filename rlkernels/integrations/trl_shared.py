@@ -113,10 +113,6 @@ def _with_packed_attention(plain: Any) -> Any:
                *args: Any, attention: TreeLayout | None = None, **kwargs: Any) -> Any:  # fmt: skip
         if attention is None:
             return plain(module, query, key, value, attention_mask, *args, **kwargs)
-        device_type = query.device.type
-        if torch.is_autocast_enabled(device_type):  # rotary factors leave queries and keys in float32; SDPA casts them
-            dtype = torch.get_autocast_dtype(device_type)
-            query, key, value = (x.to(dtype) for x in (query, key, value))
         return _attend_to_layout(module, query, key, value, None, *args, attention=attention, **kwargs)
 
     return attend

@@ -74,6 +74,19 @@ def test_a_packed_pass_by_another_implementation_is_refused():
     check_packed(model)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_autocast_casts_attention_as_sdpa_does(kind):
+    """Rotary factors leave queries and keys in float32, values come in bfloat16; every layer gets all three alike."""
+    model = build(kind)
+    model.set_attn_implementation(IMPLEMENTATION)
+    exact = packed_logits(model).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = packed_logits(model).logits
+    rounded.float().sum().backward()
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05 * float(exact.detach().abs().max()))
+
+
 @pytest.mark.parametrize("compiled_part", ["model", "layers"])
 def test_compiled_models_run_packed_passes(compiled_part):
     model = build("llama")
