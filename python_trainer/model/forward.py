@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rlkernels import PagedKVCache, paged_attention, shared_prefix_attention, write_kv
-from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention, logit_factor
+from rlkernels.integrations.transformers_attention import IMPLEMENTATION, Attention, logit_factor, set_attention
 from rlkernels.prefix_cache import Sequence as CachedSequence
 
 # ids [T], positions [T], rows [R], attention -> logits [R, V], last hidden states [R, H]; see forward and FusedDecoder
@@ -26,16 +26,16 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], tuple[
 
 @contextmanager
 def attend_by(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> Iterator[None]:
-    """Let the model attend by an implementation of Transformers, and afterwards as before.
+    """Let the model's decoder attend by an implementation of Transformers, and afterwards as before.
 
     By default by ours, under which forward and backward passes on flattened tokens work.
     """
-    before = model.config._attn_implementation
+    before = model.config.get_text_config(decoder=True)._attn_implementation
     try:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
 
 
 def flat_inputs(ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rlkernels.integrations.transformers_attention import (
     other_layers,
     probe_layers,
     rotary_limit,
+    set_attention,
 )
 from rlkernels.prefix_cache import Packed, PagedKVCache, Sequence, pack, paged_attention, write_kv
 
@@ -82,7 +83,7 @@ def paged_kv_cache(
     if kinds := other_layers(config):
         raise ValueError(f"model must have attention in every layer, got {name} with {', '.join(kinds)}")
     previous = config._attn_implementation
-    _set_attention(model, IMPLEMENTATION)
+    set_attention(model, IMPLEMENTATION)
     try:
         layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
         heads, dim, _ = probe_layers(model, range(layers))
@@ -91,20 +92,13 @@ def paged_kv_cache(
             block_size=block_size, dtype=model.dtype, device=model.device,
         )  # fmt: skip
     except BaseException:
-        _set_attention(model, previous)
+        set_attention(model, previous)
         raise
     if _before_forward not in model._forward_pre_hooks.values():  # a copy of a prepared model has them already
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
     _attached[kv] = _Attached(weakref.ref(model))
     return kv
-
-
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of the decoder; that of a vision tower stays."""
-    decoder = model.config.get_text_config(decoder=True)
-    by_config = {key: name for key in model.config.sub_configs if getattr(model.config, key, None) is decoder}
-    model.set_attn_implementation(by_config or name)
 
 
 @dataclass

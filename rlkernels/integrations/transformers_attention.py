@@ -25,7 +25,7 @@ from rlkernels.prefix_cache import TreeLayout
 
 __all__ = [
     "IMPLEMENTATION", "Attention", "attention_layers", "logit_factor", "mixing_layers", "other_layers", "probe_layers",
-    "rotary_limit", "sliding_window",
+    "rotary_limit", "set_attention", "sliding_window",
 ]  # fmt: skip
 
 IMPLEMENTATION = "rlkernels"
@@ -223,6 +223,18 @@ def sliding_window(config: Any, layer: int | None = None) -> int | None:
     else:
         has_window = "sliding_attention" in (kinds if layer is None else kinds[layer : layer + 1])
     return config.sliding_window if has_window else None
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of a model's decoder; that of a vision tower stays.
+
+    Args:
+        model: of any kind.
+        name: of the implementation, as the config of the decoder keeps it.
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    by_config = {key: name for key in model.config.sub_configs if getattr(model.config, key, None) is decoder}
+    model.set_attn_implementation(by_config or name)
 
 
 def masks_windows(module: torch.nn.Module) -> bool:

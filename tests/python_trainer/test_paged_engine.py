@@ -13,7 +13,19 @@ import pytest
 import torch
 import transformers
 from accuracy import assert_as_plain
-from paged import GREEDY, LONGROPE, MODELS, VOCAB, Letters, assert_same, engine_for, make, mixed_requests, prompts
+from paged import (
+    GREEDY,
+    LONGROPE,
+    MODELS,
+    SIZES,
+    VOCAB,
+    Letters,
+    assert_same,
+    engine_for,
+    make,
+    mixed_requests,
+    prompts,
+)
 from sampling_cases import compute_logprobs
 from support import Launches
 from tiny import generate_greedy
@@ -202,6 +214,22 @@ def test_model_stays_trainable_and_as_it_was():
     assert model.config._attn_implementation == implementation
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected))
+
+
+def test_parts_of_a_model_keep_their_attention():
+    text = transformers.LlamaConfig(**SIZES)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60, image_seq_length=4)
+    model = transformers.LlavaForConditionalGeneration(config)
+    parts = {"text_config": "eager", "vision_config": "sdpa"}
+    model.set_attn_implementation(parts)
+    request = Request([token % 60 for token in prompts([9])[0]], max_new_tokens=5)
+    engine = PagedEngine(model, eos_token_ids=(), memory_bytes=1 << 20)
+    answer = engine.generate([request], GREEDY)[0]
+    assert answer.ids == generate_greedy(model, request.prompt_ids, 5)
+    assert {part: getattr(config, part)._attn_implementation for part in parts} == parts
 
 
 def test_hooks_are_run():
