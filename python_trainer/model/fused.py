@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
 
 import rlkernels.backend
 from rlkernels.decoder import add_rms_norm, rope, silu_mul
@@ -88,7 +89,9 @@ def supports(model: Any) -> bool:
 
     Its numbers are compared by ``find_traits``.
     """
-    if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head") or not hasattr(model, "model"):
+    if not isinstance(model, PreTrainedModel) or model.config.model_type not in MODEL_TYPES:  # as a PeftModel is none
+        return False
+    if not hasattr(model, "lm_head") or not hasattr(model, "model"):
         return False
     parameters = list(model.parameters())
     plain = all(p.dtype == model.dtype and p.device.type == "cpu" for p in parameters)

@@ -216,6 +216,36 @@ def test_model_stays_trainable_and_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected))
 
 
+def test_a_model_in_training_mode_generates_without_dropout():
+    model = make("Phi", resid_pdrop=0.5, embd_pdrop=0.5)
+    engine = engine_for(model)
+    expected = engine.generate(mixed_requests(), GREEDY)
+    model.train()
+    model.model.layers[0].eval()  # frozen
+    modes = [module.training for module in model.modules()]
+    engine.policy_updated()
+    assert_same(engine.generate(mixed_requests(), GREEDY), expected)
+    assert engine.pass_seconds(2, 2) > 0
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_adapters_of_peft():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.5)
+    model = peft.get_peft_model(make(), config)
+    request = Request(prompts([9])[0], max_new_tokens=12)
+    engine = engine_for(model)
+    adapted = engine.generate([request], GREEDY)
+    assert adapted[0].ids == generate_greedy(model, request.prompt_ids, 12)
+    with model.disable_adapter():
+        engine.policy_updated()
+        assert engine.generate([request], GREEDY)[0].ids == generate_greedy(model, request.prompt_ids, 12)
+    assert engine.generate([request], GREEDY)[0].ids != adapted[0].ids  # until the engine is told
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(UserError, match="cannot run PeftModelForCausalLM on flattened tokens"):
+        engine_for(peft.get_peft_model(make(), prefix))
+
+
 def test_parts_of_a_model_keep_their_attention():
     text = transformers.LlamaConfig(**SIZES)
     vision = transformers.CLIPVisionConfig(

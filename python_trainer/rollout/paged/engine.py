@@ -1,7 +1,8 @@
 """PagedEngine: rollouts of a Transformers model without padding, which computes every common prefix once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,7 +61,8 @@ class PagedEngine(Engine):
         graphs: on a GPU, passes of one token a sample are recorded and replayed; None: they are not, or cannot be.
 
     Args:
-        model: a causal language model whose layers use Transformers' attention interface; set to evaluation mode.
+        model: a causal language model whose layers use Transformers' attention interface, which may have adapters of
+            PEFT; set to evaluation mode.
         eos_token_ids: tokens that end an answer; may be several or none.
         memory_bytes: size of the KV cache; by default what ``max_sequences`` full-length sequences need, but at most
             1 GiB on a CPU and on a GPU 40 % of the memory that is free and not reserved.
@@ -176,8 +178,7 @@ class PagedEngine(Engine):
         done: list[Rollout] = []
         if not self._scheduler.busy:
             return done
-        # not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
-        with torch.no_grad(), attend_by(self.model):
+        with generating(self.model):
             run = self._runner(self._longest)
             while self._scheduler.busy and len(done) < count:
                 done += self._step(run)
@@ -303,7 +304,7 @@ class PagedEngine(Engine):
             rows=rows,
             decoding=Spans.of(np.full(sequences, tokens)),
         )
-        with torch.no_grad(), attend_by(self.model):
+        with generating(self.model):
             run = self._runner(length)
             for _ in range(TIMED_REPEATS):
                 start = time.perf_counter()
@@ -314,6 +315,20 @@ class PagedEngine(Engine):
         for sequence in opened:
             self.cache.close(sequence)
         return min(seconds)
+
+
+@contextmanager
+def generating(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model generate: without dropout and gradients, with our attention; afterwards it is as before."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        # not inference_mode: rotary embeddings that adapt keep tensors that training must be able to use
+        with torch.no_grad(), attend_by(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def pad(values: np.ndarray, padding: int) -> np.ndarray:
