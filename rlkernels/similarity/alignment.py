@@ -33,7 +33,7 @@ def _check_types(
 ) -> None:  # fmt: skip
     arguments.series(x, y)
     arguments.length_types(x.device, x_lengths=x_lengths, y_lengths=y_lengths)
-    arguments.without_gradient(x=x, y=y)
+    arguments.without_gradient("soft_dtw is differentiable, for this cost alone ", x=x, y=y)
 
 
 @public_op("dtw", _check_types)

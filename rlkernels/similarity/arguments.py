@@ -25,13 +25,13 @@ def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
             raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
 
 
-def without_gradient(**tensors: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that requires a gradient: the result has none."""
+def without_gradient(alternative: str = "", **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError for a tensor that requires a gradient: the result has none. ``alternative``: what has one."""
     for name, value in tensors.items():
-        if torch.is_grad_enabled() and value.requires_grad:
+        if value is not None and torch.is_grad_enabled() and value.requires_grad:
             raise ValueError(
-                f"{name} must not require gradients, got requires_grad=True: this cost has none; soft_dtw is "
-                f"differentiable, {name}.detach() gives the cost alone"
+                f"{name} must not require gradients, got requires_grad=True: the result has none; {alternative}pass "
+                f"{name}.detach()"
             )
 
 

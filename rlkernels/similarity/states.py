@@ -13,6 +13,7 @@ METRICS = ("sliced_wasserstein", "hellinger", "cosine")
 def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
     _check.tensor("x", x, ndim=(2, 3), dtype=arguments.FLOATS)
     _check.tensor("y", y, ndim=x.ndim, dtype=arguments.FLOATS, device=x.device)
+    arguments.without_gradient(x=x, y=y)
 
 
 @public_op("state_similarity", _check_types)
@@ -28,6 +29,8 @@ def state_similarity(
     backend: str = "auto",
 ) -> torch.Tensor:
     """Return the similarity in [0, 1] of all N x M pairs of state distributions.
+
+    Tensors that require gradients raise, except under ``torch.no_grad``.
 
     Args:
         x: by metric. "sliced_wasserstein": S samples of E features, [N, S, E]. "hellinger": histograms [N, B],

@@ -24,8 +24,8 @@ class Trajectories:
             read.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype, rank, shape, device, length or histogram, named in the
-            message.
+        TypeError, ValueError: a wrong type, dtype, rank, shape, device, length or histogram, or a tensor that requires
+            gradients, named in the message.
     """
 
     rewards: torch.Tensor
@@ -44,6 +44,7 @@ class Trajectories:
                 arguments.histograms("states", self.states)
         arguments.length_types(self.rewards.device, lengths=self.lengths)
         arguments.lengths("lengths", self.lengths, self.rewards)
+        arguments.without_gradient(rewards=self.rewards, states=self.states)
 
     def __len__(self) -> int:
         return self.rewards.shape[0]
