@@ -259,6 +259,11 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name}, which the attention of rlkernels does not know")
+    if kwargs.get("dropout"):
+        raise ValueError(
+            f"{type(module).__name__} drops attention weights (dropout={kwargs['dropout']}), which the attention of "
+            "rlkernels does not do: call eval() of the model, or set its dropout of attention to 0"
+        )
     if isinstance(attention, TreeLayout) and (mixing := mixing_layers(getattr(module, "config", None), [module])):
         raise ValueError(
             f"the model of {type(module).__name__} has layers of {', '.join(mixing)}, which do not follow a tree: "
@@ -342,6 +347,11 @@ def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     layout = kwargs.get("attention")
     if not isinstance(layout, TreeLayout) or layout.attended is not None:  # or it is inside a model that was checked
         return torch.nn.Module.__call__(self, *args, **kwargs)
+    if kwargs.get("position_ids") is None and len(args) < 3:  # the third argument of most models
+        raise ValueError(
+            f"position_ids must be given to {type(self).__name__} in a packed pass, got None: give the layout's "
+            "position_ids[None]; a model numbers the tokens of a row from 0 by itself"
+        )
     layout.attended = False
     try:
         output = torch.nn.Module.__call__(self, *args, **kwargs)

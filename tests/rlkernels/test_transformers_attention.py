@@ -74,6 +74,30 @@ def test_a_packed_pass_by_another_implementation_is_refused():
     check_packed(model)
 
 
+def test_a_packed_pass_without_positions_is_refused():
+    model = build("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    expected = packed_logits(model).logits
+    packed = pack([[5, 6, 7, 8], [5, 6, 9]])
+    for name, part in (("LlamaForCausalLM", model), ("LlamaModel", model.model)):
+        with pytest.raises(ValueError, match=f"^position_ids must be given to {name} in a packed pass, got None"):
+            part(packed.ids[None], attention=packed.layout, use_cache=False)
+    assert torch.equal(model(packed.ids[None], None, packed.position_ids[None], attention=packed.layout)[0], expected)
+
+
+def test_dropout_of_attention_is_refused():
+    model = build("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    expected = packed_logits(model).logits
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(
+        ValueError, match=r"^LlamaAttention drops attention weights \(dropout=0.1\), which the attention"
+    ):
+        packed_logits(model.train())
+    torch.testing.assert_close(packed_logits(model.eval()).logits, expected)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_autocast_casts_attention_as_sdpa_does(kind):
     """Rotary factors leave queries and keys in float32, values come in bfloat16; every layer gets all three alike."""
