@@ -343,7 +343,7 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
 
 
 def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Call the model; raise if it ignores the layout of a packed pass, which is the argument ``attention``."""
+    """Call the model; raise if it cannot run the packed pass whose layout is the argument ``attention``."""
     layout = kwargs.get("attention")
     if not isinstance(layout, TreeLayout) or layout.attended is not None:  # or it is inside a model that was checked
         return torch.nn.Module.__call__(self, *args, **kwargs)
@@ -351,6 +351,11 @@ def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             f"position_ids must be given to {type(self).__name__} in a packed pass, got None: give the layout's "
             "position_ids[None]; a model numbers the tokens of a row from 0 by itself"
+        )
+    if kwargs.get("labels") is not None:
+        raise ValueError(
+            f"labels must not be given to {type(self).__name__} in a packed pass, whose row has other next tokens than "
+            "its sequences: score the rows and targets of pack() by token_logprobs"
         )
     layout.attended = False
     try:

@@ -85,6 +85,16 @@ def test_a_packed_pass_without_positions_is_refused():
     assert torch.equal(model(packed.ids[None], None, packed.position_ids[None], attention=packed.layout)[0], expected)
 
 
+def test_a_loss_of_the_packed_row_is_refused():
+    model = build("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    packed = pack([[5, 6, 7, 8], [5, 6, 9]])
+    inputs = {"input_ids": packed.ids[None], "position_ids": packed.position_ids[None], "attention": packed.layout}
+    with pytest.raises(ValueError, match="^labels must not be given to LlamaForCausalLM in a packed pass, whose row"):
+        model(**inputs, labels=packed.ids[None])
+    assert torch.equal(model(**inputs, labels=None).logits, packed_logits(model).logits)
+
+
 def test_dropout_of_attention_is_refused():
     model = build("llama")
     model.set_attn_implementation(IMPLEMENTATION)
