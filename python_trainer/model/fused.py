@@ -137,7 +137,9 @@ class FusedDecoder:
         """Let positions up to ``longest`` - 1 be asked for."""
         if longest > self.longest:
             places = torch.arange(longest, device=self.norm.device)[None]
-            cos, sin = self.rotary(self.norm.detach().float(), places)  # in float32, whatever the weights are
+            weight = self.norm.detach().float()  # angles in float32, whatever the weights are
+            self.rotary(weight, places[:, :1])  # a short pass brings dynamic angles back that a longer one has changed
+            cos, sin = self.rotary(weight, places)
             self.cos = cos[0].contiguous()  # [longest, d]
             self.sin = sin[0].contiguous()
             self.longest = longest

@@ -467,6 +467,11 @@ def test_angles_that_depend_on_the_longest_sequence():
     engine = engine_for(model)
     assert engine.max_positions == engine_for(make()).max_positions == 160
     assert engine.generate([request], GREEDY)[0].ids == generate_greedy(model, request.prompt_ids, 30)
+    with torch.no_grad():
+        model(torch.zeros(1, 400, dtype=torch.int64))  # the caller's own pass, which changes the angles
+    whole = Request(request.prompt_ids, max_new_tokens=140)  # up to the limit
+    assert engine.fused
+    assert engine.generate([whole], GREEDY)[0].ids == generate_greedy(model, whole.prompt_ids, 140)
 
 
 def test_passes_are_measured_where_there_is_room():
