@@ -36,7 +36,7 @@ LITTLE = {  # beginning of a command, whole words -> options that shorten it; th
     "python -m python_trainer history": "",
     "python -m python_trainer compare": f"--set max_steps=2 {STEPS}",
     "torchrun --nproc-per-node 2": f"--set max_steps=1 {STEPS}",
-    "torchrun --nproc-per-node 1": f"--set max_steps=2 parallel=fsdp2 {STEPS}",
+    "torchrun --nproc-per-node 1": f"--set max_steps=2 {STEPS}",
     "python -m rlkernels extrapolate": "",
     "python -m pytest": "--collect-only",
     "python -m bench": "--list",
@@ -220,6 +220,13 @@ def test_every_shell_command_has_a_test():
     commands = [command for page in [*PAGES, *BENCH] for command in shell_commands(page)]
     shortened = [shorten(c) for c in commands if not c.startswith(tuple(NOT_RUN)) and "pip install" not in c]
     assert len(shortened) > 20
+
+
+def test_commands_of_several_processes_set_parallel():
+    """torchrun refuses them otherwise; ``shorten`` leaves one process of some, which needs no ``parallel``."""
+    commands = [line for page in PAGES for line in shell_commands(page) if line.startswith("torchrun")]
+    assert len(commands) > 2
+    assert not [command for command in commands if "parallel=" not in command]
 
 
 @pytest.mark.slow
