@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -72,7 +71,9 @@ def model_source(folder: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
     options = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     try:
         yield {"pretrained_model_name_or_path": folder, **options}
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of Transformers, torch and the readers of files
         first = first_line(error)
         if (folder / "model" / "config.json").is_file():
             first = f"that of this run is in {folder / 'model'}"

@@ -56,6 +56,11 @@ def weights_outside(folder, **files):
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
 
 
+def weights_that_run_code(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save(os.getcwd, folder / "pytorch_model.bin")  # torch would import the function, unless it reads weights only
+
+
 OUTSIDE = {"metadata": {}, "weight_map": {"model.norm.weight": "../x.safetensors"}}
 
 
@@ -71,6 +76,7 @@ OUTSIDE = {"metadata": {}, "weight_map": {"model.norm.weight": "../x.safetensors
             )
         ),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights"), []),
+        (weights_that_run_code, ["no causal language model", "Weights only load failed"]),
         ({"model.embed_tokens.weight": torch.zeros(3, 3)}, ["embed_tokens.weight is [3, 3], not [64, 32]"]),
         ({"model.layers.1.mlp.up_proj.weight": None}, ["lacks 1 weights", "model.layers.1.mlp.up_proj.weight"]),
         ({"model.norm.weight": torch.full((32,), torch.nan)}, ["NaN or infinity: model.norm.weight"]),

@@ -208,7 +208,11 @@ def test_training_by_a_reward_model(make_config, jsonl_files, judge, tmp_path):
 def test_what_is_no_reward_model_is_named(make_config, tiny_policy, tmp_path):
     save_classifier(tiny_policy, tmp_path / "two", labels=2)
     save_tiny_policy(tmp_path / "policy")
+    save_classifier(tiny_policy, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save(json.dumps, tmp_path / "pickled" / "pytorch_model.bin")  # torch would import the function
     for path, words in (
+        (tmp_path / "pickled", "pickled holds no sequence-classification model: Weights only load failed"),
         (tmp_path / "none", "none holds no sequence-classification model"),
         (tmp_path / "two", "has 1 label, .*two has 2"),
         (tmp_path / "policy", "policy is no reward model: it lacks the weights score.weight"),
