@@ -3,14 +3,20 @@
 import ast
 import json
 import os
+import pickle
+import re
+import warnings
 
 import pytest
+import torch
 import yaml
 from support import ROOT
+from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader
 
 from python_trainer.__main__ import main
 from python_trainer.config import changed_settings, dump_config, load_config
 from python_trainer.errors import UserError, hide_passwords
+from python_trainer.run.checkpoint import SHARDS, read_shards, write_shards
 from python_trainer.run.directory import read_evaluations
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
@@ -22,7 +28,8 @@ EXCEPTIONS = {  # as SECURITY.md names them
     # between the processes that torchrun, or accelerate, started
     "python_trainer/distributed/group.py": {"all_gather_object", "broadcast_object_list"},
     "rlkernels/integrations/trl.py": {"all_gather_object", "broadcast_object_list"},
-    "python_trainer/run/checkpoint.py": {"FileSystemReader", "read_metadata"},  # the index of shards
+    "python_trainer/run/checkpoint.py": {"read_metadata"},  # of ShardReader
+    "python_trainer/run/shard_index.py": {"pickle"},  # the index of shards, of which it takes few names
 }
 
 
@@ -59,6 +66,56 @@ def test_nothing_from_outside_is_unpickled():
 ])  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert unsafe(source)
+
+
+class Planted:
+    """What a pickle runs when it is read: it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def name_code(index, folder):
+    index.planner_data = Planted(folder)
+    return index
+
+
+def name_bytes(index, folder):
+    index.state_dict_metadata["bytes"] = BytesStorageMetadata()  # whose contents torch would unpickle
+    return index
+
+
+def spoil_size(index, folder):
+    next(iter(index.state_dict_metadata.values())).size = Planted
+    return index
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (name_code, "names posix.mkdir, which no index of tensors has"),
+    (name_bytes, "names torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
+    (spoil_size, "which no index of tensors has"),
+    (lambda index, folder: {"state": 1}, "the index of shards is damaged"),
+])  # fmt: skip
+def test_an_index_of_shards_runs_nothing(change, words, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is one process
+        write_shards(tmp_path, {"model": {"weight": torch.ones(2)}})
+    path = tmp_path / SHARDS / ".metadata"
+    whole = path.read_bytes()
+    index = FileSystemReader(path.parent).read_metadata()
+    path.write_bytes(pickle.dumps(change(index, tmp_path / "made")))
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_shards(tmp_path, {})
+    assert not (tmp_path / "made").exists()
+    for damaged in (b"", whole[: len(whole) // 2], b"nothing", whole.replace(b"Metadata", b"Metadatx", 1)):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="index of shards"):
+            read_shards(tmp_path, {})
+    path.write_bytes(whole)
+    assert torch.equal(read_shards(tmp_path, {})["model"]["weight"], torch.ones(2))
 
 
 URL = "postgresql://alice:s3cr%40t/x@db.example/runs"

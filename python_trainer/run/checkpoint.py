@@ -3,7 +3,7 @@
 A kill cannot damage a checkpoint: the trainer writes a draft, flushes it, then renames it. Each checkpoint has
 checksums of its files, which are compared before any file is used. With ``parallel: fsdp2`` all ranks write weights and
 moments, each its shards, by torch.distributed.checkpoint; any number of processes reads them. The index of shards,
-which is torch's, is the only pickled file.
+which is torch's, is the only pickled file; :mod:`python_trainer.run.shard_index` runs nothing that it names.
 """
 
 import hashlib
@@ -223,10 +223,13 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any], *, alone: bool = T
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from python_trainer.run.shard_index import ShardReader
+
     present_tensors = flatten(present)
     flat: dict[str, torch.Tensor] = {}
     try:
-        entries: Any = dcp.FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
+        reader = ShardReader(checkpoint / SHARDS)
+        entries: Any = reader.read_metadata().state_dict_metadata
         for path, entry in entries.items():
             weight: Any = present_tensors.get(weight_of(path))
             if hasattr(weight, "to_local") and weight.shape == entry.size:
@@ -235,7 +238,7 @@ def read_shards(checkpoint: Path, present: Mapping[str, Any], *, alone: bool = T
                 flat[path] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read as well
-            dcp.load(flat, checkpoint_id=checkpoint / SHARDS, no_dist=alone)
+            dcp.load(flat, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, RuntimeError, EOFError, CheckpointException) as error:
         if is_lost_connection(error):
             raise
