@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_FLOAT32_HEAD = 256  # of Triton's kernels for training
 MANY_TOKENS = 2048  # beyond them a GPU writes longer than it launches
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -365,6 +366,7 @@ def _attend_packed(
         raise ValueError(f"layout must be for the {tokens} tokens of query, got {layout}")
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
     chosen = _without_mask(op, chosen, backend, scores.window, scores.softcap)
+    chosen = _without_wide_float32(op, chosen, backend, query)
     scale = float(scores.scale)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
@@ -455,6 +457,20 @@ def _without_mask(op: str, chosen: str, backend: str, window: int | None, softca
         return chosen
     if backend != "auto":
         raise ValueError(f"backend={backend!r} runs {op} without window and softcap, got {(window, softcap)}")
+    return "torch"
+
+
+def _without_wide_float32(op: str, chosen: str, backend: str, query: torch.Tensor) -> str:
+    """Return ``chosen``, or "torch" where the gradients' kernels need more shared memory than most GPUs have.
+
+    For float32 heads of 512 they need 130 KiB; an A10, L4 or RTX has 99.
+    """
+    if not chosen.startswith("triton") or query.dtype != torch.float32 or query.shape[-1] <= MAX_FLOAT32_HEAD:
+        return chosen
+    if backend != "auto":
+        raise ValueError(
+            f"backend={backend!r} runs {op} in float32 with heads of 1 to {MAX_FLOAT32_HEAD}, got {query.shape[-1]}"
+        )
     return "torch"
 
 

@@ -227,3 +227,17 @@ def test_windows_and_soft_caps_are_refused(backend, mask):
     query = torch.randn(layout.num_tokens, 2, 16)
     with pytest.raises(ValueError, match=f"backend='{backend}' runs tree_attention without window and softcap"):
         rlkernels.tree_attention(query, query, query, layout, scale=0.3, backend=backend, **mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_heads_in_float32_are_left_to_torch(monkeypatch, backend):
+    layout = GroupedLayout([2], [1], [0, 1])
+    query = torch.randn(layout.num_tokens, 1, 257)
+    with pytest.raises(ValueError, match=rf"backend='{backend}' runs .* in float32 with heads of 1 to 256, got 257"):
+        rlkernels.grouped_attention(query, query, query, layout, scale=0.3, backend=backend)
+    monkeypatch.setenv("RLKERNELS_BACKEND", "triton")
+    monkeypatch.setattr(triton_tree, "forward", None)
+    actual, expected = (
+        rlkernels.grouped_attention(query, query, query, layout, scale=0.3, backend=b) for b in ("auto", "torch")
+    )
+    assert torch.equal(actual, expected)
