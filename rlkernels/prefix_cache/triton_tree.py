@@ -350,12 +350,12 @@ def _all_blocks(query: torch.Tensor, crosses: bool) -> tuple[dict[str, int], ...
 
     The forward kernel takes half of the keys where that leaves registers for one more program on a multiprocessor. For
     heads of 128 an H200 took 1.24 ms for what took 1.40 ms. The query kernel has two loops if tiles cross nodes, which
-    leave four warps registers for half of the keys.
+    leave four warps registers for half of the keys, and eight in float32 with heads of up to 32.
     """
     sizes = _blocks(query)
-    if sizes["num_warps"] != 4:
-        return sizes, sizes, sizes
     fewer = sizes | {"BLOCK_N": min(32, sizes["BLOCK_N"])}
+    if sizes["num_warps"] != 4:
+        return sizes, sizes, fewer if crosses and sizes["BLOCK_D"] <= 32 else sizes
     ahead = sizes
     # other generations than 9 and 10 multiply by warp, which holds all operands of a product in registers
     if sizes["BLOCK_D"] == 128 or crosses or generation(query.device) not in (9, 10):

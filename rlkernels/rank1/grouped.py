@@ -104,9 +104,9 @@ class Solver:
         slots = max(-(-height // tiling.slot_rows(height, width)) for height, width in group.shapes)
         tables = (weight, base, layout.table, self.active)
         if group.register_columns:
-            element_bytes = weight.element_size() + base.element_size()
+            sizes = weight.element_size(), base.element_size()
             rows, stages = tiling.block(
-                group.register_columns, element_bytes, shared_bytes(self.device), generation(self.device)
+                group.register_columns, sizes, group.aligned, shared_bytes(self.device), generation(self.device)
             )
             triton_kernels._rows_kernel[(slots, count)](
                 *tables, q, y, self.partial, self.stats, group.first, layout.rows, layout.columns,

@@ -40,22 +40,26 @@ class Tiling:
         height = max(-(-m // slots), self.min_slot_rows)
         return -(-height // rows) * rows
 
-    def block(self, columns: int, element_bytes: int, shared: int, major: int) -> tuple[int, int]:
+    def block(self, columns: int, sizes: tuple[int, int], aligned: bool, shared: int, major: int) -> tuple[int, int]:
         """Return the rows of a block in registers, and the stages, all but one in ``shared`` bytes of memory.
 
         Args:
             columns: of a row in registers.
-            element_bytes: of both matrices together.
+            sizes: bytes of an element of each matrix.
+            aligned: whether rows are copied by 16 bytes.
             shared: bytes of shared memory for a program.
             major: the GPU's generation.
         """
-        rows, row_bytes = self.rows_in_registers, columns * element_bytes
+        rows, row_bytes = self.rows_in_registers, columns * sum(sizes)
         stages = 3 if rows * row_bytes <= 2**16 else 2
         while rows * row_bytes * (stages - 1) > shared - SCRATCH:
             rows = rows if stages > 2 else rows // 2
             stages = 2
-        # 16 warps have 128 registers a thread: four rows spill some; on Hopper they were measured so, and lead
-        return (min(rows, 2) if columns > 2048 and major != 9 else rows), stages
+        # 16 warps have 128 registers a thread: four rows spill some; on Hopper they were measured so, and lead. Two
+        # spill where rows pass through registers, or where two sizes want two layouts
+        if columns > 2048 and major != 9:
+            rows, stages = (min(rows, 2), stages) if aligned and sizes[0] == sizes[1] else (1, 3)
+        return rows, stages
 
 
 def shared_bytes(device: torch.device) -> int:

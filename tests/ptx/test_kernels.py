@@ -50,7 +50,7 @@ def attend_shared(dim, groups=GROUPS, group=4):
     check_attention("shared_prefix_attention", shared, scale, "triton", floor=2e-3)
 
 
-def train(dim, short=4096, layout=None, backend="triton"):
+def train(dim, short=4096, layout=None, backend="triton", dtype=BF16):
     """Attention on a trie and its gradients; ``short``: queries times heads beyond which a tile of keys is cut."""
     from rlkernels.prefix_cache import triton_tree
 
@@ -58,15 +58,15 @@ def train(dim, short=4096, layout=None, backend="triton"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_tree, "MAX_UNCUT", short)
         patch.setattr(triton_tree, "CONCURRENT_PROGRAMS", 10**6)
-        check_grouped(partial(rlkernels.tree_attention, backend=backend), layout, 8, 2, dim, BF16)
+        check_grouped(partial(rlkernels.tree_attention, backend=backend), layout, 8, 2, dim, dtype)
         assert len(triton_tree.key_tiles(layout, 64, 4, 2, backend == "triton/crossing")[1]) == (short < 4096)
 
 
-def train_tree(dim, backend):
+def train_tree(dim, backend, dtype=BF16):
     """A node of one token, nodes that end within a tile, blocks that all of another tile sees."""
     tails = [-1, *range(100, 120)], [-1, 7, 7, 7], range(200, 240)
     sequences = [*([*range(70), *tail] for tail in tails), range(300, 330)]
-    train(dim, layout=TreeLayout.from_sequences(sequences), backend=backend)
+    train(dim, layout=TreeLayout.from_sequences(sequences), backend=backend, dtype=dtype)
 
 
 def write(dim=128, dtype=BF16, spare=0):
@@ -84,14 +84,14 @@ def write(dim=128, dtype=BF16, spare=0):
     assert torch.equal(caches.flatten(1, 2), expected)
 
 
-def sample(filtered, vocab=12304):
+def sample(filtered, vocab=12304, dtype=BF16):
     """The very tokens of the reference, in rows of several blocks: peaked, ruled out in part, of ties, flat, invalid.
 
     With filters rows 3 to 5 have too many candidates for a list: by ties, a top-k above the lanes, a flat top-p.
     """
     rows = torch.cat([torch.randn(2, vocab) * 6, torch.zeros(2, vocab), torch.randn(2, vocab)])
     rows[1, ::2], rows[2, ::199], rows[4] = -torch.inf, 9, (rows[4] * 2).round()
-    rows = torch.cat([rows, torch.full((1, vocab), math.nan), rows[:1]]).to(BF16)
+    rows = torch.cat([rows, torch.full((1, vocab), math.nan), rows[:1]]).to(dtype)
     draws = torch.rand(8)
     settings = {"temperature": torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 1.0, 0.0])}
     if filtered:
@@ -104,9 +104,9 @@ def sample(filtered, vocab=12304):
     torch.testing.assert_close(actual[1], expected[1], atol=2e-7, rtol=2e-7, equal_nan=True)
 
 
-def score(vocab=4112):
+def score(vocab=4112, dtype=BF16):
     """Log-probabilities, entropies and gradients of rows that end inside a block, one ruled out in part."""
-    logits, ids = (torch.randn(3, vocab) * 3).to(BF16), torch.tensor([0, vocab - 1, 77 % vocab])
+    logits, ids = (torch.randn(3, vocab) * 3).to(dtype), torch.tensor([0, vocab - 1, 77 % vocab])
     logits[1, 1::2], logits[1, -1] = -torch.inf, 0.5
     check_logprobs("triton", logits, ids, 1.3, floor=1e-5)
 

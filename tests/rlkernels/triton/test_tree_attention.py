@@ -100,6 +100,13 @@ def test_keys_in_a_block(monkeypatch, generation, dim, ahead, ahead_crossing, ba
     assert keys == [[most, ahead, most], [most, ahead_crossing, back_crossing]]
 
 
+@pytest.mark.parametrize(("dim", "most"), [(16, 64), (32, 64), (64, 32), (256, 16)])
+def test_keys_in_a_block_of_float32(dim, most):
+    query = torch.empty(1, 4, dim)
+    keys = [[sizes["BLOCK_N"] for sizes in triton_tree._all_blocks(query, crosses)] for crosses in (False, True)]
+    assert keys == [[most] * 3, [most, most, min(32, most)]]
+
+
 def assert_longest_first(lengths):
     assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
 
