@@ -104,12 +104,13 @@ def sooner(arm: str, text: str = "") -> list[str]:
 
 
 QUARTER = "a quarter of the prompts"
+AFTER = "rhyme after the smaller run"
 CUTS, PRESET = "rpo, cuts of 0.3", "rpo as in the paper, cuts of 0.3"
 
 
-def with_weights(name: str, arm: str = "plain", task: str = "keys") -> list[str]:
-    """Return the accuracy of the runs of sentences with other weights, by seed, and the share of the gain."""
-    rows = arm_rows(f"sentences/{task}", arm)
+def with_weights(name: str, arm: str = "plain", study: str = "sentences/keys") -> list[str]:
+    """Return the accuracy of the runs of a study with other weights, by seed, and the share of the gain."""
+    rows = arm_rows(study, arm)
     seeds = [row["more"]["other weights"] for row in sorted(rows, key=lambda row: row["seed"])]
     shares = [100 * share_of_gain(weights, name) for weights in seeds]
     return [*(f"{weights[name][0]:.3f}" for weights in seeds), bracketed(shares, "{:z.0f}", "% ")]
@@ -137,6 +138,48 @@ def whole_run(study: str, arm: str) -> list[str]:
     costs = [f"{fmean(row[key] for row in rows):,.0f}" for key in ("tokens", "seconds")]
     points = [] if arm == "plain" else [points_above(pairs_of(study, arm))]
     return [f"{fmean(row['accuracy'] for row in rows):.3f}", *points, *costs]
+
+
+def with_history(arm: str, *algorithms: str) -> list[str]:
+    """Return the end of an arm of 80 steps on lattice_paths, its points above plain's, and its seconds.
+
+    The seconds include the earlier run's.
+    """
+    figures = []
+    for algorithm in algorithms or ("grpo", "ppo"):
+        study = f"rhyme/{algorithm}"
+        seconds = fmean(row["seconds"] + row.get("earlier seconds", 0) for row in arm_rows(study, arm))
+        figures += [*whole_run(study, arm)[:-2], f"{seconds:.0f} s"]
+    return figures
+
+
+def overhead(algorithm: str) -> list[str]:
+    """Return the mean share of the time that ``rhyme`` takes, alone and with a database."""
+    arms = [arm_rows(f"rhyme/{algorithm}", arm) for arm in ("rhyme", AFTER)]
+    return [f"{100 * fmean(row['more']['share of rhyme'] for row in rows):.0f} %" for rows in arms]
+
+
+def of_stages() -> list[str]:
+    """Return the ends with 5, 20 and 100 % of the stages, and the points of the other two above 20 %."""
+    arms = "after it, 5 % of stages", AFTER, "after it, 100 % of stages"
+    ends = [f"{fmean(row['accuracy'] for row in arm_rows('rhyme/grpo', arm)):.3f}" for arm in arms]
+    return [*ends, *(points_above(pairs_of("rhyme/grpo", arm, AFTER)) for arm in arms[::2])]
+
+
+def early_gain(arm: str) -> list[str]:
+    """Return an arm's share of plain's gain after 80 of 200 steps, and its end, at the low and the tuned rate."""
+    figures = []
+    for study in ("low rate", "tuned rate"):
+        rows = arm_rows(f"alpha_200/{study}", arm)
+        figures.append(bracketed([100 * row["more"]["gain at 40 %"] for row in rows], "{:.0f}", "% "))
+        figures.append(f"{fmean(row['accuracy'] for row in rows):.3f}")
+    return figures
+
+
+def straightness(study: str) -> list[str]:
+    """Return R^2 of lines over plain's 200 steps, and that of the lowest module."""
+    rows = arm_rows(f"alpha_200/{study}", "plain")
+    return [bracketed([row["more"][key] for row in rows], "{:.2f}") for key in ("R^2 of a line", "lowest R^2")]
 
 
 def beside_plain(arm: str) -> list[str]:
@@ -203,12 +246,41 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| dynamic sampling, seeds": lambda: to_end("dynamic sampling"),
         "Without a database": lambda: [to_end(f"{OURS}, no database")[0], points(f"{OURS}, no database")],
         "Dynamic sampling ends": lambda: [points("dynamic sampling")],
+        **{
+            f"| {start}": lambda arm=arm: with_history(arm)
+            for start, arm in (
+                ("plain, 80 steps", "plain"),
+                ("half of the prompts, 80 steps", "half of the prompts"),
+                ("`rhyme`, no database |", "rhyme"),
+                ("`rhyme`, database of a smaller policy |", AFTER),
+            )
+        },
+        "| a quarter of the prompts, 80 steps": lambda: with_history(QUARTER, "grpo"),
+        "| GRPO, `lattice_paths` | `rhyme`; with": lambda: overhead("grpo"),
+        "| PPO, `lattice_paths` | `rhyme`; with": lambda: overhead("ppo"),
+        "| GRPO, `lattice_paths` | 5, 20": lambda: of_stages(),
         "| 60 steps at 3e-5 |": lambda: [
             share_gained(f"rank {rank}, rest trained") for rank in ("1, scale a", "4, scale 1", "16, scale 1")
         ],
         "| nothing more |": lambda: [share_gained("cut")],
         "| `pls`, as the paper |": lambda: [share_gained("ungated pls as in the paper")],
         "| `secant` |": lambda: [share_gained("ungated secant")],
+        "Without that norm": lambda: [with_weights("rank 1", study=f"alpha_200/{rate} rate")[-1] for rate in
+                                      ("low", "tuned")],
+        "| 200 steps, 3e-5": lambda: straightness("low rate"),
+        "| 200 steps, 2e-4": lambda: straightness("tuned rate"),
+        **{
+            f"| {start} |": lambda arm=arm: early_gain(arm)
+            for start, arm in (
+                ("plain, 200 steps", "plain"),
+                ("`preset: paper`", "paper preset"),
+                ("rank 1, gated (one jump in six runs)", "rank 1, gated"),
+                ("a quarter of the prompts, 200 steps", QUARTER),
+                ("twice the rate, 200 steps", "twice the rate"),
+                ("four times the rate, 200 steps", "four times the rate"),
+            )
+        },
+        "At 3e-5 four times the rate ends": lambda: whole_run("alpha_200/low rate", "four times the rate")[1:2],
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
         "| DAPO; `rpo` |": lambda: suffixes("dapo"),
@@ -247,10 +319,10 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| then `secant` to the end": lambda: with_weights("step 20, then secant"),
         "| then `pls` in rank 1 alone": lambda: with_weights("step 20, then pls, rank 1 alone, norm kept"),
         "| with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER),
-        "| near: before |": lambda: with_weights("start", task="near")[:-1],
-        "| near: after |": lambda: with_weights("end", task="near")[:-1],
+        "| near: before |": lambda: with_weights("start", study="sentences/near")[:-1],
+        "| near: after |": lambda: with_weights("end", study="sentences/near")[:-1],
         **{
-            f"| near: {start}": lambda name=name: with_weights(name, task="near")
+            f"| near: {start}": lambda name=name: with_weights(name, study="sentences/near")
             for start, name in (
                 ("projections not trained", "rank 0"),
                 ("rank 1 |", "rank 1"),
@@ -261,7 +333,7 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
                 ("then `pls` in rank 1 alone", "step 40, then pls, rank 1 alone, norm kept"),
             )
         },
-        "| near: with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER, "near"),
+        "| near: with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER, "sentences/near"),
         "| plain, near": lambda: whole_run("sentences/near", "plain"),
         "| a quarter of the prompts, near": lambda: whole_run("sentences/near", QUARTER),
         **{
@@ -291,10 +363,15 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
             )
         },
         **{
-            f"| {start}": lambda task=task: [
-                with_weights(name, task=task)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")
+            f"| {start}": lambda study=study: [
+                with_weights(name, study=study)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")
             ]
-            for start, task in (("[SmolLM2-135M]", "keys"), ("the same, number of words", "near"))
+            for start, study in (
+                ("200 steps at 3e-5", "alpha_200/low rate"),
+                ("200 steps at 2e-4", "alpha_200/tuned rate"),
+                ("[SmolLM2-135M]", "sentences/keys"),
+                ("the same, number of words", "sentences/near"),
+            )
         },
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
@@ -339,12 +416,13 @@ def test_every_line_of_the_readme_with_figures_is_computed_here():
     assert lines and not [line for line in lines if not line.startswith(tuple(CLAIMS["README.md"]))]
 
 
-@pytest.mark.parametrize("name", ["sentences", "drafts"])
-def test_the_page_of_a_study_has_the_tables_of_its_rows(name):
+@pytest.mark.parametrize(("name", "module"), [("sentences", "sentences"), ("drafts", "drafts"), ("rhyme", "rhyme"),
+                                              ("alpha_200", "alpha"), ("rpo_positions", "rpo")])  # fmt: skip
+def test_the_page_of_a_study_has_the_tables_of_its_rows(name, module):
     rows = read_rows(RESULTS / f"{name}.jsonl")
     page = (RESULTS / f"{name}.md").read_text().splitlines()
     expected: list[str] = []
-    for study in importlib.import_module(f"bench.studies.{name}").STUDIES:
+    for study in importlib.import_module(f"bench.studies.{module}").STUDIES:
         if study_rows := [row for row in rows if row["study"] == study.name]:
             expected += [line for line in tables(study, study_rows) if line]
     assert expected and [line for line in page if line.startswith("|")] == expected
