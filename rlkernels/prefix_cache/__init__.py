@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_FLOAT32_HEAD = 256  # of Triton's kernels for training
+# of Triton's kernels for training: at 512 their gradients need 130 KiB of shared memory; an A10, L4 or RTX has 99
+MAX_FLOAT32_HEAD = 256
 MANY_TOKENS = 2048  # beyond them a GPU writes longer than it launches
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -366,7 +367,9 @@ def _attend_packed(
         raise ValueError(f"layout must be for the {tokens} tokens of query, got {layout}")
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
     chosen = _without_mask(op, chosen, backend, scores.window, scores.softcap)
-    chosen = _without_wide_float32(op, chosen, backend, query)
+    fits = query.dtype != torch.float32 or query.shape[-1] <= MAX_FLOAT32_HEAD
+    limit = f"in float32 with heads of 1 to {MAX_FLOAT32_HEAD}"
+    chosen = _within_triton(op, chosen, backend, fits, limit, query.shape[-1])
     scale = float(scores.scale)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
@@ -453,24 +456,16 @@ def _choose(op: str, backend: str, *tensors: torch.Tensor) -> str:
 
 def _without_mask(op: str, chosen: str, backend: str, window: int | None, softcap: float | None) -> str:
     """Return ``chosen``, or "torch" for Triton's kernels where they lack the mask."""
-    if not chosen.startswith("triton") or (window is None and softcap is None):
+    has_mask = window is not None or softcap is not None
+    return _within_triton(op, chosen, backend, not has_mask, "without window and softcap", (window, softcap))
+
+
+def _within_triton(op: str, chosen: str, backend: str, takes: bool, limit: str, given: object) -> str:
+    """Return ``chosen``, or "torch" where Triton's kernels do not take a call; ValueError if a backend was named."""
+    if takes or not chosen.startswith("triton"):
         return chosen
     if backend != "auto":
-        raise ValueError(f"backend={backend!r} runs {op} without window and softcap, got {(window, softcap)}")
-    return "torch"
-
-
-def _without_wide_float32(op: str, chosen: str, backend: str, query: torch.Tensor) -> str:
-    """Return ``chosen``, or "torch" where the gradients' kernels need more shared memory than most GPUs have.
-
-    For float32 heads of 512 they need 130 KiB; an A10, L4 or RTX has 99.
-    """
-    if not chosen.startswith("triton") or query.dtype != torch.float32 or query.shape[-1] <= MAX_FLOAT32_HEAD:
-        return chosen
-    if backend != "auto":
-        raise ValueError(
-            f"backend={backend!r} runs {op} in float32 with heads of 1 to {MAX_FLOAT32_HEAD}, got {query.shape[-1]}"
-        )
+        raise ValueError(f"backend={backend!r} runs {op} {limit}, got {given}")
     return "torch"
 
 
