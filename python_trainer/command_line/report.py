@@ -264,6 +264,12 @@ def pair_seeds(runs: Sequence[Run], plain: Sequence[Run]) -> tuple[list[Run], li
     return paired, [plain_of[run.folder.name] for run in paired]
 
 
+def comparable(runs: Sequence[Run], plain: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
+    """Return the runs and plain runs of the seeds that both have; all of them, if they share none."""
+    same_seeds, plain_of_them = pair_seeds(runs, plain)
+    return (same_seeds, plain_of_them) if same_seeds else (runs, plain)
+
+
 def compare_accuracy(runs: Sequence[Run], plain: Sequence[Run]) -> Interval | None:
     """Return final accuracy minus that of the plain runs of the same seeds; None if they cannot be paired."""
     answers = [(run.final_answers(), baseline.final_answers()) for run, baseline in zip(*pair_seeds(runs, plain))]
@@ -302,10 +308,8 @@ def describe_variant(name: str, runs: Sequence[Run]) -> str:
 def describe_against(name: str, runs: Sequence[Run], plain: Sequence[Run]) -> str:
     """Return ``rhyme: 45 % fewer generated tokens, 30 % less time, accuracy 1.3 points lower (95 %: -2.2 to -0.4)``."""
 
-    same_seeds, plain_of_them = pair_seeds(runs, plain)
-
     def change(key: str, fewer: str, unit: str) -> str:
-        value, baseline = mean_of(same_seeds or runs, key), mean_of(plain_of_them or plain, key)
+        value, baseline = (mean_of(each, key) for each in comparable(runs, plain))
         if not value or not baseline:
             return f"{unit} unknown"
         share = value / baseline - 1
@@ -373,10 +377,10 @@ def summary_column(runs: Sequence[Run], plain: Sequence[Run] | None) -> dict[str
     }
     change = None if plain is None or plain is runs else compare_accuracy(runs, plain)
     to_target = mean_of(runs, "seconds_to_target")
-    same_seeds, plain_of_them = pair_seeds(runs, plain or ())
-    variant_to_target = mean_of(same_seeds or runs, "seconds_to_target")
-    baseline_to_target = mean_of(plain_of_them or plain, "seconds_to_target") if plain else None
-    speed = baseline_to_target / variant_to_target if baseline_to_target and variant_to_target else None
+    speed = None
+    if plain:
+        seconds, baseline_seconds = (mean_of(each, "seconds_to_target") for each in comparable(runs, plain))
+        speed = baseline_seconds / seconds if baseline_seconds and seconds else None
     column = {
         "seeds": str(len(runs)),
         "accuracy before": show(mean_of(runs, "eval_accuracy_start")),
