@@ -5,8 +5,8 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
@@ -121,6 +121,11 @@ def points_above(pairs: Sequence[tuple[Any, Any]]) -> str:
     return bracketed([100 * (row["accuracy"] - plain["accuracy"]) for row, plain in pairs], "{:.1f}")
 
 
+def each(figures: Callable[[str], list[str]], cases: dict[str, str]) -> dict[str, Callable[[], list[str]]]:
+    """Return claims: how a line begins -> the figures of its arm, study or weights."""
+    return {start: partial(figures, case) for start, case in cases.items()}
+
+
 def by_position(arm: str) -> list[str]:
     """Return an arm's points above plain's with errors late, anywhere and early."""
     return [points_above(pairs_of(f"rpo_positions/errors {part}", arm)) for part in ("late", "anywhere", "early")]
@@ -130,6 +135,16 @@ def tokens_to(level: float, part: str, arm: str) -> str:
     """Return an arm's tokens to a level with errors in a part of the answers, as a share of plain's."""
     pairs = pairs_of(f"rpo_positions/errors {part}", arm)
     return geometric(log_ratios([pair_of(pair, level) for pair in pairs], 0))
+
+
+def late_tokens(arm: str) -> list[str]:
+    """Return an arm's tokens to 0.8 with errors late, as a share of plain's."""
+    return [tokens_to(0.8, "late", arm)]
+
+
+def by_rank(study: str) -> list[str]:
+    """Return the shares of plain's gain that the leading ranks of its update keep."""
+    return [with_weights(name, study=study)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")]
 
 
 def whole_run(study: str, arm: str) -> list[str]:
@@ -246,15 +261,12 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| dynamic sampling, seeds": lambda: to_end("dynamic sampling"),
         "Without a database": lambda: [to_end(f"{OURS}, no database")[0], points(f"{OURS}, no database")],
         "Dynamic sampling ends": lambda: [points("dynamic sampling")],
-        **{
-            f"| {start}": lambda arm=arm: with_history(arm)
-            for start, arm in (
-                ("plain, 80 steps", "plain"),
-                ("half of the prompts, 80 steps", "half of the prompts"),
-                ("`rhyme`, no database |", "rhyme"),
-                ("`rhyme`, database of a smaller policy |", AFTER),
-            )
-        },
+        **each(with_history, {
+            "| plain, 80 steps": "plain",
+            "| half of the prompts, 80 steps": "half of the prompts",
+            "| `rhyme`, no database |": "rhyme",
+            "| `rhyme`, database of a smaller policy |": AFTER,
+        }),
         "| a quarter of the prompts, 80 steps": lambda: with_history(QUARTER, "grpo"),
         "| GRPO, `lattice_paths` | `rhyme`; with": lambda: overhead("grpo"),
         "| PPO, `lattice_paths` | `rhyme`; with": lambda: overhead("ppo"),
@@ -269,17 +281,14 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
                                       ("low", "tuned")],
         "| 200 steps, 3e-5": lambda: straightness("low rate"),
         "| 200 steps, 2e-4": lambda: straightness("tuned rate"),
-        **{
-            f"| {start} |": lambda arm=arm: early_gain(arm)
-            for start, arm in (
-                ("plain, 200 steps", "plain"),
-                ("`preset: paper`", "paper preset"),
-                ("rank 1, gated (one jump in six runs)", "rank 1, gated"),
-                ("a quarter of the prompts, 200 steps", QUARTER),
-                ("twice the rate, 200 steps", "twice the rate"),
-                ("four times the rate, 200 steps", "four times the rate"),
-            )
-        },
+        **each(early_gain, {
+            "| plain, 200 steps |": "plain",
+            "| `preset: paper` |": "paper preset",
+            "| rank 1, gated (one jump in six runs) |": "rank 1, gated",
+            "| a quarter of the prompts, 200 steps |": QUARTER,
+            "| twice the rate, 200 steps |": "twice the rate",
+            "| four times the rate, 200 steps |": "four times the rate",
+        }),
         "At 3e-5 four times the rate ends": lambda: whole_run("alpha_200/low rate", "four times the rate")[1:2],
         "| `full` |": lambda: [share_gained("ungated full"), accuracy_kept("ungated full")],
         "| GRPO; `rpo` |": lambda: suffixes("grpo"),
@@ -287,29 +296,24 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| points of `rpo`": lambda: by_position(CUTS),
         "| points of the preset": lambda: by_position(PRESET),
         "| tokens to 0.7, `rpo`": lambda: [tokens_to(0.7, part, CUTS) for part in ("late", "anywhere", "early")],
-        **{
-            f"| {name} to 0.8": lambda arm=arm: [tokens_to(0.8, "late", arm)]
-            for name, arm in (("`rpo`", CUTS), ("the preset", PRESET), (QUARTER, QUARTER))
-        },
+        **each(late_tokens, {
+            "| `rpo` to 0.8": CUTS,
+            "| the preset to 0.8": PRESET,
+            f"| {QUARTER} to 0.8": QUARTER,
+        }),
         "| a quarter of the prompts | 0.780": lambda: beside_plain(QUARTER),
-        **{
-            f"| {start} the rate, seeds": lambda arm=arm: beside_plain(arm)
-            for start, arm in (
-                ("twice", "plain, twice the rate"),
-                ("four times", "plain, four times the rate"),
-                ("a quarter of the prompts, twice", f"{QUARTER}, twice the rate"),
-                ("a quarter of the prompts, four times", f"{QUARTER}, four times the rate"),
-            )
-        },
-        **{
-            f"| {start}": lambda arm=arm: after_earlier_run(arm)
-            for start, arm in (
-                ("nothing: plain |", "plain"),
-                ("its database: `rhyme` |", "rhyme"),
-                ("its right answers, then plain |", "its right answers, then plain"),
-                ("its weights, 20 more steps |", "its weights, 20 more steps"),
-            )
-        },
+        **each(beside_plain, {
+            "| twice the rate, seeds": "plain, twice the rate",
+            "| four times the rate, seeds": "plain, four times the rate",
+            "| a quarter of the prompts, twice the rate, seeds": f"{QUARTER}, twice the rate",
+            "| a quarter of the prompts, four times the rate, seeds": f"{QUARTER}, four times the rate",
+        }),
+        **each(after_earlier_run, {
+            "| nothing: plain |": "plain",
+            "| its database: `rhyme` |": "rhyme",
+            "| its right answers, then plain |": "its right answers, then plain",
+            "| its weights, 20 more steps |": "its weights, 20 more steps",
+        }),
         "| before |": lambda: with_weights("start")[:-1],
         "| after |": lambda: with_weights("end")[:-1],
         "| projections not trained": lambda: with_weights("rank 0"),
@@ -321,58 +325,44 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER),
         "| near: before |": lambda: with_weights("start", study="sentences/near")[:-1],
         "| near: after |": lambda: with_weights("end", study="sentences/near")[:-1],
-        **{
-            f"| near: {start}": lambda name=name: with_weights(name, study="sentences/near")
-            for start, name in (
-                ("projections not trained", "rank 0"),
-                ("rank 1 |", "rank 1"),
-                ("rank 1, norm of the update kept", "rank 1, norm kept"),
-                ("rank 16, norm kept", "rank 16, norm kept"),
-                ("after 40 of the steps", "step 40"),
-                ("then `secant` to the end", "step 40, then secant"),
-                ("then `pls` in rank 1 alone", "step 40, then pls, rank 1 alone, norm kept"),
-            )
-        },
+        **each(partial(with_weights, study="sentences/near"), {
+            "| near: projections not trained": "rank 0",
+            "| near: rank 1 |": "rank 1",
+            "| near: rank 1, norm of the update kept": "rank 1, norm kept",
+            "| near: rank 16, norm kept": "rank 16, norm kept",
+            "| near: after 40 of the steps": "step 40",
+            "| near: then `secant` to the end": "step 40, then secant",
+            "| near: then `pls` in rank 1 alone": "step 40, then pls, rank 1 alone, norm kept",
+        }),
         "| near: with a quarter of the prompts": lambda: with_weights("rank 1, norm kept", QUARTER, "sentences/near"),
         "| plain, near": lambda: whole_run("sentences/near", "plain"),
         "| a quarter of the prompts, near": lambda: whole_run("sentences/near", QUARTER),
-        **{
-            f"| {start}": lambda arm=arm: whole_run("sentences/form", arm)
-            for start, arm in (
-                ("plain, form", "plain"),
-                ("half of the prompts, form", "half of the prompts"),
-                ("a quarter of the prompts, form", QUARTER),
-                ("a quarter, twice the steps |", f"{QUARTER}, twice the steps"),
-                ("`rpo`, filling included", "rpo"),
-                ("`rpo` as in the paper, filling included", "rpo as in the paper"),
-                ("plain at twice the rate, form", "plain, twice the rate"),
-                ("a quarter, twice the steps and the rate", f"{QUARTER}, twice the steps, twice the rate"),
-                ("`rpo` at twice the rate", "rpo, twice the rate"),
-            )
-        },
-        **{
-            f"| {start}": lambda arm=arm: whole_run("sentences/count", arm)
-            for start, arm in (
-                ("plain, count", "plain"),
-                ("`rhyme`, its own right answers", "rhyme"),
-                ("8 prompts of 16 answers", "8 prompts of 16 answers"),
-                ("dynamic sampling, count", "dynamic sampling"),
-                ("a quarter of the prompts, count", QUARTER),
-                ("plain at twice the rate, count", "plain, twice the rate"),
-                ("a quarter of the prompts at twice the rate, count", f"{QUARTER}, twice the rate"),
-            )
-        },
-        **{
-            f"| {start}": lambda study=study: [
-                with_weights(name, study=study)[-1] for name in ("rank 1, norm kept", "rank 4", "rank 16")
-            ]
-            for start, study in (
-                ("200 steps at 3e-5", "alpha_200/low rate"),
-                ("200 steps at 2e-4", "alpha_200/tuned rate"),
-                ("[SmolLM2-135M]", "sentences/keys"),
-                ("the same, number of words", "sentences/near"),
-            )
-        },
+        **each(partial(whole_run, "sentences/form"), {
+            "| plain, form": "plain",
+            "| half of the prompts, form": "half of the prompts",
+            "| a quarter of the prompts, form": QUARTER,
+            "| a quarter, twice the steps |": f"{QUARTER}, twice the steps",
+            "| `rpo`, filling included": "rpo",
+            "| `rpo` as in the paper, filling included": "rpo as in the paper",
+            "| plain at twice the rate, form": "plain, twice the rate",
+            "| a quarter, twice the steps and the rate": f"{QUARTER}, twice the steps, twice the rate",
+            "| `rpo` at twice the rate": "rpo, twice the rate",
+        }),
+        **each(partial(whole_run, "sentences/count"), {
+            "| plain, count": "plain",
+            "| `rhyme`, its own right answers": "rhyme",
+            "| 8 prompts of 16 answers": "8 prompts of 16 answers",
+            "| dynamic sampling, count": "dynamic sampling",
+            "| a quarter of the prompts, count": QUARTER,
+            "| plain at twice the rate, count": "plain, twice the rate",
+            "| a quarter of the prompts at twice the rate, count": f"{QUARTER}, twice the rate",
+        }),
+        **each(by_rank, {
+            "| 200 steps at 3e-5": "alpha_200/low rate",
+            "| 200 steps at 2e-4": "alpha_200/tuned rate",
+            "| [SmolLM2-135M]": "sentences/keys",
+            "| the same, number of words": "sentences/near",
+        }),
         "| TRL 1.16 | 49": lambda: [sooner("TRL")[0]],
         "| this trainer | 7": lambda: sooner("python_trainer"),
         "| with half of the prompts": lambda: sooner("half of the prompts"),
