@@ -170,9 +170,11 @@ class SentencesSettings(TaskSettings):
 
     def load(self) -> Task:
         rng = random.Random(0)
+        gate_size = self.gate_size or 0
         prompts = {"keys": keys_prompt, "form": form_prompt}
         prompt_of = prompts.get(self.constraint)
-        examples = draw_words(rng, 768, prompt_of) if prompt_of else draw_lengths(rng)
-        train, test = examples[:-TEST_SIZE], examples[-TEST_SIZE:]
+        examples = draw_words(rng, 768 + gate_size, prompt_of) if prompt_of else draw_lengths(rng)
+        rest = len(examples) - gate_size
+        train, test, gate = examples[: rest - TEST_SIZE], examples[rest - TEST_SIZE : rest], examples[rest:]
         rewards = {self.constraint: REWARDS[self.constraint]}
-        return Task("sentences", train[: self.train_size], test[: self.test_size], rewards)
+        return Task("sentences", train[: self.train_size], test[: self.test_size], rewards, gate)

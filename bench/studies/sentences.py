@@ -5,6 +5,8 @@ one; *count*: exactly that many words. *form*: five lines, the last one with two
 answer to each test prompt. Weights are bfloat16, with float32 copies in the optimizer. *count* has 128 prompts, which
 return every eight steps, *form* 64, which return every four; both have twice the rate.
 
+*alpha as in the paper* and *alpha, gated* predict once, after 20 of the 50 steps of *keys*, and train on to the end.
+
 *earlier run*: plain, 30 steps of another seed. *rhyme* begins with its database. *its right answers, then plain* trains
 on them as `rhyme` does, and uses no history after that.
 """
@@ -109,6 +111,15 @@ def with_rate(arms: Sequence[Arm], rate: float, name: str = "") -> list[Arm]:
 (QUARTER,) = fewer_prompts(16, divisors=(4,))
 PLAIN_AND_QUARTER = [Arm("plain"), QUARTER]
 SUFFIXES = Arm("rpo", [*RPO, "accelerators.rpo.cut_share=0.4", "accelerators.rpo.fill=4"])
+# As in AlphaRL, a prediction after 40 % of the 50 steps of `keys`; these runs then train on.
+PREDICTED = ["accelerators.enabled=[alpha]", "accelerators.alpha.first_step=20"]
+ALPHA = [
+    Arm("alpha as in the paper", [*PREDICTED, "accelerators.alpha.preset=paper"]),
+    Arm(
+        "alpha, gated",
+        [*PREDICTED, "accelerators.alpha.every=0", "accelerators.alpha.horizon=2.5", "task.gate_size=512"],
+    ),
+]
 TWICE_AS_LONG = Arm(f"{QUARTER.name}, twice the steps", [*QUARTER.settings, "max_steps=32"])  # as `form` has 16
 SNAPSHOTTED = [replace(arm, settings=[SNAPSHOTS, *arm.settings]) for arm in PLAIN_AND_QUARTER]
 STUDIES = [
@@ -120,6 +131,8 @@ STUDIES = [
             *with_rate(SNAPSHOTTED, LEARNING_RATE),
             *with_rate(PLAIN_AND_QUARTER, 2 * LEARNING_RATE, ", twice the rate"),
             *with_rate(PLAIN_AND_QUARTER, 4 * LEARNING_RATE, ", four times the rate"),
+            *with_rate(PLAIN_AND_QUARTER, 8 * LEARNING_RATE, ", eight times the rate"),
+            *with_rate(ALPHA, LEARNING_RATE),
             after_earlier("rhyme", *RHYME, EARLIER_DATABASE, train=rhyme.train),
             after_earlier("its right answers, then plain", *RHYME, EARLIER_DATABASE, train=train_right_answers_first),
             after_earlier("its weights, 20 more steps", "model.path={earlier}/model", "max_steps=20"),
@@ -127,7 +140,7 @@ STUDIES = [
         levels=(0.5, 0.8),
         earlier=[Arm(EARLIER, ["max_steps=30"], rate=LEARNING_RATE, train=rhyme.train)],
         prepare=prepare,
-        columns={"rehearsed": "rhyme/rehearsed_answers"},
+        columns={"rehearsed": "rhyme/rehearsed_answers", "jumped": "alpha/accepted"},
         measure=measure,
     ),
     Study(
