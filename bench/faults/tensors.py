@@ -5,11 +5,13 @@ argument, before they write anything, or both accept it and return the same.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from torch import rand, randint, randn
 
 import rlkernels
 from rlkernels import GroupedLayout, Trajectories, TreeLayout
@@ -28,46 +30,34 @@ class Op(NamedTuple):
 
     Attributes:
         call: takes the tensors by name and ``backend``; returns all results to compare, written tensors too.
-        make: makes tensors that fit together, of sizes from a list of three in 1 .. 4.
+        make: makes tensors that fit together, of three sizes in 1 .. 4.
         exact: both backends return the same numbers.
         tolerance: relative error allowed for every dtype, for ops that stop early by design.
         also: other arguments that an error may name.
     """
 
     call: Callable[..., Any]
-    make: Callable[[torch.Generator, list[int]], Tensors]
+    make: Callable[[int, int, int], Tensors]
     exact: bool = False
     tolerance: float = 0.0
     also: tuple[str, ...] = ()
 
 
-def normal(random: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=random)
+def curves(n: int, m: int, length: int) -> Tensors:
+    return {"x": randn(n, length), "y": randn(m, length + 1),
+            "x_lengths": randint(1, length + 1, (n,)), "y_lengths": randint(1, length + 1, (m,))}  # fmt: skip
 
 
-def below(random: torch.Generator, high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, high, shape, generator=random)
+def pairs(n: int, _: int, length: int) -> Tensors:
+    return curves(n, n, length)
 
 
-def curves(random: torch.Generator, sizes: list[int]) -> Tensors:
-    n, m, length = sizes
-    return {"x": normal(random, n, length), "y": normal(random, m, length + 1),
-            "x_lengths": below(random, length, n) + 1, "y_lengths": below(random, length, m) + 1}  # fmt: skip
+def histograms(n: int, m: int, bins: int) -> Tensors:
+    return {"x": randn(n, bins).abs(), "y": randn(m, bins).abs()}
 
 
-def pairs(random: torch.Generator, sizes: list[int]) -> Tensors:
-    return curves(random, [sizes[0], sizes[0], sizes[2]])
-
-
-def histograms(random: torch.Generator, sizes: list[int]) -> Tensors:
-    n, m, bins = sizes
-    return {"x": normal(random, n, bins).abs(), "y": normal(random, m, bins).abs()}
-
-
-def runs(random: torch.Generator, sizes: list[int]) -> Tensors:
-    n, length, bins = sizes
-    return {"rewards": normal(random, n, length), "states": normal(random, n, bins).abs(),
-            "lengths": below(random, length, n) + 1}  # fmt: skip
+def runs(n: int, length: int, bins: int) -> Tensors:
+    return {"rewards": randn(n, length), "states": randn(n, bins).abs(), "lengths": randint(1, length + 1, (n,))}
 
 
 def similar_runs(rewards: Any, states: Any, lengths: Any, backend: str) -> Any:
@@ -80,41 +70,36 @@ def nearest_runs(rewards: Any, states: Any, lengths: Any, backend: str) -> Any:
     return rlkernels.rhyme_topk(bank, bank, k=1, state_metric="hellinger", backend=backend)[0]
 
 
-def predictions(random: torch.Generator, sizes: list[int]) -> Tensors:
-    count, half, _ = sizes
-    return {"logits": normal(random, count, 2 * half), "ids": below(random, 2 * half, count)}
+def predictions(count: int, half: int, *_: int) -> Tensors:
+    return {"logits": randn(count, 2 * half), "ids": randint(2 * half, (count,))}
 
 
-def head(random: torch.Generator, sizes: list[int]) -> Tensors:
-    count, width, half = sizes
-    return {"hidden": normal(random, count, width), "weight": normal(random, 2 * half, width),
-            "ids": below(random, 2 * half, count), "bias": normal(random, 2 * half)}  # fmt: skip
+def head(count: int, width: int, half: int) -> Tensors:
+    return {"hidden": randn(count, width), "weight": randn(2 * half, width), "ids": randint(2 * half, (count,)),
+            "bias": randn(2 * half)}  # fmt: skip
 
 
-def draws(random: torch.Generator, sizes: list[int]) -> Tensors:
-    return {"logits": normal(random, sizes[0], sizes[1]), "uniforms": torch.rand(sizes[0], generator=random)}
+def draws(count: int, vocab: int, *_: int) -> Tensors:
+    return {"logits": randn(count, vocab), "uniforms": rand(count)}
 
 
-def drafted(random: torch.Generator, sizes: list[int]) -> Tensors:
-    """Make sequences (the first size is their number), each with a draft of as many tokens as the second size."""
-    sequences, length, half = sizes
+def drafted(sequences: int, length: int, half: int) -> Tensors:
+    """Make sequences, each with a draft of ``length`` tokens."""
     rows = sequences * (length + 1)
-    return {"logits": normal(random, rows, 2 * half), "drafts": below(random, 2 * half, sequences * length),
-            "starts": torch.arange(sequences + 1) * (length + 1),
-            "uniforms": torch.rand(rows, generator=random)}  # fmt: skip
+    return {"logits": randn(rows, 2 * half), "drafts": randint(2 * half, (sequences * length,)),
+            "starts": torch.arange(sequences + 1) * (length + 1), "uniforms": rand(rows)}  # fmt: skip
 
 
-def keys(random: torch.Generator, sizes: list[int]) -> Tensors:
-    return {"sample_ids": below(random, 99, sizes[0]), "positions": below(random, 99, sizes[0])}
+def keys(count: int, *_: int) -> Tensors:
+    return {"sample_ids": randint(99, (count,)), "positions": randint(99, (count,))}
 
 
-def matrices(random: torch.Generator, sizes: list[int]) -> Tensors:
-    m, n, _ = sizes
-    return {"weight": normal(random, m, n), "base": normal(random, m, n), "v": normal(random, n)}
+def pair(m: int, n: int, *_: int) -> Tensors:
+    return {"weight": randn(m, n), "base": randn(m, n)}
 
 
-def pair(random: torch.Generator, sizes: list[int]) -> Tensors:
-    return {name: tensor for name, tensor in matrices(random, sizes).items() if name != "v"}
+def delta_and_vector(m: int, n: int, *_: int) -> Tensors:
+    return pair(m, n) | {"v": randn(n)}
 
 
 def direction(weight: Any, base: Any, backend: str) -> Any:
@@ -127,9 +112,8 @@ def directions(weight: Any, base: Any, backend: str) -> Any:
     return torch.tensor([update.sigma, update.frobenius])
 
 
-def update(random: torch.Generator, sizes: list[int]) -> Tensors:
-    m, n, _ = sizes
-    return {"weight": normal(random, m, n), "u": normal(random, m), "v": normal(random, n)}
+def update(m: int, n: int, *_: int) -> Tensors:
+    return {"weight": randn(m, n), "u": randn(m), "v": randn(n)}
 
 
 def add(weight: Any, u: Any, v: Any, backend: str) -> Any:
@@ -137,11 +121,10 @@ def add(weight: Any, u: Any, v: Any, backend: str) -> Any:
     return weight
 
 
-def new_tokens(random: torch.Generator, sizes: list[int]) -> Tensors:
-    count, heads, dim = sizes
-    return {"key": normal(random, count, heads, dim), "value": normal(random, count, heads, dim),
+def new_tokens(count: int, heads: int, dim: int) -> Tensors:
+    return {"key": randn(count, heads, dim), "value": randn(count, heads, dim),
             "key_cache": torch.zeros(3, 2, heads, dim), "value_cache": torch.zeros(3, 2, heads, dim),
-            "slots": torch.randperm(6, generator=random)[:count]}  # fmt: skip
+            "slots": torch.randperm(6)[:count]}  # fmt: skip
 
 
 def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, backend: str) -> Any:
@@ -149,20 +132,17 @@ def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, ba
     return key_cache, value_cache
 
 
-def paged(random: torch.Generator, sizes: list[int]) -> Tensors:
-    sequences, heads, dim = sizes
+def paged(sequences: int, heads: int, dim: int) -> Tensors:
     shape = 2 * sequences, 2, heads, dim
-    return {"query": normal(random, sequences, 2 * heads, dim), "key_cache": normal(random, *shape),
-            "value_cache": normal(random, *shape),
-            "block_tables": torch.randperm(2 * sequences, generator=random).view(sequences, 2).int(),
-            "seq_lens": below(random, 4, sequences).int() + 1,
+    return {"query": randn(sequences, 2 * heads, dim), "key_cache": randn(*shape), "value_cache": randn(*shape),
+            "block_tables": torch.randperm(2 * sequences).view(sequences, 2).int(),
+            "seq_lens": randint(1, 5, (sequences,)).int(),
             "query_starts": torch.arange(sequences + 1).int()}  # fmt: skip
 
 
-def shared(random: torch.Generator, sizes: list[int]) -> Tensors:
+def shared(sequences: int, heads: int, dim: int) -> Tensors:
     """Make one group of all sequences, with a prefix of three tokens in two further blocks."""
-    sequences, heads, dim = sizes
-    tensors = paged(random, [sequences + 1, heads, dim])
+    tensors = paged(sequences + 1, heads, dim)
     tables = tensors["block_tables"]
     return tensors | {"query": tensors["query"][:sequences], "group_tables": tables[:1].clone(),
                       "group_lens": torch.tensor([3]).int(), "group_starts": torch.tensor([0, sequences]).int(),
@@ -170,61 +150,52 @@ def shared(random: torch.Generator, sizes: list[int]) -> Tensors:
                       "query_starts": tensors["query_starts"][:-1].clone()}  # fmt: skip
 
 
-def attend_shared(backend: str, **tensors: Any) -> Any:
-    return rlkernels.shared_prefix_attention(**tensors, scale=0.5, return_lse=True, backend=backend)
+def halves(count: int, heads: int, dim: int) -> Tensors:
+    return {"out_a": randn(count, heads, dim), "lse_a": randn(count, heads),
+            "out_b": randn(count, heads, dim), "lse_b": randn(count, heads)}  # fmt: skip
 
 
-def attend(backend: str, **tensors: Any) -> Any:
-    return rlkernels.paged_attention(**tensors, scale=0.5, return_lse=True, backend=backend)
+def packed(layout: Any, dim: int) -> Tensors:
+    """Make the tensors of packed tokens, with two query heads on a key head."""
+    tensors = {name: randn(layout.num_tokens, heads, dim) for name, heads in (("query", 2), ("key", 1), ("value", 1))}
+    return {**tensors, "layout": layout}
 
 
-def halves(random: torch.Generator, sizes: list[int]) -> Tensors:
-    count, heads, dim = sizes
-    return {"out_a": normal(random, count, heads, dim), "lse_a": normal(random, count, heads),
-            "out_b": normal(random, count, heads, dim), "lse_b": normal(random, count, heads)}  # fmt: skip
+def grouped(prefix: int, suffix: int, dim: int) -> Tensors:
+    return packed(GroupedLayout([prefix], [suffix] * 2, [0, 2]), dim)
 
 
-def grouped(random: torch.Generator, sizes: list[int]) -> Tensors:
-    prefix, suffix, dim = sizes
-    count = prefix + 2 * suffix
-    layout = GroupedLayout([prefix], [suffix] * 2, [0, 2])
-    return {"query": normal(random, count, 2, dim), "key": normal(random, count, 1, dim),
-            "value": normal(random, count, 1, dim), "layout": layout}  # fmt: skip
-
-
-def packed(random: torch.Generator, sizes: list[int]) -> Tensors:
-    prefix, suffix, dim = sizes
-    layout = TreeLayout.from_sequences([[*range(prefix), *range(i, suffix)] for i in range(3)])
-    tensors = {name: normal(random, layout.num_tokens, heads, dim) for name, heads in (("query", 2), ("key", 1))}
-    return {**tensors, "value": normal(random, layout.num_tokens, 1, dim), "layout": layout}
+def tree(prefix: int, suffix: int, dim: int) -> Tensors:
+    return packed(TreeLayout.from_sequences([[*range(prefix), *range(i, suffix)] for i in range(3)]), dim)
 
 
 def topk(x: Any, y: Any, backend: str, **lengths: Any) -> Any:
     return rlkernels.dtw_topk(x, y, 1, backend=backend, **lengths)[0]  # values alone: ties may come in any order
 
 
+ATTENTION: dict[str, Any] = {"scale": 0.5, "return_lse": True}
 OPS = {
     "dtw": Op(rlkernels.dtw, curves),
     "dtw_topk": Op(topk, curves, also=("k must",)),
     "soft_dtw": Op(rlkernels.soft_dtw, pairs),
-    "state_similarity": Op(lambda **tensors: rlkernels.state_similarity(metric="hellinger", **tensors), histograms),
+    "state_similarity": Op(partial(rlkernels.state_similarity, metric="hellinger"), histograms),
     "rhyme_similarity": Op(similar_runs, runs),
     "rhyme_topk": Op(nearest_runs, runs, also=("k must",)),
-    "token_logprobs": Op(lambda **tensors: rlkernels.token_logprobs(return_entropy=True, **tensors), predictions),
-    "linear_token_logprobs": Op(lambda **tensors: rlkernels.linear_token_logprobs(**tensors), head),
-    "sample_tokens": Op(lambda **tensors: rlkernels.sample_tokens(top_k=3, **tensors), draws),
-    "verify_drafts": Op(lambda **tensors: rlkernels.verify_drafts(top_k=3, **tensors), drafted),
-    "keyed_uniform": Op(lambda **tensors: rlkernels.keyed_uniform(3, **tensors), keys, exact=True),
-    "delta_matvec": Op(rlkernels.delta_matvec, matrices),
+    "token_logprobs": Op(partial(rlkernels.token_logprobs, return_entropy=True), predictions),
+    "linear_token_logprobs": Op(rlkernels.linear_token_logprobs, head),
+    "sample_tokens": Op(partial(rlkernels.sample_tokens, top_k=3), draws),
+    "verify_drafts": Op(partial(rlkernels.verify_drafts, top_k=3), drafted),
+    "keyed_uniform": Op(partial(rlkernels.keyed_uniform, 3), keys, exact=True),
+    "delta_matvec": Op(rlkernels.delta_matvec, delta_and_vector),
     "top1_delta": Op(direction, pair, tolerance=0.02),
     "top1_deltas": Op(directions, pair, tolerance=0.02),
     "add_rank1_": Op(add, update),
     "write_kv": Op(write, new_tokens, exact=True),
-    "paged_attention": Op(attend, paged),
-    "shared_prefix_attention": Op(attend_shared, shared),
+    "paged_attention": Op(partial(rlkernels.paged_attention, **ATTENTION), paged),
+    "shared_prefix_attention": Op(partial(rlkernels.shared_prefix_attention, **ATTENTION), shared),
     "merge_attention": Op(rlkernels.merge_attention, halves),
-    "grouped_attention": Op(lambda **tensors: rlkernels.grouped_attention(scale=0.5, **tensors), grouped),
-    "tree_attention": Op(lambda **tensors: rlkernels.tree_attention(scale=0.5, return_lse=True, **tensors), packed),
+    "grouped_attention": Op(partial(rlkernels.grouped_attention, scale=0.5), grouped),
+    "tree_attention": Op(partial(rlkernels.tree_attention, **ATTENTION), tree),
 }
 
 
@@ -272,7 +243,8 @@ def changed(tensor: torch.Tensor, change: Change) -> Any:
 
 def tensors_of(op: Op, seed: int, sizes: list[int], changes: list[Change]) -> Tensors:
     """Make the tensors of a case, always the same ones."""
-    tensors = op.make(torch.Generator().manual_seed(seed), sizes)
+    torch.manual_seed(seed)
+    tensors = op.make(*sizes)
     for change in changes:
         if isinstance(tensors[change.name], torch.Tensor) and tensors[change.name].dim():
             tensors[change.name] = changed(tensors[change.name], change)
@@ -323,7 +295,7 @@ def same(a: torch.Tensor, b: torch.Tensor, max_error: float, label: str) -> None
 
 def target(op: Op) -> Callable[[Any, Path], str]:
     """Return the target of :mod:`bench.faults.fuzz`."""
-    names = list(op.make(torch.Generator(), [1, 1, 1]))
+    names = list(op.make(1, 1, 1))
     changes = st.lists(
         st.builds(Change, st.sampled_from(names), st.sampled_from(CHANGES), st.integers(0, 40)), max_size=3
     )

@@ -114,7 +114,7 @@ def test_what_is_wrong_with_an_op_is_seen(fails):
             raise ValueError("u must be a vector")
         return u + (fails == "another result" and backend == "auto")
 
-    op = Op(call, lambda random, sizes: {"u": torch.zeros(sizes[0])})
+    op = Op(call, lambda n, *_: {"u": torch.zeros(n)})
     with pytest.raises((AssertionError, RuntimeError)):
         run_target(target(op), 100)
 
