@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,18 +26,18 @@ class PoolPair:
         self.open: list[tuple[int, int]] = []
         self.refused = 0
 
-    def run_on_both(self, *calls: Callable[[Any], Any]) -> list[Any] | None:
+    def run_on_both(self, name: str, *arguments: Any, of: Sequence[Any] | None = None) -> list[Any]:
+        """Return the results of both; none if both refuse. ``of``: a pair of handles, or of lists of handles."""
         results = []
-        for pool, call in zip(self.pools, calls, strict=True):
+        refusals = []
+        for number, pool in enumerate(self.pools):
+            handles = () if of is None else (of[number],)
             try:
-                results.append(call(pool))
+                results.append(getattr(pool, name)(*handles, *arguments))
             except OutOfBlocks as error:
-                results.append(str(error))
-        assert isinstance(results[0], str) == isinstance(results[1], str), results
-        if isinstance(results[0], str):
-            assert results[0] == results[1]
-            self.refused += 1
-            return None
+                refusals.append(str(error))
+        assert not refusals or refusals[1:] == refusals[:1], (results, refusals)
+        self.refused += bool(refusals)
         return results
 
     def step(self, draw: Draw) -> None:
@@ -50,8 +50,7 @@ class PoolPair:
         kind = draw(16) if len(self.open) < MAX_OPEN_SEQUENCES else 12
         if kind < 4 or not self.open:
             prompts = [tokens(7 * size) for _ in range(1 + draw(3))]
-            opened = self.run_on_both(*2 * [lambda pool: pool.open_many(prompts)])
-            self.open += zip(*opened, strict=True) if opened else []
+            self.open += zip(*self.run_on_both("open_many", prompts), strict=True)
             return
         pick = draw(len(self.open))
         handles = self.open[pick]
@@ -60,24 +59,20 @@ class PoolPair:
             extensions = [tokens(2 * size) for _ in picked]
             ids = [token for extension in extensions for token in extension]
             counts = [*map(len, extensions)]
-            copies = self.run_on_both(
-                *(lambda pool, i=i: pool.append([h[i] for h in picked], ids, counts) for i in (0, 1))
-            )
-            assert copies is None or copies[0] == copies[1]
+            copies = self.run_on_both("append", ids, counts, of=[*map(list, zip(*picked))])
+            assert copies[1:] == copies[:1]
         elif kind < 9:
             length = draw(self.pools[0].length(handles[0]) + 1)
-            self.run_on_both(*(lambda pool, i=i: pool.truncate(handles[i], length) for i in (0, 1)))
+            self.run_on_both("truncate", length, of=handles)
         elif kind < 10:
-            n = draw(3)
-            forked = self.run_on_both(*(lambda pool, i=i: pool.fork(handles[i], n) for i in (0, 1)))
-            self.open += zip(*forked, strict=True) if forked else []
+            self.open += zip(*self.run_on_both("fork", draw(3), of=handles), strict=True)
         elif kind < 12:
-            self.run_on_both(*(lambda pool, i=i: pool.commit(handles[i]) for i in (0, 1)))
+            self.run_on_both("commit", of=handles)
         elif kind < 15:
-            self.run_on_both(*(lambda pool, i=i: pool.close(handles[i]) for i in (0, 1)))
+            self.run_on_both("close", of=handles)
             del self.open[pick]
         elif draw(3) == 0:
-            self.run_on_both(*2 * [lambda pool: pool.advance_version()])
+            self.run_on_both("advance_version")
 
     def compare(self) -> None:
         model, compiled = self.pools
