@@ -27,7 +27,7 @@ class Case:
     Attributes:
         op: name of the op, as in ``rlkernels.registry.OPS``, or of the claim.
         shape: what the inputs look like, as text: ``"64 x 64 pairs, 512 x 512"``.
-        providers: by name; each returns its output (tensors, numbers, or lists, tuples and dicts of them).
+        providers: by name; each returns its output (tensors, numbers, or lists and tuples of them).
         dtype: dtype of the inputs, as text.
         device: where the inputs are.
         reference: the provider whose output the others are matched against, or a function that gives that

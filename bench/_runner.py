@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench._case import Case, Measurement, Missing, Row
-from rlkernels.proof.problem import largest_error
+from rlkernels.proof.problem import largest_error, leaves
 from rlkernels.proof.worker import seconds_of
 
 FOLDER = Path(__file__).parent
@@ -39,24 +39,16 @@ def find() -> list[str]:
 
 def match(out: Any, reference: Any) -> str:
     """Return "exact", or max |out - reference| / max |reference| over all tensors and numbers; NaN matches NaN."""
-    error = _error(out, reference)
+    results, expected = list(leaves(out)), list(leaves(reference))
+    if len(results) != len(expected):
+        return "differs"
+    error = max(map(_error, results, expected), default=0.0)
     if error == 0:
         return "exact"
     return f"{error:.1e}" if math.isfinite(error) else "differs"
 
 
-def _error(out: Any, reference: Any) -> float:
-    if isinstance(reference, dict):
-        if not isinstance(out, dict) or out.keys() != reference.keys():
-            return math.inf
-        return max((_error(out[k], reference[k]) for k in reference), default=0.0)
-    if isinstance(reference, (list, tuple)):
-        if not isinstance(out, (list, tuple)) or len(out) != len(reference):
-            return math.inf
-        return max(map(_error, out, reference), default=0.0)
-    if isinstance(reference, (str, type(None))):
-        return 0.0 if out == reference else math.inf
-    result, expected = (torch.as_tensor(value).detach() for value in (out, reference))
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
     error = largest_error(result, expected)
     if error in (0.0, math.inf):
         return error
