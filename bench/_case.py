@@ -50,7 +50,7 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the CSV. A benchmark file may yield rows, or a :class:`Measurement`, if it does its own timing."""
+    """One line of the CSV."""
 
     op: str
     provider: str
@@ -75,15 +75,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Tables that a benchmark file times itself, if ``--only`` picks their shape.
+    """Rows that a benchmark file measures itself, if ``--only`` picks one of their shapes.
 
     Attributes:
-        shape: as in the rows, see :class:`Case`.
-        tables: does the work, and gives the rows of each table.
+        shapes: of the rows, see :class:`Case`.
+        rows: does the work, and gives the rows.
     """
 
-    shape: str
-    tables: Callable[[], Iterable[list[Row]]]
+    shapes: Sequence[str]
+    rows: Callable[[], Iterable[Row]]
+
+    @classmethod
+    def missing(cls, *rows: Row) -> Self:
+        """Return rows that say why nothing runs."""
+        return cls([row.shape for row in rows], lambda: rows)
 
 
 def optional(module: str, make: Callable[[Any], Provider], install: str | None = None) -> Provider:

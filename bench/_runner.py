@@ -9,10 +9,11 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -264,23 +265,21 @@ def append(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
 
 
 def run_file(name: str, quick: bool, seconds: float, console: Console, only: str = "") -> Iterator[list[Row]]:
-    """Run one benchmark file: print its tables, and yield the rows of each.
+    """Run one benchmark file: print its tables, each of one op and shape, and yield their rows.
 
     Args:
         only: text in the shape of the cases to run, and of the rows to print.
     """
+    case: Case | Measurement
     for case in importlib.import_module(f"bench.{name}").cases(quick):
-        if isinstance(case, (Case, Measurement)) and only not in case.shape:
-            continue
-        tables: Iterable[list[Row]]
         if isinstance(case, Case):
-            with console.status(f"{case.op}: {case.shape} {case.dtype}"):
-                tables = [list(run_case(case, seconds))]
-        elif isinstance(case, Measurement):
-            tables = case.tables()
-        else:
-            tables = [case if isinstance(case, list) else [case]]
-        for rows in tables:
-            if picked := [row for row in rows if only in row.shape]:
-                console.print(table(picked))
-                yield picked
+            case = Measurement([case.shape], partial(run_case, case, seconds))
+        picked = [shape for shape in case.shapes if only in shape]
+        if not picked:
+            continue
+        with console.status(f"{name}: {picked[0]}"):
+            for (_, shape, *_), rows in groupby(case.rows(), lambda row: (row.op, row.shape, row.dtype, row.device)):
+                if only in shape:
+                    tabled = list(rows)
+                    console.print(table(tabled))
+                    yield tabled

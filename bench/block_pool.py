@@ -9,17 +9,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import rlkernels
-from bench import Row
+from bench import Measurement, Row
 
 BLOCK_SIZE = 16  # tokens
 BLOCKS_PER_PROMPT = 64
 TOKENS = BLOCK_SIZE * BLOCKS_PER_PROMPT
+# of prompts in the pool, of new ones, and of new ones that stay
+KINDS = ("lookup of a known prefix", "allocate + free", "allocate + keep + free, evicting")
 
 
 def prompt(number: int) -> list[int]:
@@ -95,9 +98,9 @@ def samples(call: Callable[[list[int]], None], numbers: list[int], count: int) -
     return seconds
 
 
-def measure(kind: str, num_blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Fill nine tenths of the pool with prompts, then time those prompts, new ones, and new ones that stay."""
-    pool: Any = {"ours": Ours, "vllm": Vllm}[kind](num_blocks)
+def measure(make: type[Ours | Vllm], num_blocks: int, rounds: int) -> list[list[float]]:
+    """Fill nine tenths of the pool with prompts, then take samples of each of ``KINDS``."""
+    pool = make(num_blocks)
     num_known = num_blocks * 9 // 10 // BLOCKS_PER_PROMPT
     for number in range(num_known):
         pool.fill(prompt(number))
@@ -106,14 +109,14 @@ def measure(kind: str, num_blocks: int, rounds: int) -> dict[str, list[float]]:
     order = torch.randperm(num_known, generator=torch.Generator().manual_seed(0)).tolist()
     stored = list(range(2 * num_known, 2 * num_known + num_known // 8 + total))
     recent = [order[i % num_known] for i in range(total)]
-    return {
-        "lookup of a known prefix": samples(pool.lookup, recent, sample_prompts),
-        "allocate + free": samples(pool.allocate, list(range(num_known, num_known + total)), sample_prompts),
-        "allocate + keep + free, evicting": samples(pool.fill, stored, sample_prompts)[-rounds:],
-    }
+    return [
+        samples(pool.lookup, recent, sample_prompts),
+        samples(pool.allocate, list(range(num_known, num_known + total)), sample_prompts),
+        samples(pool.fill, stored, sample_prompts)[-rounds:],
+    ]
 
 
-def vllm_measure(num_blocks: int, rounds: int) -> dict[str, list[float]] | str:
+def vllm_measure(num_blocks: int, rounds: int) -> list[list[float]] | str:
     """Return the result of :func:`measure` in vLLM's process, or the reason why it failed."""
     python = os.environ.get("RLKERNELS_VLLM_PYTHON", sys.executable)
     process = subprocess.run(
@@ -125,25 +128,28 @@ def vllm_measure(num_blocks: int, rounds: int) -> dict[str, list[float]] | str:
     return f"{last}; set RLKERNELS_VLLM_PYTHON to a Python with vLLM"
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
-    for num_blocks in [2_000] if quick else [10_000, 1_000_000]:
-        rounds = 5 if quick else 50
-        ours = measure("ours", num_blocks, rounds)
-        vllm = vllm_measure(num_blocks, rounds)
-        for name, times in ours.items():
-            shape = f"{name}, {num_blocks} blocks of {BLOCK_SIZE}"
-            if isinstance(vllm, str):
-                peer = Row("block_pool", "vLLM BlockPool", shape, missing=vllm)
-            else:
-                peer = row("vLLM BlockPool", shape, vllm[name])
-            yield [row("rlkernels", shape, times), peer]
-
-
 def row(provider: str, shape: str, times: list[float]) -> Row:
-    median = statistics.median(times)
-    low, *_, high = statistics.quantiles(times, n=5)
-    return Row("block_pool", provider, shape, "", "cpu", median, low, high, extra=f"{median * 1e9:.0f} ns/block")
+    extra = f"{statistics.median(times) * 1e9:.0f} ns/block"
+    return Row("block_pool", provider, shape, extra=extra).timed(times)
+
+
+def rows(shapes: Sequence[str], num_blocks: int, rounds: int) -> Iterator[Row]:
+    """Give a row of either pool for each shape."""
+    ours = measure(Ours, num_blocks, rounds)
+    vllm = vllm_measure(num_blocks, rounds)
+    for number, shape in enumerate(shapes):
+        yield row("rlkernels", shape, ours[number])
+        if isinstance(vllm, str):
+            yield Row("block_pool", "vLLM BlockPool", shape, missing=vllm)
+        else:
+            yield row("vLLM BlockPool", shape, vllm[number])
+
+
+def cases(quick: bool) -> Iterator[Measurement]:
+    for num_blocks in [2_000] if quick else [10_000, 1_000_000]:
+        shapes = [f"{kind}, {num_blocks} blocks of {BLOCK_SIZE}" for kind in KINDS]
+        yield Measurement(shapes, partial(rows, shapes, num_blocks, 5 if quick else 50))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure("vllm", int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(measure(Vllm, int(sys.argv[1]), int(sys.argv[2]))))

@@ -9,7 +9,7 @@ right tokens, add one more; the answers of a step enter the history when it ends
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import rlkernels
-from bench import Missing, Row, optional
+from bench import Measurement, Missing, Row, optional
 from bench._runner import one_thread
 
 EPOCHS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
@@ -94,16 +94,6 @@ def gsm8k_trace(questions: int) -> Trace | Missing:
     return Trace(f"GSM8K, {len(EPOCHS)} epochs", [encode(row["question"], []) for row in rows], answers)
 
 
-@dataclass
-class Replay:
-    tokens_per_step: list[float]  # by epoch
-    offered: int  # draft tokens
-    accepted: int
-    draft_s: float  # median over steps
-    build_s: float  # per token
-    bytes_per_token: float
-
-
 class OurHistory:
     def __init__(self, use_feedback: bool = True) -> None:
         self.history = rlkernels.RolloutHistory()
@@ -166,7 +156,8 @@ class ArcticHistory:
         return self.cache._global_tree.estimate_memory()
 
 
-def replay(trace: Trace, drafter) -> Replay:
+def row(name: str, drafter: OurHistory | ArcticHistory, trace: Trace, shape: str) -> Row:
+    """Replay a trace; the row has the median time of a draft."""
     times = []
     offered = accepted = 0  # draft tokens
     build_s = 0.0
@@ -197,11 +188,13 @@ def replay(trace: Trace, drafter) -> Replay:
         for answer in answers:
             drafter.add(trace.prompts[answer.prompt], answer.ids, answer.reward, answer.epoch)
         build_s += time.perf_counter() - start
-    tokens_per_step = [num_tokens / num_steps for num_tokens, num_steps in zip(tokens, steps)]
+    tokens_per_step = " ".join(f"{num_tokens / num_steps:.2f}" for num_tokens, num_steps in zip(tokens, steps))
     stored_tokens = sum(tokens)
-    return Replay(
-        tokens_per_step, offered, accepted, median(times), build_s / stored_tokens, drafter.bytes() / stored_tokens
+    text = (
+        f"tokens/step by epoch {tokens_per_step}; {accepted / max(offered, 1):.0%} of {offered} draft tokens accepted; "
+        f"build {build_s / stored_tokens * 1e6:.2f} us/token; {drafter.bytes() / stored_tokens:.1f} bytes/token"
     )
+    return Row("rollout_history", name, shape, "int32", median_s=median(times), extra=text)
 
 
 def batched_draft_s(trace: Trace, batch: int = 256) -> float:
@@ -222,30 +215,28 @@ def batched_draft_s(trace: Trace, batch: int = 256) -> float:
     return median(times) / len(handles)
 
 
-def row(name: str, make: Callable[[], object], trace: Trace) -> Row:
-    result = replay(trace, make())
-    tokens_per_step = " ".join(f"{r:.2f}" for r in result.tokens_per_step)
-    accepted_share = result.accepted / max(result.offered, 1)
-    text = (
-        f"tokens/step by epoch {tokens_per_step}; {accepted_share:.0%} of {result.offered} draft tokens accepted; "
-        f"build {result.build_s * 1e6:.2f} us/token; {result.bytes_per_token:.1f} bytes/token"
-    )
-    return Row("rollout_history", name, f"{trace.name}, one draft a call", "int32", median_s=result.draft_s, extra=text)
-
-
-def cases(quick: bool) -> Iterator[Row]:
+def rows(trace: Trace, shape: str) -> Iterator[Row]:
+    """Replay a trace by every drafter."""
     arctic: Any = optional("arctic_inference.suffix_decoding", lambda m: m.SuffixDecodingCache, "arctic-inference")
+    yield row("rlkernels", OurHistory(), trace, shape)
+    yield row("rlkernels, no feedback", OurHistory(use_feedback=False), trace, shape)
+    for name, options in ARCTIC_SETTINGS.items():
+        if isinstance(arctic, Missing):
+            yield Row("rollout_history", name, shape, "int32", missing=arctic.reason)
+        else:
+            yield row(name, ArcticHistory(arctic, **options), trace, shape)
+
+
+def batched_rows(trace: Trace, shape: str) -> Iterator[Row]:
+    yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))
+
+
+def cases(quick: bool) -> Iterator[Measurement]:
     with one_thread():
         for trace in (gsm8k_trace(200 if quick else 1319), trainer_trace()):
             if isinstance(trace, Missing):
-                yield Row("rollout_history", "rlkernels", "replay", missing=trace.reason)
+                yield Measurement.missing(Row("rollout_history", "rlkernels", "replay", missing=trace.reason))
                 continue
-            yield row("rlkernels", OurHistory, trace)
-            yield row("rlkernels, no feedback", lambda: OurHistory(use_feedback=False), trace)
-            for name, options in ARCTIC_SETTINGS.items():
-                if isinstance(arctic, Missing):
-                    yield Row("rollout_history", name, trace.name, missing=arctic.reason)
-                else:
-                    yield row(name, partial(ArcticHistory, arctic, **options), trace)
-            shape = f"{trace.name}, 256 handles a call"
-            yield Row("rollout_history", "rlkernels", shape, "int32", median_s=batched_draft_s(trace))
+            for kind, measure in (("one draft a call", rows), ("256 handles a call", batched_rows)):
+                shape = f"{trace.name}, {kind}"
+                yield Measurement([shape], partial(measure, trace, shape))

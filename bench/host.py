@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import rlkernels
-from bench import Row
+from bench import Measurement, Row
 from bench._calls import GRADIENTS, Arguments, inputs, public
 from bench._runner import one_thread
 from bench.gpu.model import TINY, make_model, tokens
@@ -33,6 +33,7 @@ from rlkernels import RolloutHistory, _check, backend, registry
 # ops that wait for results are those that need values
 TIMED = [op.name for op in registry.ALL if (op.cpu or op.on_gpu) and not op.needs_values and not op.on_host]
 CALLS_PER_TURN = 100
+PLAIN, TRAINED = "no gradient", "with a gradient"
 PROMPTS, PROMPT_TOKENS, NUM_GENERATIONS = 32, 128, 8  # of decoding: 256 sequences
 
 
@@ -132,20 +133,19 @@ def pass_seconds(passes: int, with_drafts: bool) -> list[float]:
     return samples[2:-1]  # without the passes that compute prompts, record, and close sequences
 
 
-def pass_row(passes: int, with_drafts: bool) -> Row:
+def pass_rows(shape: str, passes: int, with_drafts: bool) -> Iterator[Row]:
     samples = pass_seconds(passes, with_drafts)
-    row = Row("decode pass", "PagedEngine", f"256 sequences{', drafts' if with_drafts else ''}")
-    row.extra = f"at least {min(samples) * 1e3:.2f} ms"
-    return row.timed(samples)
+    yield Row("decode pass", "PagedEngine", shape, extra=f"at least {min(samples) * 1e3:.2f} ms").timed(samples)
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
+def cases(quick: bool) -> Iterator[Measurement]:
+    passes, turns = (20, 10) if quick else (120, 100)
     with one_thread():
         for with_drafts in (False, True):
-            yield [pass_row(20 if quick else 120, with_drafts)]
+            shape = f"256 sequences{', drafts' if with_drafts else ''}"
+            yield Measurement([shape], partial(pass_rows, shape, passes, with_drafts))
         for op, arguments in inputs().items():
             if op in TIMED:
-                turns = 10 if quick else 100
-                yield rows(op, arguments, "no gradient", turns)
+                yield Measurement([PLAIN], partial(rows, op, arguments, PLAIN, turns))
                 if op in GRADIENTS:
-                    yield rows(op, with_gradient(op, arguments), "with a gradient", turns)
+                    yield Measurement([TRAINED], partial(rows, op, with_gradient(op, arguments), TRAINED, turns))

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from bench._case import Row
+from bench import Measurement, Row
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.config import load_config
 from python_trainer.data import Rollout
@@ -120,28 +121,28 @@ def update(values: dict[str, Any], num_updates: int = 2) -> int:
     return resident_peak() - resident_bytes
 
 
-def rows(size: Size) -> list[Row]:
+def rows(size: Size) -> Iterator[Row]:
+    """Give a row for each kind of training."""
     kinds = [kind for kind, model in KINDS.items() if "lora" not in model or find_spec("peft")]
     with TemporaryDirectory() as name:
         folder = Path(name) / "policy"
         make_folder(size, folder)
         runs = [settings(size, folder, kind) for kind in kinds]
-        planned = list(map(plan_bytes, runs))
-        measured = measure_bytes(runs)
-    rows = {
-        kind: Row(
-            "plan", "python_trainer", f"{size.name}, {kind}", dtype=KINDS[kind].get("dtype", "float32"),
-            peak_bytes=measured_bytes,
-            extra=f"told {planned_bytes / 1e6:.0f} MB: {planned_bytes / measured_bytes:.2f} of it",
-        )
-        for kind, planned_bytes, measured_bytes in zip(kinds, planned, measured)
-    }  # fmt: skip
-    missing_row = Row("plan", "python_trainer", size.name, missing="PEFT is not installed; pip install peft")
-    return [rows.get(kind) or replace(missing_row, shape=f"{size.name}, {kind}") for kind in KINDS]
+        planned = dict(zip(kinds, map(plan_bytes, runs)))
+        measured = dict(zip(kinds, measure_bytes(runs)))
+    for kind, model in KINDS.items():
+        row = Row("plan", "python_trainer", f"{size.name}, {kind}", dtype=model.get("dtype", "float32"))
+        if kind in kinds:
+            row.peak_bytes = measured[kind]
+            row.extra = f"told {planned[kind] / 1e6:.0f} MB: {planned[kind] / measured[kind]:.2f} of it"
+        else:
+            row.missing = "PEFT is not installed; pip install peft"
+        yield row
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
-    yield from map(rows, (TINY,) if quick else (TINY, WIDE, MIDDLING))
+def cases(quick: bool) -> Iterator[Measurement]:
+    for size in (TINY,) if quick else (TINY, WIDE, MIDDLING):
+        yield Measurement([f"{size.name}, {kind}" for kind in KINDS], partial(rows, size))
 
 
 if __name__ == "__main__":

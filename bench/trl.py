@@ -182,32 +182,36 @@ def measure(workers: dict[str, Worker], warm_up: int, steps: int) -> dict[str, l
     return step_reports
 
 
-def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[list[Row]]:
-    """Make a table each of steps, rollouts and updates."""
+# op -> seconds of a step, and operations a weight and token
+OPS: dict[str, tuple[Callable[[Step], float], int]] = {
+    "training step": (lambda step: step.seconds, 8),
+    "rollout of a step": (lambda step: step.rollout_s, 2),
+    "update of a step": (lambda step: step.seconds - step.rollout_s, 6),
+}
+
+
+def rows(work: Workload, step_reports: dict[str, list[Step]]) -> Iterator[Row]:
+    """Give the rows of steps, of rollouts and of updates."""
     rate = matmul_rate(torch.bfloat16, 2048) if work.weights else 0.0
-    tables: dict[str, list[Row]] = {"training step": [], "rollout of a step": [], "update of a step": []}
-    for name, steps in step_reports.items():
-        tokens = fmean(step.generated_tokens for step in steps)
-        step_s = [step.seconds for step in steps]
-        rollout_s = [step.rollout_s for step in steps]
-        update_s = [step.seconds - step.rollout_s for step in steps]
-        columns = (step_s, rollout_s, update_s)
-        for (op, table), values, operations in zip(tables.items(), columns, (8, 2, 6), strict=True):
-            extra = f"{tokens / median(values):.0f} tokens/s"
+    dtype = "bfloat16" if work.weights else "float32"
+    for op, (seconds_of, operations) in OPS.items():
+        for name, steps in step_reports.items():
+            tokens = fmean(step.generated_tokens for step in steps)
+            row = Row(op, name, work.shape, dtype).timed([*map(seconds_of, steps)])
+            token_rate = tokens / median(map(seconds_of, steps))
+            row.extra = f"{token_rate:.0f} tokens/s"
             if work.weights:
-                achieved = operations * work.weights * tokens / median(values)
-                extra += f", {achieved / 1e9:.0f} GFLOP/s, {achieved / rate:.0%} of a large product"
-            row = Row(op, name, work.shape, "bfloat16" if work.weights else "float32", extra=extra).timed(values)
+                achieved = operations * work.weights * token_rate
+                row.extra += f", {achieved / 1e9:.0f} GFLOP/s, {achieved / rate:.0%} of a large product"
             if op == "training step":
-                row.peak_bytes = max(step.peak_bytes or 0 for step in steps)
-            table.append(row)
-    if find_spec("trl") is None:
-        tables["training step"].append(Row("training step", "TRL", work.shape, missing="pip install trl"))
-    yield from tables.values()
+                row.peak_bytes = max((step.peak_bytes for step in steps if step.peak_bytes is not None), default=None)
+            yield row
+        if op == "training step" and find_spec("trl") is None:
+            yield Row(op, "TRL", work.shape, dtype, missing="pip install trl")
 
 
-def tables(work: Workload, folder: Path, quick: bool) -> Iterator[list[Row]]:
-    """Train on a workload, and make its tables."""
+def train(work: Workload, folder: Path, quick: bool) -> Iterator[Row]:
+    """Train on a workload, and give its rows."""
     warm_up, steps = (1, LARGE_STEPS) if work.weights else (WARM_UP_STEPS, 2 if quick else STEPS)
     with vllm_server(work, folder) as server:
         step_reports = measure(providers(work, folder / work.name, server), warm_up, steps)
@@ -217,4 +221,4 @@ def tables(work: Workload, folder: Path, quick: bool) -> Iterator[list[Row]]:
 def cases(quick: bool) -> Iterator[Measurement]:
     with TemporaryDirectory() as folder:
         for work in workloads(Path(folder), quick):
-            yield Measurement(work.shape, partial(tables, work, Path(folder), quick))
+            yield Measurement([work.shape], partial(train, work, Path(folder), quick))

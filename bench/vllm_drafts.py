@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bench import Row
+from bench import Measurement, Row
 from bench._runner import resident_peak
 
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -38,6 +39,7 @@ class Workload(NamedTuple):
 
     config: str
     settings: list[str]
+    prompts: int
     epoch_steps: int  # between two saved weights
     epochs: int
     dtype: str
@@ -47,13 +49,13 @@ class Workload(NamedTuple):
 
 WORKLOADS = {
     "sums": Workload(
-        config="configs/sums.yaml", settings=["task.test_size=1"], epoch_steps=12, epochs=4, dtype="float32",
+        config="configs/sums.yaml", settings=[], prompts=192, epoch_steps=12, epochs=4, dtype="float32",
         kv_cache_bytes=256 << 20, sampling={"n": 4, "max_tokens": 384},
     ),
     "sentences": Workload(
         config=str(EXAMPLES / "sentences.yaml"),
-        settings=[f"model.path={SMOLLM2}", "model.dtype=bfloat16", "task.train_size=64", "task.test_size=1"],
-        epoch_steps=4, epochs=6, dtype="bfloat16", kv_cache_bytes=1 << 30,
+        settings=[f"model.path={SMOLLM2}", "model.dtype=bfloat16"],
+        prompts=64, epoch_steps=4, epochs=6, dtype="bfloat16", kv_cache_bytes=1 << 30,
         sampling={"n": 8, "max_tokens": 40, "temperature": 0.7},
     ),
 }  # fmt: skip
@@ -71,8 +73,11 @@ def train(folder: Path, workload: Workload, steps: int) -> list[list[int]]:
                 trainer.policy.inference_model.save_pretrained(folder / str(step // steps))
 
     sys.path.append(str(EXAMPLES))
-    settings = [*workload.settings, "max_seconds=null", "evaluation.eval_steps=0", "save.save_steps=0"]
-    config = load_config(workload.config, [*settings, f"max_steps={steps * (workload.epochs - 1)}"])
+    settings = [
+        *workload.settings, f"task.train_size={workload.prompts}", "task.test_size=1", "max_seconds=null",
+        "evaluation.eval_steps=0", "save.save_steps=0", f"max_steps={steps * (workload.epochs - 1)}",
+    ]  # fmt: skip
+    config = load_config(workload.config, settings)
     trainer = Trainer(config, folder / "run", console=Console(quiet=True), callbacks=[Save()])
     trainer.policy.inference_model.save_pretrained(folder / "0")
     trainer.policy.tokenizer.save_pretrained(folder / "0")
@@ -125,42 +130,41 @@ def run_arm(python: str, folder: Path, name: str, arm: str) -> list[dict[str, fl
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def measure(python: str, name: str, quick: bool) -> list[Row]:
-    """Train on a workload, then answer its prompts by every arm."""
+def rows(python: str, name: str, num_prompts: int, steps: int, shape: str) -> Iterator[Row]:
+    """Train on a workload with ``steps`` between saved weights, then answer its first prompts by every arm."""
     workload = WORKLOADS[name]
     with TemporaryDirectory() as path:
         folder = Path(path)
-        prompts = train(folder, workload, 1 if quick else workload.epoch_steps)[: 8 if quick else None]
+        prompts = train(folder, workload, steps)[:num_prompts]
         (folder / "prompts.json").write_text(json.dumps(prompts))
-        shape = f"{name}, {len(prompts)} prompts x {workload.sampling['n']}, {workload.epochs} epochs"
-        table = []
         for arm in ARMS:
+            row = Row("vllm drafts", arm, shape, workload.dtype)
             epochs = run_arm(python, folder, name, arm)
             if isinstance(epochs, str):
                 install = f"pip install {PACKAGES[arm].replace('_', '-')}: " if arm in PACKAGES else ""
-                table.append(Row("vllm drafts", arm, shape, missing=install + epochs))
-                continue
-            extra = "; ".join(f"{row['tokens_per_step']:.2f} tokens a step, {row['s']:.1f} s" for row in epochs)
-            table.append(Row(
-                "vllm drafts", arm, shape, workload.dtype, median_s=sum(row["s"] for row in epochs), extra=extra,
-                peak_bytes=int(epochs[-1]["peak_bytes"]),
-            ))  # fmt: skip
-    return table
+                row.missing = install + epochs
+            else:
+                figures = (f"{epoch['tokens_per_step']:.2f} tokens a step, {epoch['s']:.1f} s" for epoch in epochs)
+                row.extra = "; ".join(figures)
+                row.median_s = sum(epoch["s"] for epoch in epochs)
+                row.peak_bytes = int(epochs[-1]["peak_bytes"])
+            yield row
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
+def cases(quick: bool) -> Iterator[Measurement]:
     python = sys.executable if find_spec("vllm") is not None else os.environ.get("RLKERNELS_VLLM_PYTHON")
-    missing = {}
-    if python is None:
-        reason = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
-        missing = dict.fromkeys(WORKLOADS, reason)
-    elif not SMOLLM2.exists():
-        missing = {"sentences": f"python tools/smollm2.py {SMOLLM2}"}
-    for name in WORKLOADS:
-        if name in missing:
-            yield [Row("vllm drafts", arm, name, missing=missing[name]) for arm in ARMS]
+    for name, workload in WORKLOADS.items():
+        num_prompts, steps = (8, 1) if quick else (workload.prompts, workload.epoch_steps)
+        shape = f"{name}, {num_prompts} prompts x {workload.sampling['n']}, {workload.epochs} epochs"
+        missing = ""
+        if python is None:
+            missing = "no vLLM; make test-vllm sets it up, and RLKERNELS_VLLM_PYTHON names its Python"
+        elif name == "sentences" and not SMOLLM2.exists():
+            missing = f"python tools/smollm2.py {SMOLLM2}"
+        if missing:
+            yield Measurement.missing(*(Row("vllm drafts", arm, shape, missing=missing) for arm in ARMS))
         else:
-            yield measure(str(python), name, quick)
+            yield Measurement([shape], partial(rows, str(python), name, num_prompts, steps, shape))
 
 
 if __name__ == "__main__":

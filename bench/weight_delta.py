@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -17,8 +18,7 @@ from typing import Any
 
 import torch
 
-from bench._case import Row
-from bench._limits import copy_bandwidth, read_bandwidth
+from bench import Measurement, Row, copy_bandwidth, read_bandwidth
 from bench._runner import reset_resident_peak, resident_peak
 from python_trainer.model.weights import checkpoint_weights
 from rlkernels import weights
@@ -89,9 +89,8 @@ class Sender:
         pairs.sizes.append(sum(indices.nbytes + values.nbytes for indices, values in changes.values()))
         copies.sizes.append(self.nbytes)
 
-    def rows(self, shape: str) -> list[Row]:
-        """Return a row for each way."""
-        rows = []
+    def rows(self, shape: str) -> Iterator[Row]:
+        """Give a row for each way."""
         for name, figures in self.figures.items():
             only_reads = name in ("encode", "index and value")
             limit_s = 2 * self.nbytes / (read_bandwidth() if only_reads else copy_bandwidth())
@@ -102,8 +101,7 @@ class Sender:
             row.of_limit = limit_s / median(figures.seconds)
             size = fmean(figures.sizes)
             row.extra = f"{size / 1e6:.2f} MB a step, {self.nbytes / size:.1f}x"
-            rows.append(row)
-        return rows
+            yield row
 
 
 def train(source: str, options: list[str], receive: Callable[[Weights], None]) -> None:
@@ -123,22 +121,29 @@ def train(source: str, options: list[str], receive: Callable[[Weights], None]) -
         trainer.run()
 
 
-def cases(quick: bool) -> Iterator[list[Row]]:
+def rows(source: str, options: list[str], shape: str) -> Iterator[Row]:
+    """Give the rows of a run in both dtypes."""
+    senders = [Sender(dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+    def send(exported: Weights) -> None:
+        for sender in senders:
+            sender(exported)
+
+    train(source, options, send)
+    for sender in senders:
+        yield from sender.rows(shape)
+
+
+def cases(quick: bool) -> Iterator[Measurement]:
     model = os.environ.get("RLKERNELS_SMOLLM2", "runs/smollm2")
     if not quick and not Path(model, "config.json").is_file():
         reason = f"{model} is not there; python tools/smollm2.py runs/smollm2"
-        yield [Row("weight delta", "encode", "SmolLM2-135M", missing=reason)]
+        yield Measurement.missing(Row("weight delta", "encode", "SmolLM2-135M", missing=reason))
         return
     source = "smoke" if quick else str(ROOT / "examples" / "sentences.yaml")
     options = [*SETTINGS] if quick else [*SETTINGS, f"model.path={model}"]
     steps = 2 if quick else STEPS
     for rate in RATES[-1:] if quick else RATES:
-        senders = [Sender(dtype) for dtype in (torch.bfloat16, torch.float32)]
-
-        def send(exported: Weights, senders: list[Sender] = senders) -> None:
-            for sender in senders:
-                sender(exported)
-
-        train(source, [*options, f"optimizer.learning_rate={rate}", f"max_steps={steps}"], send)
-        for sender in senders:
-            yield sender.rows(f"{'shipped policy' if quick else 'SmolLM2-135M'}, rate {rate:g}, {steps} steps")
+        shape = f"{'shipped policy' if quick else 'SmolLM2-135M'}, rate {rate:g}, {steps} steps"
+        run = [*options, f"optimizer.learning_rate={rate}", f"max_steps={steps}"]
+        yield Measurement([shape], partial(rows, source, run, shape))

@@ -3,7 +3,10 @@
 import csv
 import importlib
 import math
+import subprocess
 import sys
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,14 +120,25 @@ def test_only_measurements_that_are_picked_run_and_only_their_rows_are_kept(tmp_
         raise AssertionError("--only did not pick it")
 
     cases = [
-        Measurement("first", fail), Measurement("second", lambda: [rows("second 2"), rows("second 3")]),
-        rows("second 4", "third 5"), rows("third 6"),
+        Measurement(["first 1"], fail), Measurement(["second 2", "second 3"], partial(rows, "second 2", "second 3")),
+        Measurement(["second 4", "third 5"], partial(rows, "second 4", "third 5")), Measurement(["third 6"], fail),
     ]  # fmt: skip
     monkeypatch.setattr(importlib.import_module("bench.keyed_uniform"), "cases", lambda quick: iter(cases))
     path = tmp_path / "rows.csv"
     assert main(["keyed_uniform", "--quick", "--csv", str(path), "--only", "second"]) == 0
     with path.open(newline="") as file:
         assert [row["shape"] for row in csv.DictReader(file)] == ["second 2", "second 3", "second 4"]
+    assert capsys.readouterr().out.count("op: second ") == 3, "a table each"
+
+
+@pytest.mark.parametrize("name", ["block_pool", "history", "host", "memory", "trl", "vllm_drafts", "weight_delta"])
+def test_own_measurements_name_their_shapes_before_they_run(name, monkeypatch):
+    """So ``--only`` skips them as it skips cases."""
+    for variable in ("RLKERNELS_GSM8K_DIR", "RLKERNELS_TRACE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=AssertionError("it measures")))
+    items = [*importlib.import_module(f"bench.{name}").cases(quick=True)]
+    assert items and all(isinstance(item, Measurement) and item.shapes for item in items)
 
 
 def test_a_failing_case_leaves_the_rows_before_it(tmp_path, capsys, monkeypatch):

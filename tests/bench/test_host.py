@@ -24,5 +24,5 @@ def test_rows(op):
 
 @pytest.mark.parametrize("with_drafts", [False, True])
 def test_row_of_a_pass(with_drafts):
-    row = host.pass_row(6, with_drafts)
+    (row,) = host.pass_rows("256 sequences", 6, with_drafts)
     assert row.op == "decode pass" and 0 < row.q20_s <= row.median_s <= row.q80_s
