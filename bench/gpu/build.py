@@ -1,13 +1,13 @@
 """Processes with a time limit: the build of the extension in the background, tests and tools in the foreground."""
 
+import contextlib
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -55,8 +55,7 @@ class Build:
     def _note(self, code: int) -> None:
         result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - self.start, 1)}
         if code:
-            self.log.seek(0)
-            result["log"] = self.log.read().decode(errors="replace")[-4000:]
+            result["log"] = read(self.log)[-4000:]
         if self.found:
             self.found["without_cuda"] = result
         else:
@@ -79,28 +78,23 @@ def run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple
     Raises:
         DeviceLost: the command outlives SIGKILL.
     """
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        process_group=0,
-    )  # fmt: skip
-    assert process.stdout
-    output = bytearray()
-    deadline = time.monotonic() + max(seconds, 0.0)
-    code = None
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while code is None and (remaining := deadline - time.monotonic()) > 0:
-                if selector.select(remaining):
-                    data = os.read(process.stdout.fileno(), 65536)
-                    output += data
-                    if not data:
-                        code = process.wait(timeout=max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        if kill(process) is None:  # with its children
-            raise DeviceLost(f"{' '.join(command)[:200]} is still there {AFTER_KILL_S:.0f} s after SIGKILL")
-        process.stdout.close()
-    text = output.decode(errors="replace")
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            process_group=0,
+        )  # fmt: skip
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=max(seconds, 0.0))
+        finally:
+            if kill(process) is None:  # with its children
+                raise DeviceLost(f"{' '.join(command)[:200]} is still there {AFTER_KILL_S:.0f} s after SIGKILL")
+        text = read(log)
     return code, text if code is not None else f"{text}\ncut after {seconds:.0f} s".lstrip()
+
+
+def read(log: IO[bytes]) -> str:
+    """Return all that processes have written to a file."""
+    log.seek(0)
+    return log.read().decode(errors="replace")
