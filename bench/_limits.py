@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from rlkernels.proof.worker import synchronize
+from rlkernels.proof.worker import seconds_of
 
 CPU = torch.device("cpu")
 MEASURED_S = 0.3
@@ -35,14 +35,10 @@ def _library() -> ctypes.CDLL:
 def _fastest(run: Callable[[], object], device: torch.device = CPU) -> float:
     """Return the time of the shortest call within ``MEASURED_S``, after one warm-up call."""
     run()
-    shortest = float("inf")
     deadline = time.perf_counter() + MEASURED_S
-    while shortest == float("inf") or time.perf_counter() < deadline:
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        shortest = min(shortest, time.perf_counter() - start)
+    shortest = seconds_of(run, 1, device)
+    while time.perf_counter() < deadline:
+        shortest = min(shortest, seconds_of(run, 1, device))
     return shortest
 
 
