@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import subprocess
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,9 @@ def start(folder: Path) -> Any:
         subprocess.TimeoutExpired: the server does not start within a minute.
     """
     package = importlib.import_module(next(name for name in PACKAGES if importlib.util.find_spec(name)))
-    for attempt in range(ATTEMPTS):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(ATTEMPTS - 1):
+            with suppress(subprocess.TimeoutExpired):
                 return package.get_server(folder)
-        except subprocess.TimeoutExpired:
-            if attempt == ATTEMPTS - 1:
-                raise
-    raise AssertionError("unreachable")
+        return package.get_server(folder)
