@@ -25,7 +25,7 @@ from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
-from rlkernels.proof.worker import synchronize
+from rlkernels.proof.worker import finding, synchronize
 
 Message = dict[str, Any]
 NUM_GENERATIONS = 8
@@ -114,10 +114,9 @@ def gradient_error(grads: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 
 def verdict(errors: Sequence[float], plain: Sequence[float]) -> Message:
     """Allow twice the error of plain Transformers in bfloat16 for each error; report the one closest to its limit."""
-    allowed = [2 * p + MIN_ALLOWED_ERROR for p in plain]
-    error, limit = max(zip(errors, allowed), key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else float("inf"))
-    ok = all(e <= a for e, a in zip(errors, allowed))  # NaN is not
-    return {"ok": ok, "error": error if error == error else None, "allowed": limit}
+    bounds = [(error, 2 * p + MIN_ALLOWED_ERROR) for error, p in zip(errors, plain)]
+    comparison = finding(max(bounds, key=lambda bound: (not bound[0] <= bound[1], bound[0] / bound[1])))  # NaN is worst
+    return {"ok": comparison["right"], "error": comparison["error"], "allowed": comparison["allowed"]}
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -69,8 +69,7 @@ class Compilers:
         self.arch = device["capability"].replace(".", "")
         self.nvcc = record["nvcc"]
         self.triton = device["triton"]
-        self._compiled: dict[str, Any] = {}
-        self._counted: dict[str, Counts] = {}
+        self._answers: dict[str, dict[str, Any]] = {"compile": {}, "count": {}}
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Python with the record's Triton and the tests' modules."""
@@ -80,25 +79,24 @@ class Compilers:
         return subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True)
 
     def ask(self, command: str, pairs: list[str]) -> dict[str, Any]:
-        """Return the answer of ``ptx.proof``."""
-        if any(pair.endswith(":cuda") for pair in pairs) and self.nvcc != (installed := nvcc_version()):
-            raise Missing(f"nvcc {self.nvcc} is not here, but {installed}")
-        process = self.python("-m", "ptx.proof", command, self.arch, *pairs)
-        if process.returncode:
-            raise RuntimeError(f"the present code does not compile: {process.stderr[-3000:]}")
-        return json.loads(process.stdout)
+        """Return the answers of ``ptx.proof``, which is asked once for each pair."""
+        answers = self._answers[command]
+        if missing := [pair for pair in pairs if pair not in answers]:
+            if any(pair.endswith(":cuda") for pair in missing) and self.nvcc != (installed := nvcc_version()):
+                raise Missing(f"nvcc {self.nvcc} is not here, but {installed}")
+            process = self.python("-m", "ptx.proof", command, self.arch, *missing)
+            if process.returncode:
+                raise RuntimeError(f"the present code does not compile: {process.stderr[-3000:]}")
+            answers |= json.loads(process.stdout)
+        return answers
 
     def compile(self, pairs: list[str]) -> dict[str, Any]:
         """Return PTX, launches and waits of the timed cases, by "op:backend"."""
-        if missing := [pair for pair in pairs if pair not in self._compiled]:
-            self._compiled |= self.ask("compile", missing)
-        return self._compiled
+        return self.ask("compile", pairs)
 
     def count(self, pairs: list[str]) -> dict[str, Counts]:
         """Return all counts, by "op:backend"; ``wrong`` in place of the counts of a wrong result."""
-        if missing := [pair for pair in pairs if pair not in self._counted]:
-            self._counted |= self.ask("count", missing)
-        return self._counted
+        return self.ask("count", pairs)
 
     def test(self) -> str:
         """Run the tests of the compiled kernels; return the last line if one fails."""
