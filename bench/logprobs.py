@@ -8,7 +8,7 @@ import torch
 
 import rlkernels
 from bench import Case, Missing, copy_bandwidth, matmul_rate, optional, read_bandwidth
-from bench._case import Provider
+from bench._gradients import run_both_ways
 from rlkernels.logprobs import reference
 
 
@@ -20,14 +20,8 @@ def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none")
 
 
-def with_gradient(function: Callable, logits: torch.Tensor, ids: torch.Tensor) -> Callable:
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        leaf = logits.detach().requires_grad_()
-        out = function(leaf, ids)
-        total = sum(part.sum() for part in out) if isinstance(out, tuple) else out.sum()
-        return total.detach(), torch.autograd.grad(total, leaf)[0]
-
-    return run
+def both_ways(function: Callable, ids: torch.Tensor, *tensors: torch.Tensor) -> Callable:
+    return partial(run_both_ways, lambda *leaves: function(*leaves, ids), *tensors)
 
 
 def from_logits(quick: bool) -> Iterator[Case]:
@@ -60,7 +54,7 @@ def from_logits(quick: bool) -> Iterator[Case]:
                     op="token_logprobs",
                     shape=f"[{rows}, {vocab}] {label}",
                     dtype=name,
-                    providers={n: with_gradient(f, logits, ids) for n, f in functions.items()},
+                    providers={n: both_ways(f, ids, logits) for n, f in functions.items()},
                     reference=reference_name,
                     limit=("copy bandwidth", nbytes / copy_bandwidth(nbytes)),
                     work=("tokens", rows),
@@ -102,15 +96,6 @@ PEERS: dict[str, tuple[str, str, Callable]] = {
 }
 
 
-def both_gradients(function: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> Callable:
-    def run() -> tuple[torch.Tensor, ...]:
-        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        out = function(*leaves, ids)
-        return out.detach(), *torch.autograd.grad(out.sum(), leaves)
-
-    return run
-
-
 def from_hidden_states(quick: bool) -> Iterator[Case]:
     for rows, vocab, width in (
         ((64, 5000, 32),) if quick else ((2048, 32_768, 512), (8192, 32_768, 512), (2048, 151_936, 896))
@@ -118,22 +103,20 @@ def from_hidden_states(quick: bool) -> Iterator[Case]:
         for dtype in (torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(0)
             hidden, weight = (torch.randn(n, width, generator=generator) for n in (rows, vocab))
-            inputs = hidden.to(dtype), (weight * 3 / width**0.5).to(dtype), torch.randint(vocab, (rows,))
-            with_gradients: dict[str, Provider] = {
-                "rlkernels": both_gradients(rlkernels.linear_token_logprobs, *inputs),
-                "logits + rlkernels": both_gradients(through_logits(rlkernels.token_logprobs), *inputs),
-                "logits + log_softmax": both_gradients(through_logits(plain_torch), *inputs),
-                "torch linear_cross_entropy": both_gradients(by_torch, *inputs),
+            inputs = torch.randint(vocab, (rows,)), hidden.to(dtype), (weight * 3 / width**0.5).to(dtype)
+            functions: dict[str, Any] = {
+                "rlkernels": rlkernels.linear_token_logprobs,
+                "logits + rlkernels": through_logits(rlkernels.token_logprobs),
+                "logits + log_softmax": through_logits(plain_torch),
+                "torch linear_cross_entropy": by_torch,
             }
-            for name, (module, package, make_provider) in PEERS.items():
-                peer = optional(module, make_provider, package)
-                with_gradients[name] = peer if isinstance(peer, Missing) else both_gradients(peer, *inputs)
+            functions |= {name: optional(module, make, package) for name, (module, package, make) in PEERS.items()}
             work = 8 * rows * vocab * width  # logits, logits again, two products with their gradient
             yield Case(
                 op="linear_token_logprobs",
                 shape=f"[{rows}, {width}] x {vocab} forward + backward",
                 dtype=str(dtype).removeprefix("torch."),
-                providers=with_gradients,
+                providers={n: f if isinstance(f, Missing) else both_ways(f, *inputs) for n, f in functions.items()},
                 reference="logits + log_softmax",
                 limit=("matrix products", work / matmul_rate(dtype)),
                 work=("tokens", rows),

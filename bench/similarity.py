@@ -4,7 +4,7 @@ The limit of dtw is the port bound: four float32 instructions per cell (sub, min
 8 cells per clock for AVX-512. Only cells inside the band and the lengths count.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 import rlkernels
 from bench import Case, fma_rate, optional
+from bench._gradients import run_both_ways
 from rlkernels.similarity import reference
 
 
@@ -39,6 +40,21 @@ def limit(num_cells: float, instructions: int = 4) -> tuple[str, float]:
     return "port bound", num_cells * instructions / (fma_rate() / 2)
 
 
+def ours(shape: str, x: torch.Tensor, y: torch.Tensor, lengths: Sequence[torch.Tensor], band: int | None,
+         mode: str = "full") -> Case:  # fmt: skip
+    """Make a case that no other library computes in this time or memory; ``lengths`` of both."""
+    settings: dict[str, Any] = {"x_lengths": lengths[0], "y_lengths": lengths[1], "band": band, "mode": mode}
+    num_cells = cells(lengths[0], lengths[1], band)
+    return Case(
+        op="dtw",
+        shape=shape,
+        providers={"rlkernels": partial(rlkernels.dtw, x, y, **settings)},
+        reference=None,
+        limit=limit(num_cells, 4 if mode == "full" else 8),
+        work=("cells", num_cells),
+    )
+
+
 def large(quick: bool) -> Iterator[Case]:
     n, m = (8, 256) if quick else (64, 4096)
     for steps, band, mixed_lengths, mode in (
@@ -52,21 +68,10 @@ def large(quick: bool) -> Iterator[Case]:
     ):
         x, y = curves(n, steps, 0), curves(m, steps, 1)
         generator = torch.Generator().manual_seed(2)
-        lengths = [
-            torch.randint(64 if mixed_lengths else steps, steps + 1, (num_cells,), generator=generator)
-            for num_cells in (n, m)
-        ]
-        settings: dict[str, Any] = {"x_lengths": lengths[0], "y_lengths": lengths[1], "band": band, "mode": mode}
-        num_cells = cells(lengths[0], lengths[1], band)
+        shortest = 64 if mixed_lengths else steps
+        lengths = [torch.randint(shortest, steps + 1, (count,), generator=generator) for count in (n, m)]
         label = f"{n} x {m}, L {'64-' if mixed_lengths else ''}{steps}, band {band}{', subsequence' * (mode != 'full')}"
-        yield Case(
-            op="dtw",
-            shape=label,
-            providers={"rlkernels": partial(rlkernels.dtw, x, y, **settings)},
-            reference=None,
-            limit=limit(num_cells, 4 if mode == "full" else 8),
-            work=("cells", num_cells),
-        )
+        yield ours(label, x, y, lengths, band, mode)
 
 
 def against_others(n: int, m: int, band: int | None) -> Case:
@@ -111,14 +116,13 @@ def top(quick: bool) -> Case:
     x = curves(n, steps, 0)
     y = curves(m, steps, 1)
     k = m // 100
+    costs: Any = partial(rlkernels.dtw, x, y, band=band)
     return Case(
         op="dtw_topk",
         shape=f"{n} x {m}, L {steps}, band {band}, top {k}",
         providers={
             "rlkernels": lambda: rlkernels.dtw_topk(x, y, k, band=band)[0],
-            "dtw + torch.topk": lambda: (
-                torch.topk(torch.as_tensor(rlkernels.dtw(x, y, band=band)), k, largest=False).values
-            ),
+            "dtw + torch.topk": lambda: torch.topk(costs(), k, largest=False).values,
         },
         reference="dtw + torch.topk",
         work=("pairs", n * m),
@@ -127,33 +131,19 @@ def top(quick: bool) -> Case:
 
 def memory() -> Case:
     """Make the case of 512 x 512 pairs of length 2048, whose cost tensor would take 4.4 TB."""
-    x, y = curves(512, 2048, 0), curves(512, 2048, 1)
-    num_cells = cells(torch.full((512,), 2048), torch.full((512,), 2048), 20)
-    return Case(
-        op="dtw",
-        shape="512 x 512, L 2048, band 20",
-        providers={"rlkernels": partial(rlkernels.dtw, x, y, band=20)},
-        reference=None,
-        limit=limit(num_cells),
-        work=("cells", num_cells),
-    )
+    lengths = [torch.full((512,), 2048)] * 2
+    return ours("512 x 512, L 2048, band 20", curves(512, 2048, 0), curves(512, 2048, 1), lengths, band=20)
 
 
 def soft(quick: bool) -> Case:
     batch, steps = (8, 32) if quick else (64, 128)
     x, y = curves(batch, steps, 0), curves(batch, steps, 1)
-
-    def gradient(function: Any) -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
-        value = function(*leaves, gamma=0.1)
-        return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
-
     return Case(
         op="soft_dtw",
         shape=f"{batch} pairs, L {steps}, value and gradient",
         providers={
-            "rlkernels": partial(gradient, rlkernels.soft_dtw),
-            "torch reference": partial(gradient, reference.soft_dtw),
+            "rlkernels": partial(run_both_ways, partial(rlkernels.soft_dtw, gamma=0.1), x, y),
+            "torch reference": partial(run_both_ways, partial(reference.soft_dtw, gamma=0.1), x, y),
         },
         work=("cells", batch * steps**2),
     )

@@ -1,12 +1,13 @@
 """Large cases with the rivals of each: what ``rlkernels.prove`` checks on small inputs is timed on these."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 import rlkernels
+from bench._gradients import run_both_ways
 from bench.gpu import rivals, samplers
 from rlkernels import registry
 from rlkernels.logprobs import reference
@@ -33,11 +34,6 @@ def cross_entropy(rows: int, vocab: int, width: int, dtype: torch.dtype, on: tor
     hidden, weight = torch.randn(rows, width, device=on), torch.randn(vocab, width, device=on) * 3 / width**0.5
     inputs, ids = (hidden.to(dtype), weight.to(dtype)), torch.randint(0, vocab, (rows,), device=on)
 
-    def run(loss: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out = loss(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves)]
-
     def ours(backend: str, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return -rlkernels.linear_token_logprobs(h, w, ids, backend=backend).sum()
 
@@ -45,14 +41,14 @@ def cross_entropy(rows: int, vocab: int, width: int, dtype: torch.dtype, on: tor
         return -reference.linear_token_logprobs(h, w, ids)[0].sum()
 
     return Problem(
-        lambda backend: run(partial(ours, backend), inputs),
-        lambda: run(exact, [x.double() for x in inputs]),
+        lambda backend: run_both_ways(partial(ours, backend), *inputs),
+        lambda: run_both_ways(exact, *(x.double() for x in inputs)),
         nbytes=sum(x.nbytes for x in inputs) * 2,
         flops=8 * rows * vocab * width,
         dtype=dtype,
         # others round the logits and their gradients to 16 bits
         floor=2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps,
-        inputs={"states": inputs, "ids": ids, "loss": run},
+        inputs={"states": inputs, "ids": ids},
     )
 
 
@@ -142,7 +138,7 @@ def _attention(make: Callable[..., rivals.Rivals], given: Any) -> rivals.Rivals:
 
 
 def _linear(given: Any) -> rivals.Rivals:
-    return rivals.cross_entropy(**given) if "loss" in given else rivals.linear_logprobs(**given)
+    return rivals.cross_entropy(**given) if "ids" in given else rivals.linear_logprobs(**given)
 
 
 def _samplers(given: Any) -> rivals.Rivals:

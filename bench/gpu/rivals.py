@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import rlkernels
 from bench._copies import Copies
+from bench._gradients import run_both_ways
 from bench.logprobs import by_liger, score_by_trl
 from rlkernels.logprobs import reference
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
@@ -69,10 +70,8 @@ def paged(given: Mapping[str, Any]) -> Rivals:
         return {}
     rows, scale = query.unflatten(0, (len(tables), -1)), query.shape[-1] ** -0.5
     key, value = (dense(cache, tables, lens[0]) for cache in caches)
-    dense_rivals = attention(rows, key, value, scale)
-    for name, rival in dense_rivals.items():
-        dense_rivals[name] = replace(rival, copy=functools.partial(gather, caches, tables, lens[0]))
-    return {**dense_rivals, **pages(rows, caches, tables, lens, scale)}
+    copy = functools.partial(gather, caches, tables, lens[0])
+    return {**attention(rows, key, value, scale, copy), **pages(rows, caches, tables, lens, scale)}
 
 
 def unshared(given: Mapping[str, Any]) -> Rivals:
@@ -195,28 +194,28 @@ def linear_logprobs(states: Sequence[torch.Tensor], run: Callable[..., Any]) -> 
     return {"torch.compile": Rival(compiled), "TRL": Rival(trl)}
 
 
-def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor, loss: Callable[..., Any]) -> Rivals:
+def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor) -> Rivals:
     """torch's cross entropy, compiled, and those of Liger and TRL, which hold no logits."""
 
     def plain(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((h @ w.T).float(), ids, reduction="sum")
 
     def compiled() -> Call:
-        return functools.partial(loss, torch.compile(plain, dynamic=False), states)
+        return functools.partial(run_both_ways, torch.compile(plain, dynamic=False), *states)
 
     def liger() -> Call:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        return functools.partial(loss, lambda h, w: fused(w, h, ids), states)
+        return functools.partial(run_both_ways, lambda h, w: fused(w, h, ids), *states)
 
     def liger_logprobs() -> Call:
         score = by_liger(importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo"))
-        return functools.partial(loss, lambda h, w: -score(h, w, ids).sum(), states)
+        return functools.partial(run_both_ways, lambda h, w: -score(h, w, ids).sum(), *states)
 
     def trl() -> Call:
         importlib.import_module("trl.kernels.chunked_logprob")
-        return functools.partial(loss, lambda h, w: -score_by_trl(h, w, ids).sum(), states)
+        return functools.partial(run_both_ways, lambda h, w: -score_by_trl(h, w, ids).sum(), *states)
 
     makers = {"torch.compile": compiled, "Liger": liger, "Liger, log-probabilities": liger_logprobs, "TRL": trl}
     return {name: Rival(make) for name, make in makers.items()}
@@ -250,7 +249,8 @@ def flex_on(device: torch.device) -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Rivals:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, copy: Call | None = None
+              ) -> Rivals:  # fmt: skip
     """query [B, q, Hq, d] over key, value [B, n, Hk, d]; the last query sits on the last key -> [B * q, Hq, d]."""
     queries, keys = query.shape[1], key.shape[1]
 
@@ -280,7 +280,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
         "torch varlen": functools.partial(varlen, query, key, value, scale),
         "torch FlexAttention": flex,
     }
-    return {name: Rival(make) for name, make in makers.items()}
+    return {name: Rival(make, copy=copy) for name, make in makers.items()}
 
 
 def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Call:
