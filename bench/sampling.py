@@ -19,13 +19,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def heated(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return float32 logits by a temperature; samplers of others skip the division by 1, too."""
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
 def plain_torch(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Callable:
     """Return the sampler of a trainer without a kernel: softmax, sort if needed, multinomial; it draws other tokens."""
 
     def run() -> torch.Tensor:
         if temperature == 0:
             return logits.argmax(1)
-        scaled = logits.float() / temperature
+        scaled = heated(logits, temperature)
         if top_k:
             scaled, ids = scaled.topk(top_k, dim=1)
         elif top_p < 1:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.gpu.rivals import Rival, Rivals
+from bench.sampling import heated
 from rlkernels.proof.problem import ErrorBound
 from rlkernels.sampling import reference
 
@@ -51,7 +52,7 @@ def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -
 
     def multinomial(filters: Sequence[Callable[..., Any]] = ()) -> Call:
         def call() -> tuple[torch.Tensor, torch.Tensor]:
-            scores = logits.float() / temperature
+            scores = heated(logits, temperature)
             for keep in filters:
                 scores = keep(None, scores)
             logprobs = scores.log_softmax(-1)
@@ -75,8 +76,8 @@ def rivals(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -
         k = torch.full((rows,), top_k or logits.shape[1], dtype=torch.int32, device=logits.device)
         p = torch.full((rows,), top_p, device=logits.device)
         if filtered:
-            return lambda: sampling.top_k_top_p_sampling_from_logits(logits.float() / temperature, k, p)
-        return lambda: sampling.sampling_from_logits(logits.float() / temperature)
+            return lambda: sampling.top_k_top_p_sampling_from_logits(heated(logits, temperature), k, p)
+        return lambda: sampling.sampling_from_logits(heated(logits, temperature))
 
     makers: dict[str, Callable[[], Call]] = {"Transformers": transformers}
     if not filtered:

@@ -14,6 +14,7 @@ import rlkernels
 from bench.gpu import rivals, samplers
 from bench.gpu.cases import LARGE, RIVALS, cross_entropy, rivals_of
 from bench.gpu.rivals import Rival
+from bench.sampling import heated
 from rlkernels.prefix_cache import GroupedLayout, reference
 from rlkernels.proof.cases import attention, logits, rank1
 from rlkernels.proof.problem import Case, Problem, Tolerance
@@ -228,6 +229,12 @@ def test_a_rival_is_judged_by_its_own_rule():
     assert Rival(None).verdict(gate, [output, output, output]) == (math.inf, 0.0)
     two_outputs = Tolerance(Problem(lambda backend: (output, output)))
     assert Rival(None).verdict(two_outputs, output)[0] == 0.0, "the first output alone"
+
+
+def test_no_sampler_divides_by_a_temperature_of_one():
+    rows = torch.randn(2, 5)
+    assert heated(rows, 1.0) is rows
+    torch.testing.assert_close(heated(rows.bfloat16(), 0.5), rows.bfloat16().float() * 2)
 
 
 def test_tokens_of_others_must_be_possible():
