@@ -1,6 +1,6 @@
 """Large cases with the rivals of each: what ``rlkernels.prove`` checks on small inputs is timed on these."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,45 +133,38 @@ LARGE = [
 CASES = [*LARGE, *CHECKED]
 
 
-def _attention(make: Callable[..., rivals.Rivals], given: Any) -> rivals.Rivals:
-    return make(*given["qkv"], given["grad"], given["layout"])
-
-
-def _linear(given: Any) -> rivals.Rivals:
+def _linear(**given: Any) -> rivals.Rivals:
     return rivals.cross_entropy(**given) if "ids" in given else rivals.linear_logprobs(**given)
 
 
-def _samplers(given: Any) -> rivals.Rivals:
+def _samplers(logits: torch.Tensor, settings: Sequence[Sequence[Any]]) -> rivals.Rivals:
     """Return no rivals of rows whose settings differ."""
-    return samplers.rivals(given["logits"], *given["settings"][0]) if len(given["settings"]) == 1 else {}
+    return samplers.rivals(logits, *settings[0]) if len(settings) == 1 else {}
 
 
-def _verifiers(given: Any) -> rivals.Rivals:
-    (temperature, *filters), *others = given["settings"]
-    if others or filters != [1.0, 0]:
-        return {}
-    return samplers.verifiers(given["logits"], given["drafts"], given["starts"], temperature)
+def _verifiers(settings: Sequence[Sequence[Any]], **given: Any) -> rivals.Rivals:
+    (temperature, *filters), *others = settings
+    return {} if others or filters != [1.0, 0] else samplers.verifiers(**given, temperature=temperature)
 
 
-RIVALS: dict[str, Callable[[Any], rivals.Rivals]] = {
+RIVALS: dict[str, Callable[..., rivals.Rivals]] = {  # by op: from the inputs of a problem
     "paged_attention": rivals.paged,
-    "shared_prefix_attention": lambda given: rivals.paged(given) | rivals.unshared(given),
-    "grouped_attention": partial(_attention, rivals.grouped),
-    "tree_attention": partial(_attention, rivals.tree),
-    "write_kv": lambda given: rivals.writes(**given),
-    "merge_attention": lambda given: rivals.merges(**given),
+    "shared_prefix_attention": rivals.shared,
+    "grouped_attention": rivals.grouped,
+    "tree_attention": rivals.tree,
+    "write_kv": rivals.writes,
+    "merge_attention": rivals.merges,
     "sample_tokens": _samplers,
     "verify_drafts": _verifiers,
-    "token_logprobs": lambda given: rivals.logprobs(**given),
+    "token_logprobs": rivals.logprobs,
     "linear_token_logprobs": _linear,
-    "top1_delta": lambda given: rivals.triplets(**given, many=False),
-    "top1_deltas": lambda given: rivals.triplets(**given, many=True),
-    "delta_matvec": lambda given: rivals.matvecs(**given),
-    "add_rank1_": lambda given: rivals.rank1_sums(**given),
+    "top1_delta": partial(rivals.triplets, many=False),
+    "top1_deltas": partial(rivals.triplets, many=True),
+    "delta_matvec": rivals.matvecs,
+    "add_rank1_": rivals.rank1_sums,
 }
 
 
 def rivals_of(case: Case, problem: Problem) -> rivals.Rivals:
     """Return rivals that compute the same on the same inputs."""
-    given = problem.inputs
-    return RIVALS[case.op](given) if given and case.op in RIVALS else {}
+    return RIVALS[case.op](**problem.inputs) if problem.inputs and case.op in RIVALS else {}

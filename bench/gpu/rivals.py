@@ -11,7 +11,7 @@ import importlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,9 @@ class Rival:
 Rivals = dict[str, Rival]
 
 
-def paged(given: Mapping[str, Any]) -> Rivals:
+def paged(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lens: Sequence[int],
+          queries: Sequence[int]) -> Rivals:  # fmt: skip
     """Make rivals of a paged problem with equal lengths: on dense keys, and on the pages."""
-    query, caches, tables, lens, queries = (given[n] for n in ("query", "caches", "tables", "lens", "queries"))
     if len(set(zip(lens, queries))) > 1:
         return {}
     rows, scale = query.unflatten(0, (len(tables), -1)), query.shape[-1] ** -0.5
@@ -74,9 +74,9 @@ def paged(given: Mapping[str, Any]) -> Rivals:
     return {**attention(rows, key, value, scale, copy), **pages(rows, caches, tables, lens, scale)}
 
 
-def unshared(given: Mapping[str, Any]) -> Rivals:
-    """Make our kernel a rival that reads a shared prefix once for each sequence, on the same pages."""
-    query, caches, tables, lens, queries = (given[n] for n in ("query", "caches", "tables", "lens", "queries"))
+def shared(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lens: Sequence[int],
+           queries: Sequence[int]) -> Rivals:  # fmt: skip
+    """Add our kernel as a rival that reads a shared prefix once for each sequence, on the same pages."""
 
     def make() -> Call:
         ints = functools.partial(torch.tensor, dtype=torch.int32, device=query.device)
@@ -85,7 +85,7 @@ def unshared(given: Mapping[str, Any]) -> Rivals:
         attend = functools.partial(rlkernels.paged_attention, return_lse=True, backend="triton")
         return functools.partial(attend, query, *caches, *rows, scale=scale)
 
-    return {"triton, not shared": Rival(make)}
+    return {**paged(query, caches, tables, lens, queries), "triton, not shared": Rival(make)}
 
 
 def writes(key: torch.Tensor, value: torch.Tensor, caches: torch.Tensor, slots: torch.Tensor) -> Rivals:
@@ -366,18 +366,17 @@ def repeat_prefixes(layout: GroupedLayout, device: torch.device) -> Copies:
     return Copies(places, layout.num_tokens, device)
 
 
-def tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: TreeLayout
-         ) -> Rivals:  # fmt: skip
+def tree(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: TreeLayout) -> Rivals:
     """Forward and gradients by one masked row of packed tokens."""
 
     def flex() -> Call:
-        leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
-        mask = tree_mask(layout, query.device)
-        attend = flex_on(query.device)
+        leaves = [t.detach().clone().requires_grad_() for t in qkv]
+        mask = tree_mask(layout, grad.device)
+        attend = flex_on(grad.device)
 
         def run() -> list[torch.Tensor]:
             q, k, v = (t.transpose(0, 1)[None] for t in leaves)
-            out = attend(q, k, v, block_mask=mask, scale=query.shape[-1] ** -0.5, enable_gqa=True)[0].transpose(0, 1)
+            out = attend(q, k, v, block_mask=mask, scale=grad.shape[-1] ** -0.5, enable_gqa=True)[0].transpose(0, 1)
             return [out, *torch.autograd.grad(out, leaves, grad)]
 
         return run
@@ -385,9 +384,9 @@ def tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torc
     return {"torch FlexAttention": Rival(flex)}
 
 
-def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, layout: GroupedLayout
-            ) -> Rivals:  # fmt: skip
+def grouped(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: GroupedLayout) -> Rivals:
     """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
+    query, key, value = qkv
     scale = query.shape[-1] ** -0.5
     copies = repeat_prefixes(layout, query.device)
     outer = grad[copies.at] * copies.counts[..., None, None]  # a prefix counts once
@@ -438,4 +437,4 @@ def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: t
 
     return {"torch SDPA, every prefix repeated": Rival(sdpa, gathered, copy=padded),
             "torch varlen, every prefix repeated": Rival(flash, in_rows, copy=flat),
-            **tree(query, key, value, grad, layout)}  # fmt: skip
+            **tree(qkv, grad, layout)}  # fmt: skip

@@ -73,7 +73,7 @@ def test_flashinfer_gets_the_pages(monkeypatch, queries):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(rivals, "WORKSPACE_BYTES", 16)
     problem = attention.paged([24] * 3, [queries] * 3, (4, 2, 16), 8, torch.float32, CPU)
-    rival = rivals.paged(problem.inputs)["FlashInfer"]
+    rival = rivals.paged(**problem.inputs)["FlashInfer"]
     torch.testing.assert_close(rival.make()(), problem.call("torch")[0])
     monkeypatch.delitem(sys.modules, "flashinfer")
     with pytest.raises(ModuleNotFoundError):
@@ -102,7 +102,7 @@ def test_rivals_of_training(monkeypatch, layout, longest):
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     out, _ = reference.tree_attention(*leaves, layout, scale)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    named_rivals = rivals.grouped(query, key, value, grad, layout)
+    named_rivals = rivals.grouped((query, key, value), grad, layout)
     for name in ("SDPA", "varlen"):
         rival = named_rivals[f"torch {name}, every prefix repeated"]
         torch.testing.assert_close(rival.outputs(rival.make()()), exact)
@@ -118,7 +118,7 @@ def test_copies_that_contiguous_attention_reads():
     query = problem.inputs["query"].unflatten(0, (3, 1)).transpose(1, 2)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(rivals.packed(out), problem.call("torch")[0])
-    named_rivals = rivals.paged(problem.inputs)
+    named_rivals = rivals.paged(**problem.inputs)
     assert {name for name, rival in named_rivals.items() if rival.copy} == {*ON_A_CPU, "flash-attn"}
     torch.testing.assert_close(named_rivals["flash-attn"].copy(), [key.transpose(1, 2), value.transpose(1, 2)])
 
