@@ -94,28 +94,29 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: attention
     )  # fmt: skip
 
 
-def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+def of_tokens(op: str, shape: str, tokens: int, make: Callable[[], Problem]) -> Case:
+    """Make the case of an op on each token, beside the reference on tensors of its own."""
     providers: dict[str, Provider] = {}
     for name, backend in (("rlkernels", "cpu"), ("torch reference", "torch")):
         torch.manual_seed(0)
-        problem = attention.write(tokens, (heads, dim), attention.BLOCK_SIZE, dtype, CPU)  # with its own caches
-        assert problem.reset is not None
-        problem.reset()
+        problem = make()
+        if problem.reset:
+            problem.reset()
         providers[name] = partial(problem.call, backend)
     return Case(
-        "write_kv", f"{tokens} tokens, {heads} heads of {dim}", providers, str(dtype).removeprefix("torch."),
+        op, shape, providers, str(problem.dtype).removeprefix("torch."),
         limit=limit("read and write", problem.nbytes), work=("tokens", tokens),
     )  # fmt: skip
+
+
+def write(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+    make = partial(attention.write, tokens, (heads, dim), attention.BLOCK_SIZE, dtype, CPU)
+    return of_tokens("write_kv", f"{tokens} tokens, {heads} heads of {dim}", tokens, make)
 
 
 def merge(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
-    problem = attention.merge(tokens, heads, dim, dtype, CPU)
-    providers: dict[str, Provider] = {"rlkernels": partial(problem.call, "cpu")}
-    providers["torch reference"] = partial(problem.call, "torch")
-    return Case(
-        "merge_attention", f"{tokens} x {heads} x {dim}", providers, str(dtype).removeprefix("torch."),
-        limit=limit("read and write", problem.nbytes), work=("tokens", tokens),
-    )  # fmt: skip
+    make = partial(attention.merge, tokens, heads, dim, dtype, CPU)
+    return of_tokens("merge_attention", f"{tokens} x {heads} x {dim}", tokens, make)
 
 
 def grouped(groups: int, members: int, prefix: int, suffix: int) -> Case:
