@@ -86,12 +86,8 @@ def reset_resident_peak() -> int | None:
 
 def resident_peak() -> int:
     """Return the peak of resident bytes since :func:`reset_resident_peak`."""
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 class _Timed:

@@ -138,17 +138,17 @@ Patches = Mapping[str, Callable[..., Any]]
 COMPACT: Patches = dict([HEAD_ON_ANSWERS])
 
 
-def patched(run: Callable[[], float], patches: Patches | None) -> Callable[[], float]:
+def patched(run: Callable[[], float], patches: Patches) -> Callable[[], float]:
     def call() -> float:
         with ExitStack() as stack:
-            for name, function in (patches or {}).items():
+            for name, function in patches.items():
                 stack.enter_context(patch(name, function))
             return run()
 
     return call
 
 
-def update(trainer: Any, batch: dict[str, Any], size: int, patches: Patches | None = None) -> Callable[[], float]:
+def update(trainer: Any, batch: dict[str, Any], size: int, patches: Patches) -> Callable[[], float]:
     """Return an update in micro-batches of ``size`` answers that gives the norm of the gradient."""
     chunks = {name: value.split(size) for name, value in batch.items() if value.ndim}
     scalars = {name: value for name, value in batch.items() if not value.ndim}
@@ -162,11 +162,6 @@ def update(trainer: Any, batch: dict[str, Any], size: int, patches: Patches | No
         return torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
 
     return patched(run, patches)
-
-
-def step(trainer: Any, patches: Patches | None = None) -> Callable[[], float]:
-    """Return a full step: generation, reward, update and the optimizer."""
-    return patched(lambda: float(trainer.train().global_step), patches)
 
 
 ARMS: dict[str, Patches] = {  # those named TRL are TRL's trainer and pad, the others ours
@@ -257,10 +252,12 @@ def cases(quick: bool) -> Iterator[Case]:
     prompt, longest, answers = (32, 16, 4) if quick else STEP
 
     def step_of(padded: bool, patches: Patches) -> Callable[[], float]:
+        """Return a full step: generation, reward, update and the optimizer."""
+
         @functools.cache
         def make_step() -> Callable[[], float]:
             trainer = trainer_of(padded, layers, make_batch(prompt, longest, answers))
-            return step(trainer, patches)
+            return patched(lambda: float(trainer.train().global_step), patches)
 
         return lambda: make_step()()
 

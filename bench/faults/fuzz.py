@@ -199,24 +199,8 @@ def prompts(data: Any, folder: Path) -> str:
 
 
 def database_url(data: Any, folder: Path) -> str:
-    parts = [
-        "postgresql",
-        "sqlite",
-        "mysql",
-        "://",
-        ":",
-        "/",
-        "@",
-        "?",
-        "host",
-        "%",
-        "%41",
-        "[",
-        "]",
-        "5432",
-        "x=y",
-        "\0",
-    ]
+    parts = ["postgresql", "sqlite", "mysql", "://", ":", "/", "@", "?", "host", "%", "%41", "[", "]", "5432", "x=y",
+             "\0"]  # fmt: skip
     url = "".join(data.draw(st.lists(st.sampled_from(parts) | TEXT, max_size=8)))
     return attempt(lambda: make_engine(url))
 
