@@ -5,11 +5,14 @@ Lines are only ever appended. A killed call leaves its lines, and the next call 
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import _runner
+from rlkernels.proof.worker import synchronize
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "bench/gpu/records"
@@ -54,6 +57,28 @@ class Journal:
     def done(self, name: str) -> bool:
         """Return whether a job has finished, with or without success."""
         return any(entry["job"] == name for entry in self.of("done"))
+
+
+def measured(labels: Entry, measure: Callable[[], Entry], device: torch.device, failed: bool | None = False) -> Entry:
+    """Return a row: its labels, and what ``measure`` gives, or why it raised.
+
+    Args:
+        failed: ``ok`` of a row that raised; None if that is no failure of ours.
+
+    Raises:
+        RuntimeError: the device is broken; nothing runs on it in this process any more.
+    """
+    try:
+        return labels | measure()
+    except Exception as error:
+        synchronize(device)
+        return labels | {"ok": failed, "missing": reason_of(error)}
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return f"{type(error).__name__}: {error}"[:600]
 
 
 def line(entry: Entry) -> str:

@@ -264,18 +264,7 @@ def train(size: Size, device: torch.device) -> Message:
 PARTS = {"decode": decode, "train": train}
 
 
-def run(part: str, who: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
-        ) -> Message:  # fmt: skip
-    """Run a job of the worker: one row."""
-    if without:
-        return {"ok": True}
-    say({"begin": who})
-    row: Message = {"op": part, "provider": who, "shape": who, "dtype": "bfloat16", "device": str(device)}
-    try:
-        with backend(who):
-            row |= PARTS[part](QWEN if device.type == "cuda" else TINY, device)
-    except (RuntimeError, ValueError) as error:
-        row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:300]}
-        synchronize(device)  # raises if the device is broken
-    say({"row": row})
-    return {"ok": True}
+def measure(part: str, who: str, device: torch.device) -> Message:
+    """Return the row of a job of the worker."""
+    with backend(who):
+        return {"dtype": "bfloat16"} | PARTS[part](QWEN if device.type == "cuda" else TINY, device)

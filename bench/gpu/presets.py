@@ -10,7 +10,7 @@ import random
 import statistics
 import string
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -186,16 +186,6 @@ def sharded(device: torch.device) -> Message:
     return {"ok": error <= 1e-2, "error": error, "allowed": 1e-2, "figures": figures, **times(peaks["fsdp2"].steps)}
 
 
-def run(op: str, name: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
-        ) -> Message:  # fmt: skip
-    """Run a job of the worker: one row."""
-    if without:
-        return {"ok": True}
-    say({"begin": "python_trainer"})
-    row: Message = {"op": op, "provider": "python_trainer", "shape": name, "device": str(device)}
-    try:
-        row |= preset(name, device) if op == "preset" else sharded(device)
-    except Exception as error:
-        row |= {"ok": False, "missing": f"{type(error).__name__}: {error}"[:600]}
-    say({"row": row})
-    return {"ok": True}
+def measure(op: str, name: str, device: torch.device) -> Message:
+    """Return the row of a job of the worker."""
+    return preset(name, device) if op == "preset" else sharded(device)

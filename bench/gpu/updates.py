@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlkernels.proof.worker import synchronize
+from bench.gpu.journal import measured
 
 Message = dict[str, Any]
 # settings of the model that differ between sizes
@@ -131,11 +131,12 @@ class Updates:
         self.call(prompt, longest)()
         return [p.grad.float() for p in self.trainer.model.parameters() if p.grad is not None]
 
-    def fallback(self) -> str:
-        """Return why our trainer left the batch to TRL; "" if it did not."""
+    def checked(self, row: Message) -> Message:
+        """Return a row, which is wrong if our trainer left the batch to TRL."""
         if getattr(self.trainer, "shares_prefixes", True):
-            return ""
-        return "; ".join(getattr(self.trainer, "_told", ())) or "prefixes are not shared"
+            return row
+        reason = "; ".join(getattr(self.trainer, "_told", ())) or "prefixes are not shared"
+        return row | {"ok": False, "missing": reason[:300]}
 
 
 # by size: gradients in float32, and the error of TRL's gradients in bfloat16
@@ -157,10 +158,7 @@ def judge(arm: str, name: str, size: Any, device: torch.device) -> Message:
         release()
     exact, allowed = _known[name]
     updates = Updates(arm, small, device, low)
-    row = verdict([gradient_error([g.cpu() for g in updates.gradients(*lengths)], exact)], [allowed])
-    if reason := updates.fallback():
-        row |= {"ok": False, "missing": reason[:300]}
-    return row
+    return updates.checked(verdict([gradient_error([g.cpu() for g in updates.gradients(*lengths)], exact)], [allowed]))
 
 
 def measure(updates: Updates, prompt: int, longest: int) -> Message:
@@ -174,10 +172,8 @@ def measure(updates: Updates, prompt: int, longest: int) -> Message:
     peak = peak_bytes(lambda: times.append(seconds(call, device)), device)
     while len(times) < MAX_TIMED_UPDATES and sum(times) < MAX_TIMED_S:
         times.append(seconds(call, device))
-    row: Message = {"ok": norm == norm, "median_s": statistics.median(times), "peak_bytes": peak, "gradient_norm": norm}
-    if reason := updates.fallback():
-        row |= {"ok": False, "missing": reason[:300]}
-    return row
+    median_s = statistics.median(times)
+    return updates.checked({"ok": norm == norm, "median_s": median_s, "peak_bytes": peak, "gradient_norm": norm})
 
 
 def run(name: str, arm: str, device: torch.device, without: Sequence[Sequence[str]], say: Callable[[Message], None]
@@ -217,12 +213,8 @@ def measure_arm(name: str, arm: str, device: torch.device, without: Sequence[Seq
     for shape, measure_row in measurements.items():
         if [shape, arm] in without:
             continue
-        row: Message = {"op": "trl_update", "provider": arm, "shape": shape, "device": str(device)}
-        try:
-            row |= measure_row()
-        except Exception as error:
-            row |= {"ok": False if arm in FIRST_ARMS else None, "missing": f"{type(error).__name__}: {error}"[:300]}
-            synchronize(device)  # raises if the device is broken
+        labels = {"op": "trl_update", "provider": arm, "shape": shape, "device": str(device)}
+        row = measured(labels, measure_row, device, failed=False if arm in FIRST_ARMS else None)
         say({"row": row})
         for updates in trainers:
             updates.trainer.model.zero_grad(set_to_none=True)

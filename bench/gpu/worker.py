@@ -18,6 +18,7 @@ import torch
 from bench import Case as TimedCase
 from bench import _limits, _runner
 from bench.gpu.cases import rivals_of
+from bench.gpu.journal import measured, reason_of
 from bench.gpu.rivals import Rival
 from rlkernels.backend import unavailable
 from rlkernels.proof.problem import Case, Problem, Tolerance
@@ -117,12 +118,6 @@ def run_replay(gate: Tolerance, call: Callable[[], Any], rival: Rival | None, de
     return verdict | {"replay_s": statistics.median(samples)}
 
 
-def reason_of(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed"
-    return f"{type(error).__name__}: {error}"[:300]
-
-
 def time_provider(
     case: Case, gate: Tolerance, name: str, make: Callable[[], Any], rival: Rival | None, device: torch.device,
     seconds: float,
@@ -195,16 +190,30 @@ def run_contest(
     return {"ok": True}
 
 
-MODULES = {"model": "model", "update": "updates", "preset": "presets", "sharded": "presets"}
+# kinds of jobs that give one row, by modules that need Transformers or the trainer
+MODULES = {"model": "bench.gpu.model", "preset": "bench.gpu.presets", "sharded": "bench.gpu.presets"}
+
+
+def run_single(job: Message, device: torch.device, say: Say) -> Message:
+    """Send the row of a job that has one."""
+    provider = job["case"] if job["kind"] == "model" else "python_trainer"
+    say({"begin": provider})
+    measure = importlib.import_module(MODULES[job["kind"]]).measure
+    labels = {"op": job["op"], "provider": provider, "shape": job["case"], "device": str(device)}
+    say({"row": measured(labels, partial(measure, job["op"], job["case"], device), device)})
+    return {"ok": True}
 
 
 def do(job: Message, cases: list[Case], say: Say) -> Message:
     device = torch.device(job["device"])
     if job["kind"] == "device":
         return facts(device)
-    if job["kind"] in MODULES:  # these need Transformers, TRL or the trainer
-        module = importlib.import_module(f"bench.gpu.{MODULES[job['kind']]}")
-        return module.run(job["op"], job["case"], device, job["without"], say)
+    if job["kind"] == "update":
+        from bench.gpu import updates  # needs TRL
+
+        return updates.run(job["op"], job["case"], device, job["without"], say)
+    if job["kind"] in MODULES:
+        return {"ok": True} if job["without"] else run_single(job, device, say)
     case = next(case for case in cases if (case.op, case.label) == (job["op"], job["case"]))
     return run_contest(case, device, job["seconds"], job["without"], say, job["late"])
 

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-from bench.gpu import model, train
+from bench.gpu import model, train, worker
 from python_trainer.accelerators import ACCELERATORS
 from python_trainer.config import load_config
 from python_trainer.run.directory import read_metrics
@@ -99,12 +99,10 @@ def test_a_child_ends_in_time(script, stop, kill, expected):
     assert message.endswith(expected) and bool(message) == bool(expected)
 
 
-CPU = torch.device("cpu")
-
-
 def row_of(part, timed_rows=()):
     messages = []
-    assert model.run(part, "auto", CPU, list(timed_rows), messages.append) == {"ok": True}
+    job = {"kind": "model", "op": part, "case": "auto", "device": "cpu", "without": list(timed_rows)}
+    assert worker.do(job, [], messages.append) == {"ok": True}
     return messages[-1]["row"] if messages else None
 
 
