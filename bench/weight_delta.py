@@ -41,7 +41,7 @@ class Figures:
     sizes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    exact: bool = True
+    exact: list[bool] = field(default_factory=list)  # of weights that were received
 
     def measure(self, call: Callable[[], Any]) -> Any:
         """Call a function, and record its seconds and peak memory."""
@@ -83,7 +83,7 @@ class Sender:
         changes = pairs.measure(lambda: index_and_value(new, old))
         copies.measure(lambda: {name: weight.clone() for name, weight in new.items()})
         apply_.measure(lambda: weights.apply_(old, delta))
-        apply_.exact &= all(torch.equal(old[n].view(torch.uint8), new[n].view(torch.uint8)) for n in new)
+        apply_.exact.append(all(torch.equal(old[n].view(torch.uint8), new[n].view(torch.uint8)) for n in new))
         encode.sizes.append(len(delta))
         apply_.sizes.append(len(delta))
         pairs.sizes.append(sum(indices.nbytes + values.nbytes for indices, values in changes.values()))
@@ -96,7 +96,8 @@ class Sender:
             limit_s = 2 * self.nbytes / (read_bandwidth() if only_reads else copy_bandwidth())
             row = Row("weight delta", name, shape, str(self.dtype).removeprefix("torch.")).timed(figures.seconds)
             row.peak_bytes = max(figures.peaks, default=None)
-            row.match = "exact" if figures.exact else "differs"
+            if figures.exact:
+                row.match = "exact" if all(figures.exact) else "differs"
             row.limit = "memory bandwidth"
             row.of_limit = limit_s / median(figures.seconds)
             size = fmean(figures.sizes)
