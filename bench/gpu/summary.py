@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.gpu.journal import Entry
 
-FIGURES = (("median_s", "", 1e6), ("replay_s", "replayed ", 1e6), ("copy_s", "copies ", 1e6))  # in microseconds
+FIGURES = {"median_s": "", "replay_s": "replayed ", "copy_s": "copies "}
 
 
 def summary(entries: Sequence[Entry]) -> Iterator[str]:
@@ -24,7 +24,7 @@ def summary(entries: Sequence[Entry]) -> Iterator[str]:
 
 def told(row: Entry) -> str:
     """Return the figures of a provider, in microseconds and gigabytes."""
-    parts = [f"{name}{row[key] * scale:,.0f}" for key, name, scale in FIGURES if row.get(key) is not None]
+    parts = [f"{name}{row[key] * 1e6:,.0f}" for key, name in FIGURES.items() if row.get(key) is not None]
     if row.get("peak_bytes"):
         parts.append(f"{row['peak_bytes'] / 1e9:.2f} GB")
     if row.get("error") is not None and row.get("allowed"):
