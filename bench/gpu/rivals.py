@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
 
 import rlkernels
 from bench._copies import Copies
@@ -283,21 +284,24 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
     return {name: Rival(make, copy=copy) for name, make in makers.items()}
 
 
-def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Call:
-    """FlashAttention of torch on packed rows; torch 2.11 wants a key head for every query head."""
+def varlen_attention(heads: int, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return torch's FlashAttention on packed rows, and its keys; torch 2.11 wants one for each of the query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
-    attend: Any = varlen_attn
-    batch, queries = query.shape[:2]
-    keys = key.shape[1]
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if queries > 1 else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    else:
-        key, value = repeated(query.shape[2], key, value)
+        return functools.partial(varlen_attn, enable_gqa=True), key, value
+    key, value = repeated(heads, key, value)
+    return varlen_attn, key, value
+
+
+def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Call:
+    """Attend to packed rows of equal lengths."""
+    attend, key, value = varlen_attention(query.shape[2], key, value)
+    (batch, queries), keys = query.shape[:2], key.shape[1]
     q, k, v = (t.flatten(0, 1).contiguous() for t in (query, key, value))
     starts = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (queries, keys)]
-    return lambda: attend(q, k, v, *starts, queries, keys, **options)
+    window = (-1, 0) if queries > 1 else (-1, -1)
+    return lambda: attend(q, k, v, *starts, queries, keys, scale=scale, window_size=window)
 
 
 def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lens: Sequence[int],
@@ -358,12 +362,10 @@ def tree_mask(layout: TreeLayout, device: torch.device) -> Any:
     return create_block_mask(sees(layout, device), None, None, tokens, tokens, device=device)
 
 
-def repeat_prefixes(layout: GroupedLayout, device: torch.device) -> Copies:
-    """Give every suffix a copy of its prefix, as trainers do that know no groups; rows are padded at their end."""
+def repeat_prefixes(layout: GroupedLayout) -> list[torch.Tensor]:
+    """Return the tokens of each suffix after its prefix: the rows of trainers that know no groups."""
     tokens = torch.arange(layout.num_tokens)
-    rows = [torch.cat([tokens[prefix], tokens[s]]) for prefix, suffixes in layout.spans() for s in suffixes]
-    places = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-    return Copies(places, layout.num_tokens, device)
+    return [torch.cat([tokens[prefix], tokens[s]]) for prefix, suffixes in layout.spans() for s in suffixes]
 
 
 def tree(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: TreeLayout) -> Rivals:
@@ -388,53 +390,49 @@ def grouped(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: GroupedLayo
     """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
     query, key, value = qkv
     scale = query.shape[-1] ** -0.5
-    copies = repeat_prefixes(layout, query.device)
-    outer = grad[copies.at] * copies.counts[..., None, None]  # a prefix counts once
+    rows = repeat_prefixes(layout)
+    in_rows = Copies(pad_sequence(rows, batch_first=True, padding_value=-1), layout.num_tokens, query.device)
+    packed_rows = Copies(torch.cat(rows), layout.num_tokens, query.device)
 
     def padded() -> list[torch.Tensor]:
-        tensors = (query, *repeated(query.shape[1], key, value))
-        return [t[copies.at].transpose(1, 2).contiguous() for t in tensors]
+        return [t[in_rows.at].transpose(1, 2).contiguous() for t in qkv]
 
     def flat() -> list[torch.Tensor]:
-        places = copies.at[copies.real]
-        return [t[places] for t in (query, *repeated(query.shape[1], key, value))]
+        _, *keys = varlen_attention(query.shape[1], key, value)
+        return [t[packed_rows.at] for t in (query, *keys)]
+
+    def outer(copies: Copies) -> torch.Tensor:
+        return grad[copies.at] * copies.counts[..., None, None]  # a prefix counts once
 
     def sdpa() -> Call:
         q, k, v = leaves = [t.requires_grad_() for t in padded()]
+        weight = outer(in_rows).transpose(1, 2)
 
         def run() -> list[torch.Tensor]:
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            results = [out, *torch.autograd.grad(out, leaves, outer.transpose(1, 2))]
-            return [t.detach().transpose(1, 2) for t in results]
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return [t.detach().transpose(1, 2) for t in (out, *torch.autograd.grad(out, leaves, weight))]
 
         return run
 
     def flash() -> Call:
-        from torch.nn.attention.varlen import varlen_attn
-
-        attend: Any = varlen_attn
+        attend, *_ = varlen_attention(query.shape[1], key, value)
         q, k, v = leaves = [t.requires_grad_() for t in flat()]
-        weight, longest = outer[copies.real], copies.real.shape[1]
-        starts = functional.pad(copies.real.sum(1).cumsum(0), (1, 0)).int()
+        weight = outer(packed_rows)
+        lens = [len(row) for row in rows]
+        starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=query.device)
 
         def run() -> list[torch.Tensor]:
-            out = attend(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
+            out = attend(q, k, v, starts, starts, max(lens), max(lens), scale=scale, window_size=(-1, 0))
             return [t.detach() for t in (out, *torch.autograd.grad(out, leaves, weight))]
 
         return run
 
-    def gathered(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The key heads were repeated: their gradients belong to one head."""
-        out, q, k, v = copies.outputs(results)
-        return [out, q, *(t.unflatten(1, (key.shape[1], -1)).sum(2) for t in (k, v))]
+    def outputs(copies: Copies, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where key heads were repeated, their gradients belong to one head."""
+        out, q, *grads = copies.outputs(results)
+        return [out, q, *(t.unflatten(1, (key.shape[1], -1)).sum(2) for t in grads)]
 
-    def in_rows(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows end to end -> padded, then as above."""
-        wide = [t.new_zeros(*copies.at.shape, *t.shape[1:]) for t in results]
-        for target, t in zip(wide, results):
-            target[copies.real] = t
-        return gathered(wide)
-
-    return {"torch SDPA, every prefix repeated": Rival(sdpa, gathered, copy=padded),
-            "torch varlen, every prefix repeated": Rival(flash, in_rows, copy=flat),
+    by_sdpa = Rival(sdpa, functools.partial(outputs, in_rows), copy=padded)
+    by_varlen = Rival(flash, functools.partial(outputs, packed_rows), copy=flat)
+    return {"torch SDPA, every prefix repeated": by_sdpa, "torch varlen, every prefix repeated": by_varlen,
             **tree(qkv, grad, layout)}  # fmt: skip

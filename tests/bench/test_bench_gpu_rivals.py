@@ -33,14 +33,14 @@ def varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1,
     return torch.cat([reference.attend(*rows, scale, window_size == (-1, 0))[0] for rows in zip(*sequences)])
 
 
+def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
+    return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_rivals_compute_the_same_attention(monkeypatch, queries, has_gqa):
     """Check that varlen_attn gets packed rows, and the heads that its version takes."""
-
-    def varlen_of_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
-        return varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if has_gqa else varlen_of_2_11)
     query = torch.randn(3, queries, 4, 16)
     key, value = torch.randn(2, 3, 24, 2, 16)
@@ -86,8 +86,9 @@ LAYOUTS = {  # with the tokens of the longest sequence
 }
 
 
+@pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize(("layout", "longest"), LAYOUTS.values(), ids=LAYOUTS)
-def test_rivals_of_training(monkeypatch, layout, longest):
+def test_rivals_of_training(monkeypatch, layout, longest, has_gqa):
     scale = 0.25
     query, grad = torch.randn(2, layout.num_tokens, 4, 16)
     key, value = torch.randn(2, layout.num_tokens, 2, 16)
@@ -98,7 +99,7 @@ def test_rivals_of_training(monkeypatch, layout, longest):
     masked_output = torch.nn.functional.scaled_dot_product_attention(*qkv, mask, scale=scale).transpose(0, 1)
     torch.testing.assert_close(masked_output, reference.tree_attention(query, key, value, layout, scale)[0])
     # the gradients of the copies of a prefix are summed: output and gradients are those of the packed tokens
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if has_gqa else varlen_of_2_11)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     out, _ = reference.tree_attention(*leaves, layout, scale)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
@@ -108,7 +109,7 @@ def test_rivals_of_training(monkeypatch, layout, longest):
         torch.testing.assert_close(rival.outputs(rival.make()()), exact)
     torch.testing.assert_close([t.detach() for t in named_rivals["torch FlexAttention"].make()()], exact)
     copies = named_rivals["torch SDPA, every prefix repeated"].copy()
-    assert [tuple(t.shape) for t in copies] == [(len(layout.suffix_lens), 4, longest, 16)] * 3
+    assert [tuple(t.shape) for t in copies] == [(len(layout.suffix_lens), heads, longest, 16) for heads in (4, 2, 2)]
 
 
 def test_copies_that_contiguous_attention_reads():
