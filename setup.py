@@ -91,7 +91,7 @@ def run(command: list[str]) -> None:
 
 
 def is_stale(target: Path, sources: list[Path], command: str) -> bool:
-    """True unless the object is newer than its sources and was made by the same command (flags, architectures)."""
+    """Return False if the object is newer than its sources and was made by the same command (flags, architectures)."""
     if not target.exists() or target.stat().st_mtime < max(s.stat().st_mtime for s in sources):
         return True
     made_by = target.with_suffix(".command")
@@ -99,7 +99,7 @@ def is_stale(target: Path, sources: list[Path], command: str) -> bool:
 
 
 def compile_all(jobs: list[tuple[Path, Path, list[str]]]) -> None:
-    """Runs (source, object, command) jobs side by side, skipping objects that are up to date."""
+    """Run (source, object, command) jobs side by side; skip objects that are up to date."""
     headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
 
     def compile_one(job: tuple[Path, Path, list[str]]) -> None:
@@ -136,7 +136,7 @@ def cuda_arch_flags() -> list[str]:
 
 
 def check_nvcc(nvcc: str) -> None:
-    """Stops where nvcc is of an older major version than torch's CUDA; says so where the minor version is older."""
+    """Stop if nvcc has an older major version than torch's CUDA; warn if its minor version is older."""
     try:
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -156,8 +156,7 @@ def check_nvcc(nvcc: str) -> None:
 
 
 def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return the folders of nvcc's headers and of its libraries; CUDA_HOME lacks them where its nvcc is a script that
-    starts another."""
+    """Return the folders of nvcc's headers and of its libraries; CUDA_HOME lacks them if its nvcc starts another."""
     # what a compilation would run, and before it the settings, a line each
     plan = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     flags = shlex.split(" ".join(re.findall(r"^#\$ (?:INCLUDES|LIBRARIES)=(.*)$", plan, re.MULTILINE)))
@@ -243,7 +242,7 @@ class Unread(setuptools.Distribution):
 
 
 def describe() -> str:
-    """README for a package index, which has no files for its picture and its relative links to lead to."""
+    """Return README for a package index, without its picture and its links to files."""
     text = re.sub(r"^!\[.*\n\n", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 

@@ -14,12 +14,12 @@ from python_trainer import Accelerator, AcceleratorSettings, Callback, Example, 
 
 
 def right(prompts, completions, completion_ids, total, **_):
-    """1 for an answer that ends in the sum, else 0."""
+    """Return 1 for an answer that ends in the sum, else 0."""
     return [float(text.endswith(f"A:{gold}")) for text, gold in zip(completions, total, strict=True)]
 
 
 def brief(prompts, completions, completion_ids, **_):
-    """Between 0 and 1, the more the shorter."""
+    """Return a reward between 0 and 1, the larger the shorter the answer."""
     return [1 - len(ids) / 48 for ids in completion_ids]
 
 
@@ -30,7 +30,7 @@ def sums(count: int, seed: int) -> list[Example]:
 
 
 def root_length(mask: torch.Tensor, *, num_sequences: int, lengths: torch.Tensor, **_: object) -> torch.Tensor:
-    """A loss: 1 / (all sequences x the root of the tokens of this one), between a sum and a mean over tokens."""
+    """Weight tokens by 1 / (all sequences x the root of the tokens of this one), between a sum and a mean."""
     return mask.float() / (lengths[:, None].clamp(min=1).sqrt() * max(num_sequences, 1))
 
 

@@ -23,12 +23,12 @@ def sums(count):
 
 
 def right(prompts, completions, completion_ids, answer, **columns):
-    """1 for an answer that ends in the sum, else 0: an ordinary reward function of TRL."""
+    """Return 1 for an answer that ends in the sum, else 0: an ordinary reward function of TRL."""
     return [float(text.strip().endswith(f"A:{value}")) for text, value in zip(completions, answer)]
 
 
 def evaluate(model, rows):
-    """0 or 1 for each of these held-out prompts, answered by sampling as in training."""
+    """Return 0 or 1 for each of these held-out prompts, answered by sampling as in training."""
     asked = [held_out[i] for i in rows]
     prompts = [row["prompt"] for row in asked]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)

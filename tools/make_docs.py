@@ -18,27 +18,14 @@ TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG
        "SECURITY.md": "security.md"}  # fmt: skip
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-# of the trainer, what a loop of your own is made of
-TRAINER = (
-    "trainer",
-    "config",
-    "run.callbacks",
-    "data",
-    "environment",
-    "loop.learner",
-    "algorithms.advantages",
-    "algorithms.losses",
-    "model.policy",
-    "rollout.engine",
-    "tasks.base",
-    "tasks.settings",
-    "accelerators.base",
-    "accelerators.settings",
-)
+# modules of the trainer that your own loop can use
+TRAINER = ("trainer", "config", "run.callbacks", "data", "environment", "loop.learner", "algorithms.advantages",
+           "algorithms.losses", "model.policy", "rollout.engine", "tasks.base", "tasks.settings", "accelerators.base",
+           "accelerators.settings")  # fmt: skip
 
 
 def public_modules() -> list[str]:
-    """Lists the modules whose public names are documented: their ``__all__``."""
+    """List the modules whose public names are documented: their ``__all__``."""
     import rlkernels
     from rlkernels import integrations
 

@@ -1,12 +1,11 @@
-"""Runs lint, types, layers, the CUDA check and the tests, and ends with one summary. Arguments go to pytest.
+"""Run lint, types, layers, the CUDA check and the tests, and print one summary. Arguments go to pytest.
 
-``make test`` runs it without the slow tests, ``make test-slow`` runs the slow tests alone (``--slow``), CI runs both;
-``make lint`` runs the checks alone (``--checks``). The checks run beside the tests, and print what they found at the
-end: each of them keeps one core busy.
+``make test`` runs it without the slow tests, ``make test-slow`` runs only them (``--slow``), CI runs both.
+``make lint`` runs only the checks (``--checks``). The checks run beside the tests, because each keeps one core busy;
+their output comes at the end.
 
-The Triton kernels run through Triton's interpreter, which is chosen when triton is imported, so they get a pytest
-process of their own with TRITON_INTERPRET=1. The tests inside vLLM run in the environment that ``make test-vllm`` made
-beside the main one, where there is one.
+Triton chooses its interpreter when it is imported, so the Triton kernels get a separate pytest process with
+TRITON_INTERPRET=1. The tests inside vLLM run in the environment of ``make test-vllm``, if it exists.
 """
 
 import importlib.util
@@ -38,7 +37,7 @@ class Step:
     lacks: list[str] = field(default_factory=list)  # what pytest's summary says
 
     def run(self, show: Callable[[str], None]) -> None:
-        """Runs the command; ``show`` gets its lines."""
+        """Run the command; ``show`` gets its lines."""
         if self.missing:
             self.result = f"not run: this machine lacks {self.missing}"
             return

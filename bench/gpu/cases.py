@@ -57,7 +57,7 @@ def _case(op: str, label: str, make: Callable[..., Problem], *args: Any) -> Case
 
 
 def ragged(prompts: int, samples: int, prefix: int, suffix: int) -> attention.Layout:
-    """Groups with prefixes of half to one and a half of a length, and suffixes of a quarter to seven quarters."""
+    """Make groups with prefixes of 1/2 to 3/2 of a length, and suffixes of 1/4 to 7/4."""
     prefixes = torch.linspace(prefix / 2, prefix * 3 / 2, prompts).long().tolist()
     suffixes = torch.linspace(suffix / 4, suffix * 7 / 4, prompts * samples).long()
     shuffled = suffixes[torch.randperm(len(suffixes), generator=torch.Generator().manual_seed(0))].tolist()

@@ -52,7 +52,7 @@ class Rival:
     copy: Call | None = None
 
     def verdict(self, gate: Tolerance, returned: Any) -> ErrorBound:
-        """The verdict on what the call returned, which may be in a wider dtype."""
+        """Judge what the call returned, which may be in a wider dtype."""
         if self.judge:
             return self.judge(returned)
         theirs = list(leaves(self.outputs(returned) if self.outputs else returned))
@@ -162,7 +162,7 @@ def triplets(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], many: bool) -> 
 
 
 def gather(caches: Sequence[torch.Tensor], tables: torch.Tensor, length: int) -> list[torch.Tensor]:
-    """[B, Hk, length, d] of each cache: what lies in pages, copied for attention that reads it contiguous."""
+    """Copy the pages of each cache to [B, Hk, length, d], for attention that reads contiguous keys."""
     return [dense(cache, tables, length).transpose(1, 2).contiguous() for cache in caches]
 
 
@@ -196,7 +196,7 @@ def linear_logprobs(states: Sequence[torch.Tensor], run: Callable[..., Any]) -> 
 
 
 def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor) -> Rivals:
-    """torch's cross entropy, compiled, and those of Liger and TRL, which hold no logits."""
+    """Return torch's cross entropy, compiled, and those of Liger and TRL, which hold no logits."""
 
     def plain(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((h @ w.T).float(), ids, reduction="sum")
@@ -223,12 +223,12 @@ def cross_entropy(states: Sequence[torch.Tensor], ids: torch.Tensor) -> Rivals:
 
 
 def repeated(heads: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[..., Hk, d] with every head as often as ``heads`` query heads need it."""
+    """Repeat each head of tensors [..., Hk, d], so that there are ``heads``."""
     return [t.repeat_interleave(heads // t.shape[-2], -2) for t in tensors]
 
 
 def packed(out: torch.Tensor) -> torch.Tensor:
-    """[B, H, q, d] -> [B * q, H, d]."""
+    """Reshape [B, H, q, d] to [B * q, H, d]."""
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -252,7 +252,13 @@ def flex_on(device: torch.device) -> Any:
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, copy: Call | None = None
               ) -> Rivals:  # fmt: skip
-    """query [B, q, Hq, d] over key, value [B, n, Hk, d]; the last query sits on the last key -> [B * q, Hq, d]."""
+    """Return torch's attention with output [B * q, Hq, d]; the last query sits on the last key.
+
+    Args:
+        query: [B, q, Hq, d].
+        key, value: [B, n, Hk, d].
+        copy: makes key and value where a cache in pages holds them.
+    """
     queries, keys = query.shape[1], key.shape[1]
 
     def sdpa() -> Call:
@@ -306,7 +312,13 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lens: Sequence[int],
           scale: float) -> Rivals:  # fmt: skip
-    """query [B, q, Hq, d] over pages of ``caches`` [blocks, size, Hk, d] by tables [B, width] -> [B * q, Hq, d]."""
+    """Return attention to pages, by libraries that know them, with output [B * q, Hq, d].
+
+    Args:
+        query: [B, q, Hq, d].
+        caches: of keys and of values, [blocks, size, Hk, d].
+        tables: [B, width].
+    """
     batch, queries, heads, dim = query.shape
     size, kv_heads = caches[0].shape[1:3]
 
@@ -346,13 +358,13 @@ def pages(query: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Ten
 
 
 def dense(cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
-    """[B, length, Hk, d], the pages of each sequence side by side."""
+    """Return the pages of each sequence side by side, [B, length, Hk, d]."""
     blocks = tables[:, : -(-length // cache.shape[1])].long()
     return cache[blocks].flatten(1, 2)[:, :length]
 
 
 def sees(layout: TreeLayout, device: torch.device) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask function: a token sees its ancestors and itself."""
+    """Make FlexAttention's mask function: a token sees its ancestors and itself."""
     end = layout.end.to(device)
     return lambda b, h, i, j: (j <= i) & (i < end[j])
 
@@ -369,7 +381,7 @@ def repeat_prefixes(layout: GroupedLayout) -> list[torch.Tensor]:
 
 
 def tree(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: TreeLayout) -> Rivals:
-    """Forward and gradients by one masked row of packed tokens."""
+    """Compute output and gradients by one masked row of packed tokens."""
 
     def flex() -> Call:
         leaves = [t.detach().clone().requires_grad_() for t in qkv]
@@ -387,7 +399,7 @@ def tree(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: TreeLayout) ->
 
 
 def grouped(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: GroupedLayout) -> Rivals:
-    """Forward and gradients: every sequence with its own copy of the prefix, and one masked row of packed tokens."""
+    """Compute output and gradients with a copy of the prefix in each sequence, and by one masked row of tokens."""
     query, key, value = qkv
     scale = query.shape[-1] ** -0.5
     rows = repeat_prefixes(layout)
@@ -428,7 +440,7 @@ def grouped(qkv: Sequence[torch.Tensor], grad: torch.Tensor, layout: GroupedLayo
         return run
 
     def outputs(copies: Copies, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where key heads were repeated, their gradients belong to one head."""
+        """Return the results by token; gradients of a repeated key head belong to one head."""
         out, q, *grads = copies.outputs(results)
         return [out, q, *(t.unflatten(1, (key.shape[1], -1)).sum(2) for t in grads)]
 

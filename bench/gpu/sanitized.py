@@ -1,8 +1,8 @@
-"""What runs under compute-sanitizer: every GPU backend of these ops on its small cases, each call once.
+"""Call every GPU backend of these ops once on each small case, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m bench.gpu.sanitized OP ...
 
-``rlkernels.prove`` judges the results; here nothing else runs that would have to be instrumented.
+``rlkernels.prove`` judges the results; here nothing else runs, because instrumented code is slow.
 """
 
 import sys

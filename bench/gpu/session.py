@@ -1,9 +1,9 @@
-"""``python -m bench.gpu.session``: what a GPU has to tell, in nine minutes, most valuable first, in one record.
+"""``python -m bench.gpu.session``: check and time everything on a GPU, in nine minutes, the most valuable first.
 
-It needs no network. Each stage runs in a process of its own, for a limited time; what fails, dies or hangs takes no
-other stage along. Every finding is in the record as soon as it is known, and the next call does what is not there yet.
-What a stage decides is written beside it (``STAGES``), and in the record, before it runs. ``--rehearse`` runs all of it
-on a CPU with tiny shapes. Exit code 1 if something failed.
+It needs no network. Each stage runs in a separate process with a time limit, so that one that fails, dies or hangs
+ends alone. Each finding is written to the record at once, and the next call does what the record lacks. ``STAGES`` and
+the record say what a stage decides before it runs. ``--rehearse`` runs all stages on a CPU with tiny shapes. The exit
+code is 1 if something failed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from rlkernels.backend import built_with_cuda, extension_error
 from rlkernels.proof.process import DeviceLost, Message, Worker, kill
 from rlkernels.registry import OPS
 
-# What later stages import is read from the disk, and compiled to bytecode, while the first stages run.
+# modules of later stages, which another process reads and compiles to bytecode while the first stages run
 IMPORTS = (
     "import trl, bench.gpu.presets, python_trainer.trainer, rlkernels.integrations.trl; from trl import GRPOTrainer"
 )
@@ -62,10 +62,7 @@ LIMITS_S = {"device": 60.0, "time": 60.0, "update": 90.0, "preset": 90.0, "shard
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a call: its seconds, and what follows from what it finds, written before it runs.
-
-    A stage also gets the seconds that earlier stages left over.
-    """
+    """A part of a call: its seconds, to which those are added that earlier stages left over, and what it decides."""
 
     name: str
     seconds: float
@@ -105,7 +102,7 @@ STAGES = (
 
 
 def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> list[Message]:
-    """All jobs, in the order in which they are done; without a GPU the first small case of each op is timed."""
+    """Return all jobs in order; without a GPU the first small case of each op is timed."""
     chosen = [case for case in cases if case.timed]
     if device != "cuda":
         small = [case for case in cases if not case.timed]
@@ -115,7 +112,7 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
         return "rest" if OPS[op].cuda else "attention" if op in PACKED else "ops"
 
     def timed(late: bool, ops: Container[str] = OPS) -> list[Message]:
-        """What a compiler takes its time for comes after all else of a stage: by the same jobs again."""
+        """Return a job for each case; compiled rivals come late, by the same jobs again."""
         return [{"stage": stage_of(c.op), "kind": "time", "op": c.op, "case": c.label, "seconds": seconds, "late": late}
                 for c in chosen if c.op in ops]  # fmt: skip
 
@@ -138,29 +135,29 @@ def plan(cases: Sequence[Any], device: str, seconds: float, sanitizer: bool) -> 
 
 
 def name_of(job: Message) -> str:
-    """Return what a job is called in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
+    """Return the name of a job in records and on the screen: ``"time dtw: 512 x 512, length 512"``."""
     return place_of(job) + (", compiled rivals" if job.get("late") else "")
 
 
 def place_of(job: Message) -> str:
-    """Return what its rows belong to."""
+    """Return the name of a job in its rows."""
     return f"{job['kind']} {job['op']}: {job['case']}"
 
 
 class Session:
-    """One call: what has been found, and how to find out more until the time is up."""
+    """One call: its record, and the ways to do its jobs until the time is up."""
 
     def __init__(self, args: argparse.Namespace, cases: str, console: Console):
         self.args, self.console = args, console
         self.device = "cpu" if args.rehearse else "cuda"
-        self.slower = 6 if args.rehearse else 1  # the processor of a rehearsal may have more to do
+        self.slower = 6 if args.rehearse else 1  # a rehearsal may share its processor
         self.last = self.end = time.monotonic() + args.budget_seconds  # of the call, and of the stage under way
         self.build_end = time.monotonic() + min(BUILD_S, args.budget_seconds / 2)
         facts = call_facts(args.commit)
         self.journal = Journal(args.output or record_path(facts, "-session.jsonl"), facts)
         self.sanitizer = not args.rehearse and shutil.which("compute-sanitizer") is not None
         self.journal.add("call", **facts, device=self.device, budget_s=args.budget_seconds, sanitizer=self.sanitizer)
-        # a run of the trainer takes what the stage `prove` found
+        # runs of the trainer use the verdicts of the stage `prove`
         self.env = {**os.environ, "TRITON_INTERPRET": str(int(args.rehearse)), "RLKERNELS_PROVE": "off"}
         self.worker = Worker([sys.executable, "-m", "bench.gpu.worker", cases], self.env)
         self.build: Build | None = None
@@ -171,7 +168,7 @@ class Session:
         return self.end - time.monotonic()
 
     def work(self, jobs: Sequence[Message]) -> None:
-        """Raises DeviceLost."""
+        """Do the jobs, stage by stage. Raises DeviceLost."""
         if not self.args.no_build and not (extension_error() is None and (self.args.rehearse or built_with_cuda())):
             self.build = Build(self.device)
         warm = None if self.args.rehearse else Popen([sys.executable, "-c", IMPORTS], env=WITHOUT_GPU, **SILENT)
@@ -190,7 +187,7 @@ class Session:
                 self.build.stop()
 
     def enter(self, stage: Stage, jobs: Sequence[Message], until: float) -> None:
-        """Do the jobs of a stage until this time; a mistake in one of them ends that one. Raises DeviceLost."""
+        """Do the jobs of a stage until this time; an error here ends its job only. Raises DeviceLost."""
         start = time.monotonic()
         self.end = min(self.last, until)
         if self.left() < LEAST_S:
@@ -203,7 +200,7 @@ class Session:
             if self.left() >= LEAST_S and (self.build is None or job["kind"] not in NEEDS_BUILD):
                 try:
                     self.doing.get(job["kind"], self.rows)(job)
-                except Exception as error:  # of the parent, which goes on
+                except Exception as error:
                     if isinstance(error, DeviceLost):
                         raise
                     self.journal.add("mistake", job=name_of(job), ok=False, message=f"{type(error).__name__}: {error}")
@@ -211,7 +208,7 @@ class Session:
         self.journal.add("stage", stage=stage.name, took_s=round(time.monotonic() - start, 1))
 
     def wait_for_build(self) -> None:
-        """Wait while there is time for it; start a worker anew that began without the extension."""
+        """Wait while there is time; end a worker that began without the extension."""
         until = min(self.build_end, self.end - LEAST_S)
         if self.build and self.build.done(max(until - time.monotonic(), 0.0)):
             self.journal.add("build", **self.build.found)
@@ -231,7 +228,7 @@ class Session:
             self.finish(job)
 
     def rows(self, job: Message) -> None:
-        """A job that gives rows; who takes the process along, or hangs, gets a row that says so; the others go on."""
+        """Do a job that gives rows; a provider that dies or hangs gets a row that says so, and the others run."""
         here = []
         while self.left() >= LEAST_S:
             begun = [""]
@@ -254,7 +251,7 @@ class Session:
             row = {"op": job["op"], "provider": begun[0] if named else INPUTS, "shape": job["case"], "ok": False}
             here.append(self.note(job, {**row, "missing": answer["message"][:300]}))
             if row["provider"] == INPUTS:
-                self.finish(job)  # no other provider would fare better
+                self.finish(job)  # no other provider could run
                 break
 
     def note(self, job: Message, row: Message) -> Entry:
@@ -265,9 +262,9 @@ class Session:
         self.journal.add("done", job=name_of(job))
 
     def prove(self, job: Message) -> None:
-        """In its own process, which stores the verdicts for this machine too and writes a record of its own.
+        """Prove the kernels in a process that stores the verdicts for this machine and writes another record.
 
-        The next call goes on with what the first had no time for.
+        The next call proves what this one had no time for.
         """
         seconds = min(self.left(), REHEARSED_S + PTX_S if self.args.rehearse else PROOF_S)
         record = self.journal.path.with_name(f"{self.journal.path.stem}-prove.json")
@@ -283,7 +280,7 @@ class Session:
             self.finish(job)
 
     def count(self, job: Message) -> None:
-        """Hardware counters of a few ops, an entry a kernel."""
+        """Record hardware counters of a few ops, an entry for each kernel."""
         log = self.journal.path.with_suffix(".ncu.csv")
         code, output = run(counters.command(log, self.args.rehearse), self.env, self.left())
         rows = counters.read(log.read_text(errors="replace")) if log.exists() else []
@@ -313,7 +310,7 @@ class Session:
         self.finish(job)
 
     def test(self, job: Message) -> None:
-        """The files of tests that the record lacks, side by side: most of their time goes into compiling kernels."""
+        """Run the files of tests that the record lacks, side by side, because most of their time is compilation."""
         if self.args.no_tests:
             return
         lock = threading.Lock()
@@ -361,7 +358,7 @@ class Session:
 
 
 def failure(entry: Message) -> str:
-    """A failure in one line."""
+    """Return a failure in one line."""
     who = entry.get("provider") or entry.get("file") or ""
     why = entry.get("missing") or entry.get("message") or entry.get("closing") or entry.get("said")
     if not why:
@@ -371,7 +368,7 @@ def failure(entry: Message) -> str:
 
 
 def test_files() -> list[str]:
-    """The tests that run on a GPU where there is one: those of the Triton kernels."""
+    """Return the files of tests that run on a GPU: those of the Triton kernels."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/rlkernels/triton").glob("test_*.py"))
 
 
@@ -399,7 +396,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, cases: str = "bench.gpu.cases:CASES") -> int:
-    """Runs the command line with the cases of a module and returns its exit code."""
+    """Run the command line with the cases of a module, and return its exit code."""
     args = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
     session = Session(args, cases, console)

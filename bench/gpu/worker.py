@@ -1,4 +1,4 @@
-"""Time large cases, models and updates, in a process of its own: a kernel that goes astray takes its process with it.
+"""Time large cases, models and updates in a separate process, because a bad kernel can end its process.
 
 Its argument is ``module:function`` that gives the cases; :class:`rlkernels.proof.process.Worker` speaks to it.
 """
@@ -50,7 +50,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def limit(problem: Problem, device: torch.device) -> tuple[str, float] | None:
-    """The later of two: all bytes at this device's copy bandwidth, all operations at its matrix rate."""
+    """Return the later of two: all bytes at this device's copy bandwidth, all operations at its matrix rate."""
     memory = problem.nbytes / copy_bandwidth(device)
     compute = problem.flops / matmul_rate(problem.dtype, device) if problem.flops else 0.0
     if not memory and not compute:
@@ -59,7 +59,7 @@ def limit(problem: Problem, device: torch.device) -> tuple[str, float] | None:
 
 
 def facts(device: torch.device) -> Message:
-    """The device and what it can do."""
+    """Return the device, and its rates."""
     out: Message = {"ok": True, "name": "cpu", "torch": torch.__version__, "python": sys.version.split()[0]}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
