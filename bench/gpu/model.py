@@ -7,10 +7,10 @@ with the same model in float32, timed, and profiled.
 import copy
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from python_trainer.model.packing import pack_rollouts
 from python_trainer.model.policy import Policy
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.rollout.paged.engine import PagedEngine
-from rlkernels.proof.worker import finding, synchronize
+from rlkernels.proof.worker import finding, seconds_of, synchronize
 
 Message = dict[str, Any]
 NUM_GENERATIONS = 8
@@ -119,14 +119,6 @@ def verdict(errors: Sequence[float], plain: Sequence[float]) -> Message:
     return {"ok": comparison["right"], "error": comparison["error"], "allowed": comparison["allowed"]}
 
 
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
     """Return the peak memory of tensors during the call; None on a CPU."""
     if device.type != "cuda":
@@ -188,7 +180,7 @@ def decode(size: Size, device: torch.device) -> Message:
     if not row["ok"]:
         return row
     short_s, long_s = (
-        statistics.median(seconds(lambda n=n: generate(n), device) for _ in range(size.repeats))  # type: ignore[misc]
+        statistics.median(seconds_of(partial(generate, n), 1, device) for _ in range(size.repeats))
         for n in (size.few, size.more)
     )
     pass_s = (long_s - short_s) / (size.more - size.few)
@@ -252,7 +244,7 @@ def train(size: Size, device: torch.device) -> Message:
         model.zero_grad(set_to_none=True)
 
     peak = peak_bytes(step, device)
-    step_s = statistics.median(seconds(step, device) for _ in range(size.repeats))
+    step_s = statistics.median(seconds_of(step, 1, device) for _ in range(size.repeats))
     num_tokens = size.groups * (size.prompt + NUM_GENERATIONS * (size.answer - 1))
     return row | {
         "median_s": step_s, "tokens_per_s": num_tokens / step_s, "peak_bytes": peak,

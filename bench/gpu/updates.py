@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.gpu.journal import measured
+from rlkernels.proof.worker import seconds_of
 
 Message = dict[str, Any]
 # settings of the model that differ between sizes
@@ -163,15 +164,15 @@ def judge(arm: str, name: str, size: Any, device: torch.device) -> Message:
 
 def measure(updates: Updates, prompt: int, longest: int) -> Message:
     """Return the time of an update and the peak memory during it."""
-    from bench.gpu.model import peak_bytes, seconds
+    from bench.gpu.model import peak_bytes
 
     call = updates.call(prompt, longest)
     device = updates.device
     norm = call()
     times = list[float]()
-    peak = peak_bytes(lambda: times.append(seconds(call, device)), device)
+    peak = peak_bytes(lambda: times.append(seconds_of(call, 1, device)), device)
     while len(times) < MAX_TIMED_UPDATES and sum(times) < MAX_TIMED_S:
-        times.append(seconds(call, device))
+        times.append(seconds_of(call, 1, device))
     median_s = statistics.median(times)
     return updates.checked({"ok": norm == norm, "median_s": median_s, "peak_bytes": peak, "gradient_norm": norm})
 
