@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import rlkernels
 from bench import Measurement, Missing, Row, optional
@@ -48,14 +49,10 @@ class Trace:
 
 
 def trainer_trace() -> Trace | Missing:
+    """Return the trace that ``python -m bench._trace`` wrote."""
     path = Path(os.environ.get("RLKERNELS_TRACE", ""))
     if not path.is_file():
         return Missing("no trace; write one with python -m bench._trace FILE and set RLKERNELS_TRACE to FILE")
-    return read_trace(path)
-
-
-def read_trace(path: Path) -> Trace:
-    """Return the trace that ``python -m bench._trace`` wrote."""
     with np.load(path) as file:
         data = dict(file)
 
@@ -71,10 +68,6 @@ def gsm8k_trace(questions: int) -> Trace | Missing:
     folder = Path(os.environ.get("RLKERNELS_GSM8K_DIR", ""))
     if not (folder / "example_model_solutions.jsonl").is_file():
         return Missing("GSM8K is not here; set RLKERNELS_GSM8K_DIR to its folder")
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        return Missing("pip install tokenizers")
     train = [json.loads(line)["question"] for line in (folder / "train.jsonl").open()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
