@@ -179,7 +179,7 @@ def table(rows: Sequence[Row]) -> Table:
     )
     view.add_column("provider", min_width=16)
     for name, width in (("median", 8), ("20 % .. 80 %", 18), ("peak", 8), ("match", 7), ("of limit", 8), ("rate", 10)):
-        view.add_column(name, justify="right", min_width=width, no_wrap=True)
+        view.add_column(name, justify="right", min_width=width, no_wrap=name != "rate")  # a rate may be a sentence
     fastest = min((row.median_s for row in rows if row.median_s is not None), default=None)
     for row in rows:
         if row.missing:

@@ -175,6 +175,13 @@ def test_missing_provider_is_named_in_the_table(capsys):
     assert "missing: peer: no file [/lib/peer]" in capsys.readouterr().out
 
 
+def test_a_long_rate_leaves_room_for_the_provider(capsys):
+    rows = [Row("op", provider, "n=1", median_s=1.0, extra="tokens a step, " * 20) for provider in ("ours", "a peer")]
+    _runner.Console(width=120).print(_runner.table(rows))
+    output = capsys.readouterr().out
+    assert "ours" in output and "a peer" in output and "1 s" in output
+
+
 HEADS = (4, 2, 16)
 ATTENTION = {
     "decode": lambda: prefix_cache.decode(3, 40, HEADS, torch.float32),
