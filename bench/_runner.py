@@ -124,13 +124,11 @@ class _Timed:
 
 def run_case(case: Case, seconds: float) -> Iterator[Row]:
     """Time every provider of a case in turns, so that a change of the machine's speed affects all alike."""
-    timed: dict[str, _Timed] = {}
-    failed: dict[str, str] = {}
-    for name, provider in case.providers.items():
-        if isinstance(provider, Missing):
-            failed[name] = provider.reason
-            continue
-        timed[name] = _Timed(provider, case.device, seconds)
+    timed = {
+        name: _Timed(provider, case.device, seconds)
+        for name, provider in case.providers.items()
+        if not isinstance(provider, Missing)
+    }
     while any([t.sample() for t in timed.values()]):
         pass
     reference: Any = None
@@ -138,9 +136,11 @@ def run_case(case: Case, seconds: float) -> Iterator[Row]:
         reference = timed[case.reference].output
     elif case.reference is not None:
         reference = case.reference()
-    for name in case.providers:
-        row = Row(case.op, name, case.shape, case.dtype, case.device, missing=failed.get(name, ""))
-        if name in timed:
+    for name, provider in case.providers.items():
+        row = Row(case.op, name, case.shape, case.dtype, case.device)
+        if isinstance(provider, Missing):
+            row.missing = provider.reason
+        else:
             _fill(row, case, timed[name], reference)
         yield row
 
@@ -156,15 +156,17 @@ def _fill(row: Row, case: Case, timed: _Timed, reference: Any) -> None:
         row.of_limit = limit_s / median_s
     if case.work:
         unit, amount = case.work
-        row.extra = f"{_si(amount / median_s)}{unit}/s"
+        row.extra = _si(amount / median_s, f"{unit}/s")
 
 
-def _si(value: float) -> str:
-    """Format a number with its SI prefix: 1.93e9 -> "1.93 G"."""
+def _si(value: float | None, unit: str) -> str:
+    """Format a number with its SI prefix: 1.93e9 B -> "1.93 GB"; "" for None."""
+    if value is None:
+        return ""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ")):
         if abs(value) >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value / 1e-9:.3g} n"
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value / 1e-9:.3g} n{unit}"
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -185,12 +187,11 @@ def table(rows: Sequence[Row]) -> Table:
         if row.missing:
             view.add_row(row.provider, "missing", style="dim")
             continue
-        median = "" if row.median_s is None else f"{_si(row.median_s)}s"
-        spread = "" if row.q20_s is None or row.q80_s is None else f"{_si(row.q20_s)}s .. {_si(row.q80_s)}s"
-        peak = "" if row.peak_bytes is None else f"{_si(row.peak_bytes)}B"
+        spread = "" if row.q20_s is None else f"{_si(row.q20_s, 's')} .. {_si(row.q80_s, 's')}"
         of_limit = "" if row.of_limit is None else f"{row.of_limit:.1%}"
         style = "bold" if row.median_s is not None and row.median_s == fastest else ""
-        view.add_row(row.provider, median, spread, peak, row.match, of_limit, row.extra, style=style)
+        cells = (_si(row.median_s, "s"), spread, _si(row.peak_bytes, "B"), row.match, of_limit, row.extra)
+        view.add_row(row.provider, *cells, style=style)
     missing = [f"{row.provider}: {row.missing}" for row in rows if row.missing]
     view.caption = escape("\n".join(f"missing: {line}" for line in missing)) or None  # a reason may have brackets
     return view
