@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
             start = time.monotonic()
             place = Place(args.work_dir.resolve(), case)
             outcome = case.run(place, case)
-            row = {"fault": case.fault, "variant": case.variant, "seed": case.seed, "times": outcome.times}
-            row |= {
-                "problems": outcome.problems,
-                "ended": [text.replace(f"{args.work_dir.resolve()}/", "")[:300] for text in outcome.ended],
-            }
-            records.add(args.records, row | {"seconds": round(time.monotonic() - start, 1)})
+            ended = [text.replace(f"{place.root}/", "")[:300] for text in outcome.ended]
+            row = {
+                "fault": case.fault, "variant": case.variant, "seed": case.seed, "times": outcome.times,
+                "problems": outcome.problems, "ended": ended, "seconds": round(time.monotonic() - start, 1),
+            }  # fmt: skip
+            records.add(args.records, row)
             print(f"{name}: {'; '.join(outcome.problems) or 'survived'}", flush=True)
             num_failed += bool(outcome.problems)
             if not outcome.problems:
