@@ -20,6 +20,15 @@ from python_trainer.model.precision import set_matmul_precision
 
 TRL_BATCH = 32  # answers in a forward and backward pass: the fastest of 32, 64, 128 for TRL on both workloads
 
+# settings of python_trainer, by section, that TRL has by the same names
+SHARED = {
+    "rollout": ("num_generations", "max_completion_length", "temperature", "top_p", "top_k"),
+    "algorithm": ("loss_type", "epsilon", "epsilon_high", "delta", "beta", "num_iterations", "scale_rewards",
+                  "mask_truncated_completions"),
+    "optimizer": ("learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+                  "max_grad_norm"),
+}  # fmt: skip
+
 # target and value of a patch: TRL applies the output layer to answers only, as it does on a GPU
 HEAD_ON_ANSWERS = "trl.trainer.utils._use_triton", lambda device: True
 
@@ -43,28 +52,20 @@ def make_grpo_trainer(config: Config, folder: Path, *, batch: int = TRL_BATCH, c
                 warnings.simplefilter("ignore")  # the scheduler steps before the optimizer on purpose
                 kwargs["lr_scheduler"].step()
 
-    rollout, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
-    batch_answers = rollout.prompts_per_step * rollout.num_generations
+    shared = {name: getattr(getattr(config, section), name) for section, names in SHARED.items() for name in names}
+    batch_answers = config.rollout.prompts_per_step * config.rollout.num_generations
     batch = min(batch, batch_answers)
     task = config.task.load()
     path = policy_folder(config.model.path)
     dtype = dtype_name(find_dtype(config.model, torch.device("cpu")))
     arguments = GRPOConfig(
-        output_dir=str(folder), seed=config.seed, max_steps=config.max_steps,
+        output_dir=str(folder), seed=config.seed, max_steps=config.max_steps, **shared,
         per_device_train_batch_size=batch, gradient_accumulation_steps=batch_answers // batch,
-        num_generations=rollout.num_generations, max_completion_length=rollout.max_completion_length,
-        temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
-        loss_type=algorithm.loss_type, epsilon=algorithm.epsilon, epsilon_high=algorithm.epsilon_high,
-        delta=algorithm.delta, beta=algorithm.beta, num_iterations=algorithm.num_iterations,
-        scale_rewards=algorithm.scale_rewards, mask_truncated_completions=algorithm.mask_truncated_completions,
-        learning_rate=optimizer.learning_rate, warmup_steps=optimizer.warmup_steps,
-        lr_scheduler_type="constant_with_warmup", weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1, adam_beta2=optimizer.adam_beta2, adam_epsilon=optimizer.adam_epsilon,
-        max_grad_norm=optimizer.max_grad_norm, model_init_kwargs={"dtype": dtype},
+        lr_scheduler_type="constant_with_warmup", model_init_kwargs={"dtype": dtype},
         bf16=False, use_cpu=True, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
         logging_strategy="no",
     )  # fmt: skip
-    assert optimizer.lr_scheduler_type == "constant", "the schedule of TRL's trainer here"
+    assert config.optimizer.lr_scheduler_type == "constant", "the schedule of TRL's trainer here"
     names = {name for example in task.train for name in example.columns}
     columns = {name: [example.columns[name] for example in task.train] for name in sorted(names)}
     prompts = Dataset.from_dict({"prompt": [example.prompt for example in task.train], **columns})
