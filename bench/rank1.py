@@ -93,9 +93,10 @@ def use_cases(n: int) -> Iterator[Case]:
         limit=("read bandwidth", nbytes / read_bandwidth(nbytes)),
     )
     for stochastic in (False, True):
+        options: dict[str, Any] = {"u": v, "v": v, "scale": 1e-5, "stochastic_rounding": stochastic, "seed": 0}
         providers: dict[str, Provider] = {
-            "rlkernels": (weight.clone, functools.partial(add, rlkernels.add_rank1_, v, stochastic)),
-            "torch reference": (weight.clone, functools.partial(add, reference.add_rank1_, v, stochastic)),
+            "rlkernels": (weight.clone, functools.partial(rlkernels.add_rank1_, **options)),
+            "torch reference": (weight.clone, functools.partial(reference.add_rank1_, **options)),
         }
         if not stochastic:
             outer = functools.partial(torch.Tensor.addcmul_, tensor1=v[:, None], tensor2=v, value=1e-5)
@@ -129,7 +130,3 @@ def cases(quick: bool) -> Iterator[Case]:
         },
         reference=None,
     )
-
-
-def add(op, v: torch.Tensor, stochastic: bool, weight: torch.Tensor) -> torch.Tensor:
-    return op(weight, v, v, 1e-5, stochastic_rounding=stochastic, seed=0)
