@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernels
 from bench import Case
+from bench._case import Provider
 from bench._copies import Copies
 from bench._runner import match
 from rlkernels.prefix_cache import GroupedLayout, TreeLayout
@@ -23,6 +24,7 @@ HEADS = (6, 2, 64)  # of queries, of keys, elements of each
 SCALE = HEADS[2] ** -0.5
 ON_HEADS = f"{HEADS[0]} on {HEADS[1]} heads of {HEADS[2]}"
 Sample = tuple[list[int], list[int]]  # prompt, answer
+Result = tuple[Copies, list[torch.Tensor]]  # a layout; output and gradients in it
 
 
 @dataclass
@@ -37,14 +39,14 @@ class Arm:
     copies: Copies
     attend: Callable[..., torch.Tensor]
 
-    def timed(self, tensors: Sequence[torch.Tensor], grad: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Return a function that computes output and gradients of query, key and value."""
+    def timed(self, tensors: Sequence[torch.Tensor], grad: torch.Tensor) -> Callable[[], Result]:
+        """Return a function that computes output and gradients of query, key and value in this layout."""
         leaves = [t[self.copies.at].contiguous().requires_grad_() for t in tensors]
         grad_output = grad[self.copies.at] * self.copies.counts[..., None, None]  # copies count once
 
-        def run() -> list[torch.Tensor]:
+        def run() -> Result:
             out = self.attend(*leaves)
-            return [out.detach(), *torch.autograd.grad(out, leaves, grad_output)]
+            return self.copies, [out.detach(), *torch.autograd.grad(out, leaves, grad_output)]
 
         return run
 
@@ -94,14 +96,10 @@ def make_case(op: str, shape: str, layout: TreeLayout, arms: Mapping[str, Arm], 
     tensors = [torch.randn(layout.num_tokens, heads, HEADS[2]) for heads in (HEADS[0], HEADS[1], HEADS[1])]
     grad = torch.randn_like(tensors[0])
 
-    def provider(name: str, arm: Arm) -> Any:
-        run = arm.timed(tensors, grad)
-        return lambda: (name, run())
+    def compare(*pair: Result) -> str:
+        return match(*(copies.outputs(results) for copies, results in pair))
 
-    def compare(result: tuple[str, list[torch.Tensor]], expected: tuple[str, list[torch.Tensor]]) -> str:
-        return match(*(arms[name].copies.outputs(results) for name, results in (result, expected)))
-
-    providers = {name: provider(name, arm) for name, arm in arms.items()}
+    providers: dict[str, Provider] = {name: arm.timed(tensors, grad) for name, arm in arms.items()}
     return Case(op, shape, providers, reference=reference, compare=compare)
 
 
