@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import rlkernels
-from bench import Case, read_bandwidth
+from bench import Case, copy_bandwidth, read_bandwidth
 from bench._case import Provider
 from bench._runner import match
 from bench.gpu.rivals import gather, packed
@@ -62,8 +62,8 @@ def sdpa(problem: Problem) -> Callable[[], torch.Tensor]:
     return lambda: packed(functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped))
 
 
-def limit(name: str, nbytes: float) -> tuple[str, float]:
-    return name, nbytes / read_bandwidth(int(nbytes))
+def reading(nbytes: float) -> tuple[str, float]:
+    return "read bandwidth", nbytes / read_bandwidth(int(nbytes))
 
 
 def decode(count: int, length: int, heads: attention.Heads, dtype: torch.dtype) -> Case:
@@ -71,7 +71,7 @@ def decode(count: int, length: int, heads: attention.Heads, dtype: torch.dtype) 
     nbytes = problem.nbytes
     return make_paged_case(
         "paged_attention", f"decode {count} x {length}", problem, heads,
-        limit=limit("read bandwidth", nbytes), work=("B", nbytes),
+        limit=reading(nbytes), work=("B", nbytes),
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def shared(groups: int, members: int, prefix: int, suffix: int, heads: attention
     unshared = partial(rlkernels.paged_attention, *arguments, scale=heads[2] ** -0.5)
     return make_paged_case(
         "shared_prefix_attention", f"{groups} groups of {members}, P {prefix}, S {suffix}", problem, heads,
-        peers={"rlkernels, unshared": unshared}, limit=limit("read bandwidth", problem.nbytes),
+        peers={"rlkernels, unshared": unshared}, limit=reading(problem.nbytes),
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def of_tokens(op: str, shape: str, tokens: int, make: Callable[[], Problem]) -> 
         providers[name] = partial(problem.call, backend)
     return Case(
         op, shape, providers, str(problem.dtype).removeprefix("torch."),
-        limit=limit("read and write", problem.nbytes), work=("tokens", tokens),
+        limit=("read and write", problem.nbytes / copy_bandwidth(int(problem.nbytes) // 2)), work=("tokens", tokens),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import rlkernels
-from bench import Case, optional, read_bandwidth
+from bench import Case, copy_bandwidth, optional, read_bandwidth
 from bench._case import Provider
 from rlkernels.rank1 import reference
 
@@ -106,7 +106,7 @@ def use_cases(n: int) -> Iterator[Case]:
             shape=f"{n} x {n}, {'stochastic' if stochastic else 'nearest'} rounding",
             dtype="bfloat16",
             providers=providers,
-            limit=("read and write", 2 * weight.nbytes / read_bandwidth(2 * weight.nbytes)),
+            limit=("read and write", 2 * weight.nbytes / copy_bandwidth(weight.nbytes)),
         )
 
 

@@ -195,7 +195,8 @@ ATTENTION = {
 
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_peers_of_attention_compute_the_same(kind, monkeypatch):
-    monkeypatch.setattr(prefix_cache, "read_bandwidth", lambda nbytes: 1e9)
+    for name in ("read_bandwidth", "copy_bandwidth"):
+        monkeypatch.setattr(prefix_cache, name, lambda nbytes: 1e9)
     case = ATTENTION[kind]()
     matches = {row.provider: row.match for row in _runner.run_case(case, 0.001)}
     reference = matches.pop(case.reference, "") if isinstance(case.reference, str) else ""
