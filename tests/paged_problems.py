@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_as_plain, with_gradients
+from support import assert_equal
 from torch.nn.utils.rnn import pad_sequence
 
 import rlkernels
@@ -199,7 +200,7 @@ def check_write_kv(backend: str, tokens: int, dtype: torch.dtype, cache_dtype: t
     assert flat.isnan().sum() == 2 * 3 * tokens * 60
     other_caches = torch.full_like(caches, torch.nan)
     rlkernels.write_kv(key.contiguous(), value.contiguous(), *other_caches, slots, backend=backend)
-    torch.testing.assert_close(other_caches, caches, rtol=0, atol=0, equal_nan=True)
+    assert_equal(other_caches, caches, equal_nan=True)
 
 
 def check_change(backend: str) -> None:

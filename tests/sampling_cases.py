@@ -1,6 +1,7 @@
 """Settings, rows and random numbers of every kind, and the plain distribution: what tests of sampling share."""
 
 import torch
+from support import assert_equal
 
 import rlkernels
 
@@ -53,4 +54,5 @@ def check_no_gradient(backend: str) -> None:
     ids, logprobs = rlkernels.sample_tokens(logits, u, backend=backend)
     accepted, *verified = rlkernels.verify_drafts(logits, [[int(ids[0])], []], [0, 2, 3], u, backend=backend)
     assert not logprobs.requires_grad and not verified[1].requires_grad
-    assert accepted[0] == 1 and all(map(torch.equal, verified, (ids, logprobs)))
+    assert accepted[0] == 1
+    assert_equal(verified, [ids, logprobs])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlkernels import backend
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parents[1]
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)  # of tensors, and of containers of tensors
 
 
 def waits(func: Any, args: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from accuracy import assert_as_plain, check_linear_logprobs, check_logprobs
 from paged_problems import check_attention, check_grouped, paged, shared_prefix
 from rank1_cases import angle, exact, planted
-from support import lacks, run_python
+from support import assert_equal, lacks, run_python
 
 import rlkernels
 from ptx.gpu import Gpu, Launch
@@ -159,7 +159,7 @@ def warp(length=140, dims=1):
     lengths = {"x_lengths": torch.tensor([length, length - 40, 0]), "y_lengths": torch.tensor([9, 6])}
     ways: list[dict[str, Any]] = [{}, {"mode": "subsequence"}, {"band": 5}]
     actual, expected = ([rlkernels.dtw(x, y, **lengths, **way, backend=b) for way in ways] for b in ("triton", "torch"))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert_equal(actual, expected)
 
 
 def tile(rows: int, warps: int, stages: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import op_calls
 import pytest
 import torch
 from op_calls import CONTEXTS
+from support import assert_equal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
@@ -90,7 +91,7 @@ def test_nothing_depends_on_the_context(case, context):
     expected = call(*kwargs)
     with CONTEXTS[context]():
         result = call(*kwargs)
-    close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert_equal(result, expected, equal_nan=True)
 
 
 def test_every_op_is_called():
@@ -263,12 +264,12 @@ def test_negations_that_are_pending_are_done(op):
     pending = {
         name: torch._neg_view(-kwargs[name]) for name in floats(kwargs)
     }  # as of the imaginary part of a conjugate
-    close(op_calls.run(op, kwargs | pending), op_calls.run(op, kwargs), rtol=0, atol=0)
+    assert_equal(op_calls.run(op, kwargs | pending), op_calls.run(op, kwargs))
     for name in registry.OPS[op].writes:
         public(op)(**kwargs | pending)
         written = kwargs | {name: kwargs[name].clone()}
         public(op)(**written)
-        close(pending[name], written[name], rtol=0, atol=0)
+        assert_equal(pending[name], written[name])
 
 
 @pytest.fixture
@@ -290,11 +291,12 @@ def test_distributed_tensors_are_gathered(op, mesh):
     plain = change(kwargs, torch.Tensor.clone)
     result, expected = outputs(op, distributed), outputs(op, plain)
     written = registry.OPS[op].writes
-    assert all(torch.equal(distributed[name].full_tensor(), plain[name]) for name in written)
+    for name in written:
+        assert_equal(distributed[name].full_tensor(), plain[name])
     if op == "add_rank1_":
         assert result[0] is distributed["weight"]
     else:
-        close(result, expected, rtol=0, atol=0)
+        assert_equal(result, expected)
 
 
 class Gathered:
@@ -325,7 +327,7 @@ def test_parameters_of_deepspeed_are_gathered_for_both_passes(monkeypatch):
     value = total("linear_token_logprobs", kwargs | params | {"hidden": leaves["hidden"]})
     assert params["weight"].numel() == 0
     grads = torch.autograd.grad(value, [leaves["hidden"], *params.values()])
-    close(grads, expected, rtol=0, atol=0)
+    assert_equal(grads, expected)
     assert params["weight"].numel() == 0
 
 
@@ -370,7 +372,7 @@ def test_what_a_mode_made_is_not_kept_for_later_calls():
     with FakeTensorMode() as mode:
         fake = map(mode.from_tensor, (logits, uniforms))
         shapes = rlkernels.sample_tokens(*fake, temperature=0.87, validate=False)
-    close(rlkernels.sample_tokens(logits, uniforms, temperature=0.87), expected, rtol=0, atol=0)
+    assert_equal(rlkernels.sample_tokens(logits, uniforms, temperature=0.87), expected)
     assert [(t.shape, t.dtype) for t in shapes] == [(t.shape, t.dtype) for t in expected]
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from accuracy import assert_as_plain
+from support import assert_equal
 
 from rlkernels import decoder
 from rlkernels.decoder import reference
@@ -112,7 +113,7 @@ def test_gradients_do_not_depend_on_threads(set_threads):
         out = decoder.rope(**tensors, **settings).pow(3).sum()
         normed = decoder.add_rms_norm(residual, None, weight, 1e-6)[1].pow(3).sum()
         grads.append([*torch.autograd.grad(out, leaves), *torch.autograd.grad(normed, (residual, weight))])
-    assert all(map(torch.equal, *grads))
+    assert_equal(*grads)
 
 
 def test_no_gradient_is_recorded_without_need():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support import assert_equal
 from tiny import LENIENT
 
 from rlkernels.extrapolation import Attempt, Extrapolator, Gate, Limits, forget_momentum, refusal, skill
@@ -107,8 +108,7 @@ def test_a_state_goes_on_where_it_was():
     for each in (extrapolator, restored):
         each.add_scores(10, [0.9])
         each.track({"w": [weight + 1e-3 * DIRECTION]}, 10)
-    first, second = (each.trajectory.state_dict() for each in (extrapolator, restored))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert_equal(restored.trajectory.state_dict(), extrapolator.trajectory.state_dict())
 
 
 def test_momentum_is_forgotten_matrix_by_matrix():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank1_cases import angle, exact, planted, with_spectrum
 from scipy import stats
+from support import assert_equal
 
 import rlkernels
 from rlkernels.rank1 import reference
@@ -127,7 +128,7 @@ def test_grouped_equals_single_calls():
     assert list(grouped) == list(pairs) and grouped["same"].status == "zero"
     for name, (weight, base) in pairs.items():
         single = rlkernels.top1_delta(weight, base, start=starts.get(name), seed=5)
-        assert torch.equal(grouped[name].v, single.v) and torch.equal(grouped[name].u, single.u)
+        assert_equal((grouped[name].u, grouped[name].v), (single.u, single.v))
         assert scalars(grouped[name]) == scalars(single)
     assert rlkernels.top1_deltas({}) == {}
 
@@ -298,11 +299,8 @@ def test_same_bits_for_any_number_of_threads_and_seeds_agree(shape, set_threads)
     assert scalars(grouped["a"]) == scalars(first)
     for single, group in runs[1:]:
         for expected, update in [(first, single), *((grouped[k], group[k]) for k in pairs)]:
-            assert (
-                torch.equal(expected.u, update.u)
-                and torch.equal(expected.v, update.v)
-                and scalars(expected) == scalars(update)
-            )
+            assert_equal((update.u, update.v), (expected.u, expected.v))
+            assert scalars(update) == scalars(expected)
     other_seed = rlkernels.top1_delta(weight, base, tol=1e-3, seed=2**64 - 1)
     assert (
         not torch.equal(first.v, other_seed.v)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pretend_gpu import GPUTensor, pretended
 from sampling_cases import SETTINGS, check_no_gradient, distribution, rows_of_every_kind, uniforms
 from scipy import stats
-from support import Launches, every_isa
+from support import Launches, assert_equal, every_isa
 
 import rlkernels
 from rlkernels.sampling import reference
@@ -76,7 +76,7 @@ def test_temperatures_whose_inverse_is_no_float32(temperature):
             rlkernels.sample_tokens(logits, uniforms(24), temperature=temperature, **filters, backend=backend)
             for backend in ("cpu", "torch")
         )
-        assert torch.equal(native[0], expected[0]) and torch.equal(native[1], expected[1])
+        assert_equal(native, expected)
 
 
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(set_threads):
@@ -86,7 +86,7 @@ def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(set_threads):
     batched = rlkernels.sample_tokens(logits, random_numbers, top_p=0.95)
     set_threads(1)
     shuffled = rlkernels.sample_tokens(logits[order], random_numbers[order], top_p=0.95)
-    assert all(torch.equal(a[order], b) for a, b in zip(batched, shuffled))
+    assert_equal([t[order] for t in batched], list(shuffled))
 
 
 def test_ties_go_to_lower_ids():
@@ -118,7 +118,7 @@ def test_views_dtypes_and_empty_batches():
     random_numbers = uniforms(16)
     view = wide[:, ::2]
     expected = rlkernels.sample_tokens(view.float().contiguous(), random_numbers, top_p=0.9)
-    assert all(torch.equal(a, b) for a, b in zip(rlkernels.sample_tokens(view, random_numbers, top_p=0.9), expected))
+    assert_equal(rlkernels.sample_tokens(view, random_numbers, top_p=0.9), expected)
     ids, logprobs = rlkernels.sample_tokens(torch.zeros(0, 5), torch.zeros(0))
     assert ids.shape == logprobs.shape == (0,) and ids.dtype == torch.int64
 
@@ -140,7 +140,7 @@ def test_without_filters_nothing_is_sorted_and_the_tokens_are_the_same(temperatu
     sorts = {"sort", "argsort", "topk", "msort"}
     assert not sorts & launches.counts.keys() and sorts & sorted_launches.counts.keys()
     assert not launches.waits
-    assert torch.equal(result[0], expected[0]) and torch.equal(result[1].nan_to_num(7), expected[1].nan_to_num(7))
+    assert_equal(result, expected, equal_nan=True)
     assert (result[0] == -1).nonzero().flatten().tolist() == [9, 11]
 
 
@@ -215,7 +215,7 @@ def test_top_k_beyond_the_vocabulary_is_off():
     logits = torch.randn(6, 9)
     random_numbers = uniforms(6)
     expected = rlkernels.sample_tokens(logits, random_numbers)
-    assert all(map(torch.equal, rlkernels.sample_tokens(logits, random_numbers, top_k=2**70), expected))
+    assert_equal(rlkernels.sample_tokens(logits, random_numbers, top_k=2**70), expected)
 
 
 def test_native_verification_equals_reference(cpu_isa):
@@ -301,7 +301,7 @@ def test_ragged_batch_equals_one_sequence_at_a_time():
     flat_result = rlkernels.verify_drafts(
         logits, flat, starts, random_numbers, temperature=temperatures, top_p=top_p, top_k=top_k
     )
-    assert all(torch.equal(a, b) for a, b in zip(flat_result, (accepted, ids, logprobs)))
+    assert_equal(flat_result, (accepted, ids, logprobs))
     for b, draft in enumerate(drafts):
         rows = slice(starts[b], starts[b + 1])
         single = rlkernels.verify_drafts(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import assert_equal
 
 import rlkernels
 from rlkernels import RankOneTrajectory
@@ -116,7 +117,7 @@ def test_a_straight_line_is_continued_exactly(predictor, keep_rest):
     predicted_again = extrapolate(
         trajectory, weights, Target(60, 1.0), predictor=predictor, keep_rest=keep_rest, points=exact
     )
-    assert all(torch.equal(predicted[name], predicted_again[name]) for name in predicted)
+    assert_equal(predicted_again, predicted)
 
 
 def test_pls_by_hand():
@@ -293,8 +294,7 @@ def test_bad_tracking_is_named(change, message):
     state = trajectory.state_dict()
     with pytest.raises((ValueError, TypeError), match=message):
         trajectory.track(**{"weights": weights, "step": 12, "accuracy": 0.5} | change)
-    state_after = trajectory.state_dict()
-    assert state.keys() == state_after.keys() and all(torch.equal(state[key], state_after[key]) for key in state)
+    assert_equal(trajectory.state_dict(), state)
 
 
 @pytest.mark.parametrize(("base", "setting", "error", "message"), [
@@ -347,7 +347,7 @@ def test_what_it_rejects_is_put_back_bit_for_bit(right):
     original = [place.clone() for place in places]
     tries, _, changes = judge(places, right, attempt=Attempt(prompts=80, max_tries=2, shrink=0.25))
     assert [(t["factor"], t["accepted"]) for t in tries] == [(1.0, False), (0.25, False)]
-    assert all(torch.equal(place, value) for place, value in zip(places, original))
+    assert_equal(places, original)
     assert torch.equal(changes[-1], original[0]), "told after the weights are back"
 
 
@@ -357,7 +357,7 @@ def test_an_evaluation_that_fails_leaves_everything_as_it_was():
     original = [place.clone() for place in places]
     with pytest.raises(ZeroDivisionError):
         judge(places, lambda moved: 0.0 if moved < 0.5 else 1 / 0, gate=gate)
-    assert all(torch.equal(place, value) for place, value in zip(places, original))
+    assert_equal(places, original)
 
 
 def test_objections_and_prediction_are_those_of_the_settings():

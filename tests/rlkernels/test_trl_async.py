@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support import assert_equal
 from tiny import assert_same_gradients, gradient_recorder, save_tiny_policy
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -162,7 +163,7 @@ def test_keys_and_values_exist_once_per_token_of_the_tree(train, monkeypatch):
 
 def test_gradients_repeat_bit_for_bit(train):
     (_, first), (_, second) = train(), train()
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second) for name in a)
+    assert_equal(second, first)
 
 
 def test_lora_and_bfloat16(train, monkeypatch):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from support import ROOT
+from support import ROOT, assert_equal
 from tiny import LENIENT, copy_weights, digits, grpo_trainer, save_letters, save_tiny_policy
 
 from rlkernels import RolloutHistory
@@ -357,8 +357,7 @@ def test_an_accepted_jump_stays(trl_integration, make_trainer, monkeypatch):
     name = "model.layers.0.mlp.up_proj.weight"
     torch.testing.assert_close(first[name], base[name] + 2 * (present[name] - base[name]))  # twice the steps
     torch.testing.assert_close(second[name], base[name] + 1.5 * (present[name] - base[name]))
-    final_weights = copy_weights(trainer)
-    assert all(torch.equal(final_weights[n], second[n]) for n in final_weights)
+    assert_equal(copy_weights(trainer), second)
     assert torch.equal(present["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
     optimizer_state = trainer.optimizer.state[trainer.model.get_parameter(name)]
     assert optimizer_state["exp_avg"].abs().sum() == 0 and optimizer_state["exp_avg_sq"].sum() > 0
@@ -400,9 +399,8 @@ def test_a_refused_jump_leaves_no_trace(trl_integration, make_trainer):
     watched = make_trainer(steps=5, callbacks=[callback])
     watched.train()
     assert [(e["step"], e["accepted"], len(e["tries"])) for e in callback.events] == [(3, False, 2), (5, False, 2)]
-    assert len(random_numbers) == 6 and all(torch.equal(a, random_numbers[0]) for a in random_numbers)
-    expected = copy_weights(plain)
-    assert all(torch.equal(p, expected[name]) for name, p in copy_weights(watched).items())
+    assert_equal(random_numbers, [random_numbers[0]] * 6)
+    assert_equal(copy_weights(watched), copy_weights(plain))
 
 
 def test_a_resumed_run_counts_the_attempts_before_its_checkpoint(trl_integration, make_trainer):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import assert_equal
 
 from rlkernels import RankOneTrajectory, stream_top1
 from rlkernels.__main__ import main
@@ -48,10 +49,8 @@ def test_any_step_in_any_order(run):
     folder, weights = run
     history = History(folder / "weights")
     for step in (3, 4, 1, 0, 2, 2):
-        restored = history.weights(step)
-        assert restored.keys() == weights[step].keys()
-        assert all(torch.equal(restored[name], weights[step][name]) for name in restored)
-    assert all(torch.equal(history.base[name], weights[0][name]) for name in weights[0])
+        assert_equal(history.weights(step), weights[step])
+    assert_equal(history.base, weights[0])
     for step in (-1, 5):
         with pytest.raises(ValueError, match=rf"step must be one of .*weights, 0 to 4, got {step}"):
             history.weights(step)
@@ -60,9 +59,9 @@ def test_any_step_in_any_order(run):
 def test_the_first_model_stays_while_others_are_read(run):
     folder, weights = run
     history = History(folder / "weights")
-    first = {name: history.weights(0)[name] for name in weights[0]}
+    first = dict(history.weights(0))
     history.weights(4)
-    assert all(torch.equal(first[name], weights[0][name]) for name in first)
+    assert_equal(first, weights[0])
 
 
 def test_from_one_step_to_the_next_one_delta_is_read(run, monkeypatch):
@@ -121,8 +120,7 @@ def test_a_trajectory_along_a_history(run):
     for step in range(1, STEPS + 1):
         trajectory.track(Projections(history.weights(step), shapes), step=step, accuracy=step / 10)
         expected.track(Projections.of(weights[step]), step=step, accuracy=step / 10)
-    state = expected.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in trajectory.state_dict().items())
+    assert_equal(trajectory.state_dict(), expected.state_dict())
 
 
 def test_extrapolate_reads_steps(run, tmp_path, capsys):
@@ -151,7 +149,7 @@ def test_a_step_as_a_folder(run, tmp_path, capsys):
         assert {path.name for path in out.iterdir()} == names
         restored, expected = open_checkpoint(out), open_checkpoint(source)
         assert restored.files.keys() == expected.files.keys()
-        assert all(torch.equal(restored[name], expected[name]) for name in expected)
+        assert_equal(restored, expected)
     capsys.readouterr()
     for arguments, message in (
         (["--step", "9", "--output-dir", str(tmp_path / "new")], "0 to 4, got 9"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accuracy import with_gradients
 from paged_problems import DTYPES, attend_in_their_dtype, check_grouped, check_grouped_without_tokens_or_gradients
+from support import assert_equal
 
 import rlkernels
 from rlkernels.prefix_cache import reference
@@ -105,4 +106,4 @@ def test_a_layout_keeps_its_lengths():
     results = (
         with_gradients(partial(rlkernels.grouped_attention, layout=x, scale=0.5), tensors, tensors[0]) for x in layouts
     )
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)

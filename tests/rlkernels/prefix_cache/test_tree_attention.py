@@ -12,7 +12,7 @@ from accuracy import with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_problems import DTYPES, attend_by_mask, check_tree
-from support import every_isa, lacks
+from support import assert_equal, every_isa, lacks
 
 import rlkernels
 from rlkernels import TreeLayout
@@ -201,14 +201,14 @@ def test_packing_changes_no_bit(cpu_isa, shape, heads, options, dtype):
     for tokens, places in zip(sequences[::step], layout.places[::step]):
         alone = TreeLayout.from_sequences([tokens])
         separate = attend(*(t[places] for t in tensors), alone, scale=0.2)
-        assert all(torch.equal(a[places], b) for a, b in zip(together, separate, strict=True))
+        assert_equal([t[places] for t in together], list(separate))
         others = torch.ones(layout.num_tokens, dtype=torch.bool)
         others[places] = False
         poisoned = [t.clone() for t in tensors]
         for t, poison in zip(poisoned, (torch.nan, torch.inf, torch.nan)):
             t[others] = poison
         beside_nan = attend(*poisoned, layout, scale=0.2)
-        assert all(torch.equal(a[places], b) for a, b in zip(beside_nan, separate, strict=True))
+        assert_equal([t[places] for t in beside_nan], list(separate))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
@@ -223,7 +223,7 @@ def test_threads_change_no_bit(compiled, set_threads, kv_heads):
         both = [partial(attend, layout=layout, scale=0.3, window=window) for window in (None, 90)]
         outputs.append([x for one in both for x in with_gradients(one, tensors, grad, grad[..., 0])])
     for other in outputs[1:]:
-        assert all(map(torch.equal, outputs[0], other))
+        assert_equal(other, outputs[0])
 
 
 def test_of_nothing_comes_nothing_and_views_are_welcome():

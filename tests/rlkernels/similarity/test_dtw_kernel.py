@@ -8,7 +8,7 @@ from accuracy import assert_as_plain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPUTensor, pretended
-from support import Launches, draw_series, every_isa
+from support import Launches, assert_equal, draw_series, every_isa
 
 import rlkernels
 from rlkernels.similarity import arguments, gpu, reference
@@ -35,7 +35,7 @@ def test_costs_of_any_shape_equal_the_reference(seed, rows, columns, features, b
     for options in ({"band": band}, {"mode": "subsequence"}):
         expected = distances(*whole_series, backend="torch", **options)
         for _ in every_isa():
-            torch.testing.assert_close(distances(*whole_series, backend="cpu", **options), expected, rtol=0, atol=0)
+            assert_equal(distances(*whole_series, backend="cpu", **options), expected)
     x = draw_series(n, rows, features, min_length=1)
     y = draw_series(m, columns, features, min_length=1)
     plain, exact = (reference.dtw(*t, x[1], y[1], band) for t in ((x[0], y[0]), (x[0].double(), y[0].double())))
@@ -66,7 +66,7 @@ def check_topk(x, y, k, **settings):
     cost, index = rlkernels.dtw_topk(x, y, k, **settings, backend="cpu")
     expected = reference.smallest(all_costs, k)
     assert torch.equal(index, expected[1])
-    torch.testing.assert_close(cost, expected[0], rtol=0, atol=0, equal_nan=True)
+    assert_equal(cost, expected[0], equal_nan=True)
 
 
 @pytest.mark.parametrize("k", [1, 7, 60, 3000])
@@ -144,7 +144,7 @@ def test_topk_by_any_lower_bounds_on_a_gpu(seed, m, k, band, whole_numbers):
         assert not waits
     expected = reference.smallest(all_costs, k)
     assert torch.equal(result[1].numbers, expected[1]) and len(set(computed)) == len(computed)
-    torch.testing.assert_close(result[0].numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+    assert_equal(result[0].numbers, expected[0], equal_nan=True)
 
 
 @settings(max_examples=80, deadline=None)
@@ -175,7 +175,7 @@ def test_special_cases_around_the_kernels_on_a_gpu(seed, rows, columns, x_whole,
         for options in ((2, "full"), (None, "subsequence")):
             expected = reference.dtw(*series, *lengths, *options)
             result = gpu.dtw(*series, *lengths, *options, "cuda")
-            torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+            assert_equal(result, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(("with_lengths", "mode", "launches"), [

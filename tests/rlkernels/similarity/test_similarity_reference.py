@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy import stats
-from support import Launches
+from support import Launches, assert_equal
 
 from rlkernels import Trajectories, dtw, dtw_topk, rhyme_similarity, rhyme_topk, soft_dtw, state_similarity
 from rlkernels.similarity import reference
@@ -231,7 +231,7 @@ def test_blocks_change_no_value_and_bound_the_memory(name, monkeypatch):
     assert largest_result(call) > inputs or name.endswith(("of a long y", "of one", "of none"))
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 20)
     monkeypatch.setattr(reference, "BLOCK_FLOATS", 300)
-    torch.testing.assert_close(call(), expected, rtol=0, atol=0, equal_nan=True)
+    assert_equal(call(), expected, equal_nan=True)
     assert largest_result(call) <= inputs < 31 * 43
 
 

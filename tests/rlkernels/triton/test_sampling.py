@@ -1,6 +1,7 @@
 import pytest
 import torch
 from sampling_cases import check_no_gradient, rows_of_every_kind
+from support import assert_equal
 
 import rlkernels
 
@@ -78,6 +79,6 @@ def test_it_is_one_op_to_the_compiler_which_would_fuse_its_rounding():
     torch.compiler.reset()
     drawn = torch.compile(draw, fullgraph=True, backend=graph)(logits, uniforms)
     assert "rlkernels.sample_tokens_triton.default" in ops and not any("triton_kernel_wrapper" in op for op in ops)
-    assert all(map(torch.equal, drawn, draw(logits, uniforms)))
+    assert_equal(drawn, draw(logits, uniforms))
     settings = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64)
     torch.library.opcheck(torch.ops.rlkernels.sample_tokens_triton.default, (logits, uniforms, *settings))
