@@ -1,6 +1,5 @@
 """Every op is registered everywhere: the records against the lists that do not follow from them."""
 
-import ast
 import importlib
 import re
 from collections.abc import Iterable
@@ -27,11 +26,6 @@ def compiled_ops() -> set[str]:
     return {name for name, arguments in schemas if "Tensor" in arguments}
 
 
-def stub_names() -> set[str]:
-    stub = ast.parse((ROOT / "rlkernels/__init__.pyi").read_text())
-    return {alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-
-
 def is_defined(op: Op) -> bool:
     return hasattr(importlib.import_module(f"rlkernels.{op.folder}"), op.name)
 
@@ -47,7 +41,6 @@ def gaps(ops: Iterable[Op] = registry.ALL) -> list[str]:
     places = {  # where -> ops that belong there, ops that are there
         "rlkernels/FOLDER/__init__.py": (functions.keys(), {name for name, op in functions.items() if is_defined(op)}),
         "_PUBLIC of rlkernels/__init__.py": (exported, known & rlkernels._EXPORTS.keys()),
-        "rlkernels/__init__.pyi": (exported, known & stub_names()),
         "rlkernels/_fakes.py": (compiled_ops(), _fakes.FAKES.keys()),
         "SMALL in rlkernels/proof/cases": (proved, {case.op for case in SMALL}),
         "timed() in rlkernels/proof/cases": (verdict_names, {case.op for case in cases_of(Workload()) if case.timed}),
@@ -75,7 +68,6 @@ def test_a_new_op_is_told_where_it_is_missing():
         "_PUBLIC of rlkernels/__init__.py lacks new_op",
         "inputs() of bench/_calls.py lacks new_op",
         "rlkernels/FOLDER/__init__.py lacks new_op",
-        "rlkernels/__init__.pyi lacks new_op",
         "timed() in rlkernels/proof/cases lacks new_op",
         "timed() in rlkernels/proof/cases lacks new_op/wide",
     ]
