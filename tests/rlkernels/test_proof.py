@@ -355,37 +355,35 @@ def test_a_regime_has_a_verdict_of_its_own_or_that_of_the_op(monkeypatch):
     assert choice(regime) == ("torch", "run")
 
 
-@pytest.fixture
-def asked_for(monkeypatch):
-    """The regimes that ops ask a backend for."""
+def add_rank1(columns):
+    rlkernels.add_rank1_(torch.zeros(3000, columns), torch.zeros(3000), torch.zeros(columns), 1.0)
+
+
+def compare(*shape):
+    rlkernels.dtw(torch.zeros(shape), torch.zeros(shape))
+
+
+def attend(*queries):
+    attention.paged([3, 4], queries, (2, 1, 16), 8, torch.float32, CPU).call("auto")
+
+
+def write(tokens):
+    attention.write(tokens, (1, 8), 16, torch.float32, CPU).call("auto")
+
+
+@pytest.mark.parametrize(("call", "sizes", "regime"), [
+    (add_rank1, [2796], "add_rank1_"), (add_rank1, [2797], "add_rank1_/large"),
+    (compare, [2, 5], "dtw"), (compare, [2, 5, 1], "dtw"), (compare, [2, 5, 2], "dtw/wide"),
+    (attend, [1, 1], "paged_attention"), (attend, [1, 0], "paged_attention"),
+    (attend, [2, 1], "paged_attention/prefill"),
+    (write, [2048], "write_kv"), (write, [2049], "write_kv/many"),
+])  # fmt: skip
+def test_regimes_are_chosen_by_their_own_verdict(monkeypatch, call, sizes, regime):
+    """Large weights; steps of several features; more than a query a sequence; many tokens."""
     asked = []
     monkeypatch.setattr(backend, "choose", lambda op, device, backend="auto": asked.append(op) or "torch")
-    return asked
-
-
-@pytest.mark.parametrize(("columns", "op"), [(2796, "add_rank1_"), (2797, "add_rank1_/large")])
-def test_large_weights_are_updated_by_their_own_verdict(asked_for, columns, op):
-    rlkernels.add_rank1_(torch.zeros(3000, columns), torch.zeros(3000), torch.zeros(columns), 1.0)
-    assert asked_for == [op]
-
-
-@pytest.mark.parametrize(("shape", "op"), [((2, 5), "dtw"), ((2, 5, 1), "dtw"), ((2, 5, 2), "dtw/wide")])
-def test_steps_of_several_features_are_compared_by_their_own_verdict(asked_for, shape, op):
-    rlkernels.dtw(torch.zeros(shape), torch.zeros(shape))
-    assert asked_for == [op]
-
-
-@pytest.mark.parametrize(("queries", "op"), [([1, 1], "paged_attention"), ([1, 0], "paged_attention"),
-                                             ([2, 1], "paged_attention/prefill")])  # fmt: skip
-def test_decoding_has_a_query_a_sequence(asked_for, queries, op):
-    attention.paged([3, 4], queries, (2, 1, 16), 8, torch.float32, CPU).call("auto")
-    assert asked_for == [op]
-
-
-@pytest.mark.parametrize(("tokens", "op"), [(2048, "write_kv"), (2049, "write_kv/many")])
-def test_many_tokens_are_written_by_their_own_verdict(asked_for, tokens, op):
-    attention.write(tokens, (1, 8), 16, torch.float32, CPU).call("auto")
-    assert asked_for == [op]
+    call(*sizes)
+    assert asked == [regime]
 
 
 @pytest.fixture
