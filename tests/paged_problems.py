@@ -143,11 +143,10 @@ def backward_rounding(dtype: torch.dtype) -> float:
 
 
 def check_grouped(function: Callable[..., Any], layout: rlkernels.GroupedLayout, heads: int, kv_heads: int, dim: int,
-                  dtype: torch.dtype, strides: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
-                  **slack: float):  # fmt: skip
+                  dtype: torch.dtype, **slack: float):  # fmt: skip
     """Judge output and gradients of grouped attention by its reference; return what computes them, and them."""
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads)]
-    tensors = [strides(torch.randn(shape).to(dtype)) for shape in shapes]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     grad = torch.randn(shapes[0]).to(dtype)
     settings = {"layout": layout, "scale": dim**-0.5}
     compute = partial(with_gradients, partial(function, **settings), tensors, grad)

@@ -23,12 +23,12 @@ LAYOUTS = {
 }
 
 
-def check(layout, heads, kv_heads, dim, dtype, strides=torch.clone, function=None):
+def check(layout, heads, kv_heads, dim, dtype, function=None):
     function = function or partial(rlkernels.grouped_attention, backend="cpu")
     # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
     slack = {"floor": 1e-6, "relative": 2e-6}
     with patch.object(reference, "attend", attend_in_their_dtype):
-        check_grouped(function, layout, heads, kv_heads, dim, dtype, strides, **slack)
+        check_grouped(function, layout, heads, kv_heads, dim, dtype, **slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -37,29 +37,10 @@ def test_what_stands_in_on_a_gpu_equals_the_reference(name, dtype):
     check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype, function=reference.tree_attention_by_sdpa)
 
 
-def test_on_a_gpu_no_scores_are_held_where_nothing_is_proven(monkeypatch):
-    kernels = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(rlkernels.backend, "device_kind", lambda device: "cuda")
-    monkeypatch.setattr(rlkernels.backend, "_choices", {})
-    with patch.object(reference, "scaled_dot_product_attention", side_effect=kernels) as called:
-        rlkernels.grouped_attention(*torch.randn(3, 9, 2, 8), rlkernels.GroupedLayout([4], [3, 2], [0, 2]), scale=0.3)
-    assert called.call_count == 3
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_the_reference(cpu_isa, name, dtype):
     check(rlkernels.GroupedLayout(*LAYOUTS[name]), 4, 2, 32, dtype)
-
-
-@pytest.mark.parametrize("dim", [1, 20, 64, 80, 128])
-def test_head_dims_and_grouped_heads(cpu_isa, dim):
-    check(rlkernels.GroupedLayout(*LAYOUTS["odd"]), 6, 1, dim, torch.float32)
-
-
-def test_non_contiguous():
-    layout = rlkernels.GroupedLayout(*LAYOUTS["odd"])
-    check(layout, 4, 2, 32, torch.float32, lambda t: t.transpose(0, 2).contiguous().transpose(0, 2))
 
 
 def test_large_scratch_is_right_and_given_back():
