@@ -1,7 +1,7 @@
 """Random paged problems, and the plain attention they must equal."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,8 +120,8 @@ def attend_by_mask(query, key, value, layout, scale, window=None, softcap=None):
 
 
 def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads: int, kv_heads: int, dim: int,
-               dtype: torch.dtype, size: float = 1, **options: Any) -> list[torch.Tensor]:  # fmt: skip
-    """Judge output, log-sum-exp and the gradients from both by the mask of all pairs; return all of them."""
+               dtype: torch.dtype, size: float = 1, runs: Iterable[Any] = (None,), **options: Any) -> None:  # fmt: skip
+    """Judge output, log-sum-exp and the gradients from both, in each of ``runs``, by the mask of all pairs."""
     shapes = [(layout.num_tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
     torch.manual_seed(0)  # hypothesis runs an example again
     *tensors, grad = (torch.randn(shape).to(dtype) for shape in shapes)
@@ -131,10 +131,10 @@ def check_tree(function: Callable[..., Any], layout: rlkernels.TreeLayout, heads
         with_gradients(partial(attend_by_mask, **settings), inputs, *grads)
         for inputs in (tensors, [t.double() for t in tensors])
     )
-    results = with_gradients(partial(function, **settings), tensors, *grads)
-    # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
-    assert_as_plain(results, plain, exact, floor=1e-6, relative=backward_rounding(dtype))
-    return results
+    for _ in runs:
+        results = with_gradients(partial(function, **settings), tensors, *grads)
+        # exp(score - lse) loses a few more bits than a softmax: allow for that relative to the largest element
+        assert_as_plain(results, plain, exact, floor=1e-6, relative=backward_rounding(dtype))
 
 
 def backward_rounding(dtype: torch.dtype) -> float:

@@ -154,21 +154,20 @@ def test_equals_attention_by_a_mask(sequences, heads, dtype, window, softcap):
         lacks("the compiled extension")
     layout = TreeLayout.from_sequences(sequences)
     if layout.num_tokens:
-        for _ in every_isa():
-            check_tree(on_cpu, layout, *heads, dtype, size=2, window=window, softcap=softcap)
+        check_tree(on_cpu, layout, *heads, dtype, size=2, runs=every_isa(), window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [
     (torch.bfloat16, None), *((torch.float32, window) for window in (None, 1, 2, 63, 64, 65, 128, 150, 10**12)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_attention_by_a_mask_across_tiles(cpu_isa, shape, dtype, window):
-    check_tree(on_cpu, TreeLayout.from_sequences(grown(shape)), 3, 1, 32, dtype, window=window)
+def test_equals_attention_by_a_mask_across_tiles(compiled, shape, dtype, window):
+    check_tree(on_cpu, TreeLayout.from_sequences(grown(shape)), 3, 1, 32, dtype, runs=every_isa(), window=window)
 
 
 @pytest.mark.parametrize("dim", [1, 20, 64, 80, 128, 130, 512])
-def test_head_dims(cpu_isa, dim):
-    check_tree(on_cpu, TreeLayout.from_sequences(grown("turns")), 3, 1, dim, torch.float32)
+def test_head_dims(compiled, dim):
+    check_tree(on_cpu, TreeLayout.from_sequences(grown("turns")), 3, 1, dim, torch.float32, runs=every_isa())
 
 
 @pytest.mark.parametrize("outs", [(True, False), (False, True)])
