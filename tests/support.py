@@ -1,10 +1,11 @@
 """Helpers that several test files share."""
 
+import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ def run_python(*arguments: str, cwd: Path = ROOT, **env: str) -> str:
     process = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     return process.stdout.strip()
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Write a file with the JSON of a row on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def lacks(what: str) -> None:

@@ -14,7 +14,7 @@ from calculator import Calculator, calculate, right_number
 from countdown import CountdownSettings, reward
 from rich.console import Console
 from sentences import WORKED_FORMS, SentencesSettings, count, first_wrong_line, form, keys, near
-from support import ROOT, lacks
+from support import ROOT, lacks, write_jsonl
 from tiny import save_tiny_policy
 from transformers import AutoTokenizer
 
@@ -51,7 +51,7 @@ def test_calculator_rewards_the_last_number():
 def test_calculator_runs(tmp_path):
     train_path = tmp_path / "doubles.jsonl"
     rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(3)]
-    train_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(train_path, rows)
     task = {"name": "jsonl", "train_path": str(train_path), "test_path": str(train_path),
             "reward": "calculator:right_number", "environment": "calculator:Calculator"}  # fmt: skip
     assert run(tmp_path / "run", {"task": task})["steps"] == 1

@@ -1,6 +1,5 @@
 """What studies find out about the update of a run, on paths whose answer is known."""
 
-import json
 import math
 from contextlib import contextmanager
 from itertools import pairwise
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import write_jsonl
 
 from bench.studies import ranks, report, sentences
 from bench.studies.harness import OTHER_WEIGHTS
@@ -61,7 +61,7 @@ def straight_run(request, tmp_path, monkeypatch):
     request.param(tmp_path, path)
     rows = [{"step": 0, "eval/accuracy": 0.0}]
     rows += [{"step": number, "accuracy": number / STEPS} for number in range(1, STEPS + 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
     return tmp_path, path
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from support import write_jsonl
 
 from bench.studies import __main__ as command
 from bench.studies import drafts, ranks, report, trl
@@ -305,7 +306,7 @@ def test_drafts_are_compared_with_a_plain_run_that_has_finished(tmp_path):
     for folder, seconds in zip(folders, (1.0, 2.0)):
         folder.mkdir(parents=True)
         rows = [{"step": step, "loss": 0.5, "time/rollout_s": seconds} for step in (1, 2)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / "metrics.jsonl", rows)
     assert drafts.measure(12, folders[1]) == {}, "it waits"
     (folders[0] / "summary.json").write_text("{}")
     assert drafts.measure(12, folders[1]) == {"s of rollouts": 4.0, "same training": 1.0}

@@ -1,6 +1,5 @@
 """A tiny policy and a task that it can learn, for tests of the trainer."""
 
-import json
 import math
 import random
 import resource
@@ -11,6 +10,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from support import write_jsonl
 from tiny import digits, save_tiny_policy  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +65,7 @@ def jsonl_files(tmp_path_factory):
     rng = random.Random(0)
     for name, count in (("train", 12), ("test", 6)):
         rows = [{"prompt": "".join(rng.choices("ABCDEFGH", k=rng.randint(1, 6)))} for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{name}.jsonl", rows)
     return folder / "train.jsonl", folder / "test.jsonl"
 
 
@@ -105,7 +105,7 @@ def lessons(settings, tmp_path):
     """Return settings whose examples have an answer: the prompt backwards."""
     for name in ("train", "test"):
         rows = [{"prompt": p, "answer": p[::-1]} for p in (["ABC", "D", "FGAB", "HC"] if name == "train" else ["CA"])]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     paths = {f"{name}_path": str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     optimizer = {"lr_scheduler_type": "cosine", "learning_rate": 2e-2}
     return merged(settings, {"task": paths, "optimizer": optimizer, "sft": {"epochs": 60, "batch_tokens": 32}})

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import QUIET
 from rich.console import Console
+from support import write_jsonl
 
 from python_trainer.command_line.report import draw_curves, find_runs, summary_rows
 from python_trainer.config import EvaluationConfig
@@ -77,7 +78,7 @@ def test_a_column_that_a_whole_set_lacks_is_told(make_config, tmp_path):
     """The reward compares answers with None there, and every answer is wrong."""
     for name, column in (("train", "right"), ("test", "gold"), ("hard", "right"), ("few", "other")):
         rows = [{"prompt": "A", column: 1.0}, {"prompt": "B"}]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test", "hard", "few")}
     task = {"train_path": paths["train"], "test_path": paths["test"], "reward": "test_evaluation:known"}
     config = make_config(task=task, evaluation={"sets": {name: paths[name] for name in ("hard", "few")}})
@@ -97,7 +98,7 @@ def known_rows(folder, right):
     """Write a file of as many prompts as there are verdicts."""
     path = folder / f"{len(right)}-{sum(right):g}.jsonl"
     rows = [{"prompt": "ABCDEFGH"[: 1 + i], "right": value} for i, value in enumerate(right)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return str(path)
 
 

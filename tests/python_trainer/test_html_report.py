@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import QUIET, merged, run_settings, train
 from rich.console import Console
+from support import write_jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from python_trainer.command_line.report import (
@@ -115,7 +116,7 @@ def test_earlier_runs_are_charged(runs):
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         row |= {"rhyme/earlier_tokens": 3e6, "rhyme/earlier_seconds": 450.0}  # three runs, each found in another step
-    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(other / "metrics.jsonl", rows)
     runs_after = find_runs([runs])
     line = "other learned from earlier runs: their 9,000,000 tokens and 1,350 s count as its own"
     assert line in caveats(runs_after)

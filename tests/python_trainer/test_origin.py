@@ -12,6 +12,7 @@ from conftest import QUIET, merged, run_settings, train
 from gloo import KINDS, run_on_ranks
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support import write_jsonl
 from transformers import AutoTokenizer
 
 from python_trainer.command_line.sft import Sft
@@ -121,7 +122,7 @@ def test_ranks_that_begin_differently_end_with_one_line(tiny_policy, jsonl_files
     lines = Path(jsonl_files[0]).read_text().splitlines(keepends=True)
     (tmp_path / "prompts.jsonl").write_text("".join(lines[::-1]))
     rows = [json.loads(line) | {"answer": "1"} for line in Path(jsonl_files[1]).read_text().splitlines()]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "answers.jsonl", rows)
     run_on_ranks(tmp_path, set_ups_that_differ, settings, tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -1,11 +1,11 @@
 """Text from outside is escaped wherever it is shown: on the terminal, in errors and on the page of a report."""
 
 import io
-import json
 
 import pytest
 import yaml
 from rich.console import Console
+from support import write_jsonl
 
 from python_trainer.__main__ import main
 from python_trainer.accelerators.rhyme.database import RetrospectiveDatabase, StoredRun
@@ -72,7 +72,7 @@ def test_the_report_of_a_run(tmp_path):
     folder.mkdir()
     scores = {"eval/accuracy": 0.5, "eval/reward": 0.5, f"eval/{EVIL}/accuracy": 0.25}
     rows = [{"step": step, "time/training_s": 1.0 + step, **scores} for step in (0, 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "metrics.jsonl", rows)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"path": EVIL.replace("\udc80", "")}}))
     console = Console(file=io.StringIO(), width=300)
     report([folder], console)

@@ -11,6 +11,7 @@ import yaml
 from conftest import QUIET, kill_in_the_fourth_step, merged
 from rich.console import Console
 from safetensors.torch import load_file
+from support import write_jsonl
 from test_packing import plain_score
 
 from python_trainer.__main__ import main
@@ -178,7 +179,7 @@ def test_errors_name_the_setting_or_the_line(lessons, tmp_path):
 def test_examples_that_are_too_long_are_left_out_where_that_is_asked_for(lessons, tmp_path):
     for name in ("train", "test"):
         rows = [{"prompt": "A", "answer": "B" * length} for length in (200, 126, 127)]  # 128 with prompt and end token
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     out = io.StringIO()
     config = config_of(lessons, task={"overlong": "drop"})
     run = Sft(config, tmp_path / "run", console=Console(file=out, width=1000))

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 from conftest import QUIET, merged, save_tiny_policy, train
 from rich.console import Console
+from support import write_jsonl
 from transformers import AutoTokenizer, GenerationConfig
 
 from python_trainer.command_line.sft import Sft
@@ -138,7 +139,7 @@ def test_special_tokens_reach_rewards_and_environments(folder, make_config, tmp_
 def test_prompts_that_answers_continue_are_counted(folder, make_config, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
     rows += [{"messages": [{"role": "user", "content": "1"}]}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "train.jsonl", rows)
     console = Console(file=io.StringIO(), width=1000)
     config = make_config(task={"train_path": str(tmp_path / "train.jsonl")}, model={"path": str(folder)})
     trainer = Trainer(config, tmp_path / "run", console=console)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import QUIET, save_tiny_policy
 from rich.console import Console
-from support import ROOT
+from support import ROOT, write_jsonl
 from tokenizers.processors import TemplateProcessing
 
 from python_trainer.accelerators.rhyme.database import prompt_hash
@@ -132,7 +132,7 @@ def write_answers(path):
             writer.writeheader()
             writer.writerows(ANSWERS)
     elif path.suffix == ".jsonl" or path.stem == "lines":
-        path.write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
+        write_jsonl(path, ANSWERS)
     elif path.stem == "columns":
         path.write_text(json.dumps({name: [row[name] for row in ANSWERS] for name in ANSWERS[0]}))
     elif path.suffix == ".json":
@@ -319,7 +319,7 @@ def test_a_first_token_that_is_no_special_one_is_text(chatting):
 def test_prompts_that_are_too_long(make_config, tmp_path, capsys):
     """The answer takes 12 of 128 tokens."""
     lines = [{"prompt": "A" * n} for n in (1, 117, 116, 150)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    write_jsonl(tmp_path / "train.jsonl", lines)
     task = {"train_path": str(tmp_path / "train.jsonl")}
     with pytest.raises(UserError, match=r"prompt .*train.jsonl:2 has 117 tokens"):
         Trainer(make_config(task=task), tmp_path / "run", console=QUIET)
