@@ -88,7 +88,7 @@ def test_resume_equals_the_uninterrupted_run(make_config, tmp_path, monkeypatch,
         "optimizer": {"lr_scheduler_type": "cosine", "warmup_steps": 2}, "save": {"save_steps": 2},
     }  # fmt: skip
     config = make_config(max_steps=6, **options, **changes)
-    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    train(config, tmp_path / "whole")
     kill_in_the_fourth_step(Trainer(config, tmp_path / "parts", console=QUIET))
     assert len(read_metrics(tmp_path / "parts")) == 4
     resumed = Trainer(config, tmp_path / "parts", resume=True, console=QUIET)
@@ -184,7 +184,7 @@ def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
     trainer.policy.save = full_disk(20_000)(trainer.policy.save)
     with pytest.raises(UserError, match="run/model cannot be written: .*too large.*; step 2 is saved"):
         trainer.run()
-    Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+    train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 20_000
 
 
@@ -211,7 +211,7 @@ def test_one_folder_has_one_trainer(make_config, tmp_path):
                 Trainer(make_config(max_steps=1), folder, resume=resume, console=QUIET)
         assert [p.name for p in folder.iterdir()] == [".lock"]
         holder.kill()  # the lock goes with it
-    Trainer(make_config(max_steps=1), folder, console=QUIET).run()
+    train(make_config(max_steps=1), folder)
     with locked(folder):
         pass
 
@@ -226,7 +226,7 @@ def test_a_run_that_another_one_took_further_meanwhile_is_refused(make_config, t
 
 def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     config = make_config(max_steps=1, model={"lora": {"r": 2}})
-    Trainer(config, tmp_path / "run", console=QUIET).run()
+    train(config, tmp_path / "run")
     temporary = tmp_path / "run" / ".model.tmp"
     temporary.mkdir()
     (temporary / "model-00001-of-00009.safetensors").write_bytes(b"half of one")
@@ -235,7 +235,7 @@ def test_what_a_kill_left_of_the_model_is_not_published(make_config, tmp_path):
     )  # the new one was not in place yet
     umask = os.umask(0o022)
     try:
-        Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()
+        train(config, tmp_path / "run", resume=True)
     finally:
         os.umask(umask)
     written = [path for folder in ("model", "adapter") for path in (tmp_path / "run" / folder).iterdir()]
@@ -253,11 +253,11 @@ def test_folders_of_a_run_may_lie_elsewhere(make_config, tmp_path):
     for name in ("checkpoints", "model", "config.yaml"):  # which lead nowhere yet
         (run / name).symlink_to(disk / name)
     config = make_config(max_steps=2, save={"save_steps": 1, "save_total_limit": 2})
-    Trainer(config, run, console=QUIET).run()
+    train(config, run)
     moved = (disk / "checkpoints" / "step-000001").rename(disk / "moved")
     (disk / "checkpoints" / "step-000001").symlink_to(moved)
     longer = make_config(max_steps=3, save={"save_steps": 1, "save_total_limit": 2})
-    Trainer(longer, run, resume=True, console=QUIET).run()
+    train(longer, run, resume=True)
     assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert (moved / "state.json").exists()  # not ours to remove
     assert all((run / name).is_symlink() for name in ("checkpoints", "model", "config.yaml"))
@@ -273,8 +273,8 @@ def flip(path):
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(make_config, tmp_path, capsys):
     config = make_config(max_steps=4, save={"save_steps": 2})
-    Trainer(config, tmp_path / "whole", console=QUIET).run()
-    Trainer(config, tmp_path / "parts", console=QUIET).run()
+    train(config, tmp_path / "whole")
+    train(config, tmp_path / "parts")
     folder = tmp_path / "parts" / "checkpoints"
     flip(folder / "step-000004" / "tensors.safetensors")
     trainer = Trainer(config, tmp_path / "parts", resume=True)

@@ -7,7 +7,7 @@ from statistics import fmean
 from unittest.mock import Mock
 
 import pytest
-from conftest import QUIET
+from conftest import QUIET, train
 from rich.console import Console
 from support import write_jsonl
 
@@ -137,14 +137,14 @@ def test_evaluations_are_compared_on_the_same_prompts(known_config, tmp_path):
 
 def test_a_run_that_ends_where_it_was_evaluated_is_evaluated_on_all_prompts(known_config, tmp_path, monkeypatch):
     """The end of a run that went on is none of this one."""
-    Trainer(known_config(max_steps=2), tmp_path / "run", console=QUIET).run()
+    train(known_config(max_steps=2), tmp_path / "run")
     trainer = Trainer(known_config(max_steps=8), tmp_path / "run", resume=True, console=QUIET)
     step = trainer.step
     monkeypatch.setattr(trainer, "step", lambda number: step(number) if number < 5 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run()
     assert "final" not in trainer.state.results
-    Trainer(known_config(max_steps=4), tmp_path / "run", resume=True, console=QUIET).run()
+    train(known_config(max_steps=4), tmp_path / "run", resume=True)
     rows = map(json.loads, (tmp_path / "run" / EVALUATIONS).read_text().splitlines())
     assert [(row["step"], row["name"]) for row in rows] == [(0, "start"), (2, "final"), (4, "final")]
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_compares_only_evaluations_with_the_same_rewards(make_conf
     if "test_path" in changes:  # an answer in the file was mended
         changes = {"test_path": known_rows(tmp_path, changes["test_path"])}
     task = {"train_path": rows, "test_path": rows, "reward": "test_evaluation:known"}
-    Trainer(make_config(max_steps=2, task=task), tmp_path / "run", console=QUIET).run()
+    train(make_config(max_steps=2, task=task), tmp_path / "run")
     config = make_config(max_steps=4, task=task | changes)
     trainer = Trainer(config, tmp_path / "run", resume=True, console=QUIET)
     trainer.run()
@@ -183,7 +183,7 @@ def test_a_resumed_run_compares_only_evaluations_of_the_same_sets(make_config, t
     ({"eval_limit_during": 4}, 0.25), ({"temperature": 0}, None), ({"samples": 2}, None), ({}, 0.25),
 ])  # fmt: skip
 def test_a_resumed_run_compares_only_evaluations_of_the_same_prompts(known_config, tmp_path, changes, start):
-    Trainer(known_config(max_steps=2), tmp_path / "run", console=QUIET).run()
+    train(known_config(max_steps=2), tmp_path / "run")
     shown = io.StringIO()
     trainer = Trainer(known_config(**changes), tmp_path / "run", resume=True, console=Console(file=shown, width=500))
     summary = trainer.run()

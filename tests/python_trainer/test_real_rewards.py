@@ -97,7 +97,7 @@ def test_rhyme_tells_that_it_stands_aside_where_nothing_is_right(length_config, 
 
 def test_what_was_found_of_the_task_outlasts_an_interruption(length_config, tmp_path):
     config = length_config(max_steps=2, save={"save_steps": 1})
-    Trainer(config.model_copy(update={"max_steps": 1}), tmp_path / "run", console=QUIET).run()
+    train(config.model_copy(update={"max_steps": 1}), tmp_path / "run")
     assert not Trainer(config, tmp_path / "run", resume=True, console=QUIET).state.judged
     assert Trainer(config, tmp_path / "other", console=QUIET).state.judged
 

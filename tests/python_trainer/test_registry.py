@@ -148,8 +148,8 @@ def test_a_task_of_one_file(settings, tmp_path):
 def test_an_advantage_and_an_aggregation_of_ones_own(make_config, tmp_path):
     algorithm = {"advantage": f"{HERE}:best", "loss_type": f"{HERE}:first_half"}
     config = make_config(max_steps=2, algorithm=algorithm)
-    Trainer(config, tmp_path / "run", console=QUIET).run()
-    Trainer(make_config(max_steps=2), tmp_path / "plain", console=QUIET).run()
+    train(config, tmp_path / "run")
+    train(make_config(max_steps=2), tmp_path / "plain")
     row, plain_row = (read_metrics(tmp_path / name)[1] for name in ("run", "plain"))
     assert row["reward"] == plain_row["reward"] and row["grad_norm"] > 0 and row["grad_norm"] != plain_row["grad_norm"]
     with pytest.raises(UserError, match=f"num_generations must be >= 2 with algorithm.advantage {HERE}:best: .* got 1"):
@@ -200,7 +200,7 @@ def test_callbacks_are_called_in_order(make_config, tmp_path):
     log = create_autospec(Callback, instance=True)
     log.on_save.side_effect = lambda trainer, step, checkpoint: checkpoint.resolve(strict=True)  # it is there by then
     config = make_config(max_steps=2, evaluation={"eval_steps": 1})
-    Trainer(config, str(tmp_path / "run"), console=QUIET, callbacks=[log, Callback]).run()
+    train(config, str(tmp_path / "run"), callbacks=[log, Callback])
     names = ["evaluate", "rollouts", "evaluate", "step", "rollouts", "evaluate", "step", "save", "end"]
     assert [name for name, *_ in log.mock_calls] == [f"on_{name}" for name in names]
     rows = read_metrics(tmp_path / "run")
@@ -216,7 +216,7 @@ def test_callbacks_are_called_in_order(make_config, tmp_path):
 def test_an_error_in_a_callback_names_it_and_what_is_finished_is_saved(make_config, tmp_path, monkeypatch, error):
     monkeypatch.setattr(Callback, "on_step", Mock(side_effect=[None, None, error]))
     with pytest.raises(UserError, match=f"callback Callback.on_step raised {type(error).__name__}: {error}"):
-        Trainer(make_config(), tmp_path / "run", callbacks=[Callback], console=QUIET).run()
+        train(make_config(), tmp_path / "run", callbacks=[Callback])
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
 
 
@@ -290,7 +290,7 @@ def test_a_task_made_in_python_trains_and_resumes(settings, tmp_path):
     values = settings | {"task": Task("mine", prompts, prompts[:2], {"digits": digits})}
     config = load_config(values, ["max_steps=1"])
     assert config.task.name == "object:mine"
-    Trainer(config, tmp_path / "run", console=QUIET).run()
+    train(config, tmp_path / "run")
     resumed = train(load_config(values, ["max_steps=2"]), tmp_path / "run", resume=True)
     assert resumed.state.step == 2 and resumed.task.train is prompts
 

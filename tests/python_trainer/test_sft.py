@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import torch
 import yaml
-from conftest import QUIET, kill_in_the_fourth_step, merged
+from conftest import QUIET, kill_in_the_fourth_step, merged, train
 from rich.console import Console
 from safetensors.torch import load_file
 from support import write_jsonl
@@ -73,7 +73,7 @@ def test_an_answer_is_learned_by_heart(lessons, tmp_path, capsys):
     rollouts = engine.generate([Request(ids, max_new_tokens=8) for ids in prompts], SamplingParams(temperature=0))
     assert [policy.decode(row.response_ids) for row in rollouts] == ["CBA", "BAGF"]
     assert [row.finish_reason for row in rollouts] == ["stop", "stop"]
-    Trainer(config_of(lessons, max_steps=1), tmp_path / "rl", console=QUIET).run()
+    train(config_of(lessons, max_steps=1), tmp_path / "rl")
     with pytest.raises(UserError, match="written by another version of the trainer or something else: .*sft_answers"):
         Sft(config, tmp_path / "rl", resume=True, console=QUIET)
     assert main(["report", str(tmp_path / "run")]) == 0  # has no accuracy or accelerators to tell

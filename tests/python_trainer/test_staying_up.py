@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config, tmp_path, monkeypat
     assert all(p.isfinite().all() for p in trainer.policy.model.parameters())
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     reward.side_effect = None
-    Trainer(config, tmp_path / "run", resume=True, console=QUIET).run()  # the reward was mended
+    train(config, tmp_path / "run", resume=True)  # the reward was mended
     assert read_metrics(tmp_path / "run")[-1]["step"] == 6
 
 
@@ -101,7 +101,7 @@ def test_a_reward_may_change_the_working_folder(make_config, tmp_path, monkeypat
     (tmp_path / "sandbox").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("conftest.digits", wander)
-    Trainer(make_config(accelerators={"rhyme": {"database": "history.db"}}), "run", console=QUIET).run()
+    train(make_config(accelerators={"rhyme": {"database": "history.db"}}), "run")
     assert saved(tmp_path / "run") and read_metrics(tmp_path / "run")[-1]["step"] == 4
     assert len(RetrospectiveDatabase(str(tmp_path / "history.db")).runs()) == 1
     assert not any((tmp_path / "sandbox").iterdir())
@@ -138,10 +138,10 @@ def test_a_reward_that_fails_leaves_the_last_finished_step(make_config, tmp_path
     config = make_config(max_steps=5, **options)
     reward = Mock(wraps=digits, __name__="digits")
     monkeypatch.setattr("conftest.digits", reward)
-    Trainer(config, tmp_path / "whole", console=QUIET).run()
+    train(config, tmp_path / "whole")
     reward.side_effect = [DEFAULT] * (at - 1) + [error]
     with pytest.raises(UserError, match="reward function digits") as raised:
-        Trainer(config, tmp_path / "parts", console=QUIET).run()
+        train(config, tmp_path / "parts")
     reward.side_effect = None
     saved_step = {4: 2, 6: 4, 8: 5}[at]
     assert raised.value.__notes__ == [f"step {saved_step} is saved: --resume continues from it"]
@@ -201,5 +201,5 @@ def test_a_set_up_that_fails_closes_its_engine(make_config, tmp_path, monkeypatc
     monkeypatch.setattr(PagedEngine, "close", close)
     monkeypatch.setattr(f"python_trainer.{part}", Mock(side_effect=UserError("it cannot be made")))
     with pytest.raises(UserError, match="^it cannot be made$"):
-        Trainer(make_config(), tmp_path / "run", console=QUIET).run()
+        train(make_config(), tmp_path / "run")
     close.assert_called_once()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import LORA, QUIET, kill_in_the_fourth_step, merged, run_settings
+from conftest import LORA, QUIET, kill_in_the_fourth_step, merged, run_settings, train
 from gloo import run_on_ranks
 from gloo import train as train_here
 from rich.console import Console
@@ -79,13 +79,13 @@ def test_killed_before_the_first_checkpoint(make_config, tmp_path):
     config = make_config(**merged(KEPT, {"save": {"save_steps": 0}}))
     kill_in_the_fourth_step(Trainer(config, tmp_path, console=QUIET))
     record = Record()
-    Trainer(config, tmp_path, resume=True, console=QUIET, callbacks=[record]).run()
+    train(config, tmp_path, resume=True, callbacks=[record])
     history = History(tmp_path / "weights")
     assert history.steps == 4 and same(dict(history.weights(4)), record.weights[4])
 
 
 def test_a_step_as_a_model(make_config, tmp_path, capsys):
-    Trainer(make_config(**merged(KEPT, {"max_steps": 2})), tmp_path / "run", console=QUIET).run()
+    train(make_config(**merged(KEPT, {"max_steps": 2})), tmp_path / "run")
     restore = ["weights", str(tmp_path / "run"), "--step"]
     assert rlkernels([*restore, "2", "--output-dir", str(tmp_path / "two")]) == 0
     model_folder = tmp_path / "run/model"
@@ -128,7 +128,7 @@ def test_a_history_that_is_not_the_runs(make_config, tmp_path):
     def more(**changes):
         return make_config(**merged(changes, {"max_steps": 5}))
 
-    Trainer(make_config(max_steps=4, save={"save_steps": 1}), tmp_path / "a", console=QUIET).run()
+    train(make_config(max_steps=4, save={"save_steps": 1}), tmp_path / "a")
     (warning,) = limited(more, tmp_path / "a", 10**9, resume=True)
     assert "cannot go on after step 4: the run began without a weight history" in warning
     limited(make_config, tmp_path / "b", 10**9)
