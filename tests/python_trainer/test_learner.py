@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import QUIET, graded
 from paged import make_policy
+from support import assert_equal
 
 import python_trainer.model.policy
 from python_trainer.data import Rollout
@@ -143,7 +144,8 @@ def test_stored_answers_alone_need_nothing_before_the_update(make_config, tmp_pa
     row = learner.update(stored, 1, lr_scale=0.25)
     assert row["learning_rate"] == 0.25 * config.optimizer.learning_rate and row["grad_norm"] > 0
     assert set(passes) == {(True, True)}
-    assert critic is None or all(torch.equal(critic[name], w) for name, w in learner.critic.state_dict().items())
+    if critic:
+        assert_equal(learner.critic.state_dict(), critic)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -154,7 +156,7 @@ def test_a_critic_whose_gradient_is_not_finite_leaves_the_policy_as_it_was(make_
     learner.critic.head.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
     with pytest.raises(NotFinite, match="the norm of the gradient is nan"):
         learner.update(graded(MIXED), 1)
-    assert all(torch.equal(before[name], weight) for name, weight in learner.policy.model.state_dict().items())
+    assert_equal(learner.policy.model.state_dict(), before)
 
 
 def less_sure(logprobs, ratio, advantages, settings):

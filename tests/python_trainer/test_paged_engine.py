@@ -27,7 +27,7 @@ from paged import (
     prompts,
 )
 from sampling_cases import compute_logprobs
-from support import Launches
+from support import Launches, assert_equal
 from tiny import generate_greedy
 
 from python_trainer.data import Request
@@ -213,7 +213,7 @@ def test_model_stays_trainable_and_as_it_was():
     engine.generate(mixed_requests(), SamplingParams())
     assert model.config._attn_implementation == implementation
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected))
+    assert_equal(gradients(), expected)
 
 
 def test_a_model_in_training_mode_generates_without_dropout():

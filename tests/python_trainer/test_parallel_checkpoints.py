@@ -11,6 +11,7 @@ import torch.distributed as dist
 from conftest import QUIET, merged, run_settings
 from gloo import run_on_ranks, train
 from safetensors.torch import load_file
+from support import assert_equal
 from torch.distributed.fsdp import FSDPModule
 
 from bench.faults.training import differences, load_whole
@@ -219,7 +220,7 @@ def test_shards_that_were_written_before_the_first_optimizer_step(settings, tmp_
         write_shards(tmp_path, first.learner.state_dict())
     second.learner.load_state_dict(read_shards(tmp_path, second.learner.state_dict()))
     for modules in zip((first.policy.model, first.learner.critic), (second.policy.model, second.learner.critic)):
-        assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules)))
+        assert_equal(*(list(module.parameters()) for module in modules))
 
 
 def test_damaged_shards_are_named(runs, settings, tmp_path):

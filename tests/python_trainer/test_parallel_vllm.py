@@ -13,6 +13,7 @@ from fake_vllm import EOS, MAX_LENGTH, FakeLLM, draw, install, serving, urls
 from gloo import KINDS, run_on_ranks, train
 from paged import LONGROPE, make
 from safetensors.torch import load_file
+from support import assert_equal
 
 from python_trainer.environment import Environment
 from python_trainer.errors import UserError
@@ -78,7 +79,7 @@ def train_and_tell(settings, folder, parallel=None, *, sleeps=None):
         llm = FakeLLM.last
         saved = dict(checkpoint_weights(trainer.policy.inference_model))
         loaded = llm.loaded or llm.lost  # it sleeps while a model is saved that has to be gathered
-        assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
+        assert_equal(loaded, saved)
         assert llm.options["enable_sleep_mode"] == sleeps
         report |= {"events": llm.events, "backend": llm.options.get("distributed_executor_backend")}
     (folder / f"rank-{trainer.ranks.rank}.json").write_text(json.dumps(report))
@@ -235,8 +236,7 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
 
     with patch("transformers.core_model_loading.revert_weight_conversion", revert):
         streamed = dict(policy.stream_checkpoint())
-    assert streamed.keys() == {f"there.{name}" for name in expected}
-    assert all(torch.equal(streamed[f"there.{name}"], weight) for name, weight in expected.items())
+    assert_equal(streamed, {f"there.{name}": weight for name, weight in expected.items()})
     layers, other_calls = (
         [names for names in calls if ("layers" in names[0]) == in_layers] for in_layers in (True, False)
     )
@@ -245,7 +245,7 @@ def test_layers_are_gathered_one_by_one(tiny_policy):
         policy.save(tiny_policy / "never")
     policy.streams_weights = True
     policy.restore_inference_model()
-    assert all(torch.equal(weight, expected[name]) for name, weight in checkpoint_weights(policy.inference_model))
+    assert_equal(dict(checkpoint_weights(policy.inference_model)), expected)
 
 
 def test_drafts_come_from_the_accelerators_history(make_config, tmp_path, monkeypatch):

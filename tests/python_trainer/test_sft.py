@@ -11,7 +11,7 @@ import yaml
 from conftest import QUIET, kill_in_the_fourth_step, merged, train
 from rich.console import Console
 from safetensors.torch import load_file
-from support import write_jsonl
+from support import assert_equal, write_jsonl
 from test_packing import plain_score
 
 from python_trainer.__main__ import main
@@ -121,8 +121,7 @@ def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monke
     resumed = Sft(config, tmp_path / "cut", resume=True, console=QUIET)
     assert resumed.state.step == 2 and resumed.policy.model.dtype == torch.float32
     resumed.run()
-    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_equal(*(load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")))
     rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
     assert [len(r) for r in rows] == [5, 5]
 

@@ -7,6 +7,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 from conftest import QUIET, assert_goes_on, digits, saved, train
+from support import assert_equal
 
 from bench.faults.training import differences
 from python_trainer.__main__ import main
@@ -30,7 +31,7 @@ def test_an_optimizer_step_that_is_not_finite_changes_nothing():
             p.grad = torch.full_like(p, value)
         with pytest.raises(NotFinite, match="the norm of the gradient is (nan|inf)"):
             optimizer.clip_gradients()
-        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+        assert_equal(list(model.parameters()), weights)
         assert all(p.grad is None for p in model.parameters()) and not optimizer.adamw.state
 
 

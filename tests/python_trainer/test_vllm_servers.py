@@ -15,8 +15,7 @@ from conftest import LORA, merged, run_settings
 from fake_vllm import EOS, FakeWorker, draw, serving, urls
 from gloo import run_on_ranks, train
 from safetensors.torch import load_file
-from support import lacks
-from torch.testing import assert_close
+from support import assert_equal, lacks
 
 from python_trainer.config import load_config
 from python_trainer.data import Request, Rollout
@@ -218,7 +217,7 @@ def sends(fakes, tmp_path, monkeypatch):
             num_bodies = [len(fake.bodies) for fake in fakes]
             engine.generate([Request([1])], SamplingParams())
             for fake in fakes[:count]:
-                assert_close(fake.loaded, dict(checkpoint_weights(model)), rtol=0, atol=0)
+                assert_equal(fake.loaded, dict(checkpoint_weights(model)))
             assert not (tmp_path / "weights").exists()
             load_arguments = [[b["args"] for _, b in fake.bodies[n:] if b and b.get("method") == "load_policy"]
                      for fake, n in zip(fakes[:count], num_bodies)]  # fmt: skip
@@ -300,7 +299,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
         engine.generate([Request([1])], SamplingParams())
         sent.append(engine.stats["weight_bytes"] - bytes_before)
         for fake in fakes[:2]:
-            assert_close(fake.loaded, dict(checkpoint_weights(policy.inference_model)), rtol=0, atol=0)
+            assert_equal(fake.loaded, dict(checkpoint_weights(policy.inference_model)))
         stir(policy, seed)
         engine.policy_updated()
     header = 250 * len(names)  # names and shapes in the file
@@ -310,7 +309,7 @@ def test_of_a_policy_with_adapters_servers_get_the_weights_once(fakes, tiny_poli
     engine.close()
     assert not (tmp_path / ".vllm").exists()
     engine.generate([Request([1])], SamplingParams())  # who asks again, all the same
-    assert_close(fakes[0].loaded, dict(checkpoint_weights(policy.inference_model)), rtol=0, atol=0)
+    assert_equal(fakes[0].loaded, dict(checkpoint_weights(policy.inference_model)))
     assert not (tmp_path / ".vllm").exists()
 
 
