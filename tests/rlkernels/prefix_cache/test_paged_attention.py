@@ -14,7 +14,7 @@ from rlkernels.prefix_cache import reference
 F = torch.nn.functional
 
 
-def plain(problem: Problem, i: int, window: int | None = None) -> torch.Tensor:
+def plain(problem: Problem, i: int, window: int | None) -> torch.Tensor:
     """Compute torch's attention of the queries of sequence i, [q, Hq, d]."""
     length = int(problem.seq_lens[i])
     rows = slice(*problem.query_starts[i : i + 2].tolist())
@@ -28,22 +28,15 @@ def plain(problem: Problem, i: int, window: int | None = None) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads, mask, scale=problem.scale, enable_gqa=True).transpose(0, 1)
 
 
-def test_paged_attention_is_attention():
+@pytest.mark.parametrize("window", [None, 1, 4, 6])
+def test_paged_attention_is_attention(window):
+    """A window is a mask."""
     problem = paged([1, 4, 5, 9, 3, 7], [1, 4, 1, 3, 0, 7], dtype=torch.float64)
-    out, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, return_lse=True)
-    for i in range(6):
-        rows = slice(*problem.query_starts[i : i + 2].tolist())
-        torch.testing.assert_close(out[rows], plain(problem, i))
-    assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
-
-
-@pytest.mark.parametrize("window", [1, 4, 6])
-def test_a_window_is_a_mask(window):
-    problem = paged([1, 4, 5, 9, 3, 7], [1, 4, 1, 3, 0, 7], dtype=torch.float64)
-    out = rlkernels.paged_attention(*problem.args(), scale=problem.scale, window=window)
+    out, lse = rlkernels.paged_attention(*problem.args(), scale=problem.scale, window=window, return_lse=True)
     for i in range(6):
         rows = slice(*problem.query_starts[i : i + 2].tolist())
         torch.testing.assert_close(out[rows], plain(problem, i, window))
+    assert lse.shape == problem.query.shape[:2] and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
