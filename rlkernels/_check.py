@@ -90,6 +90,16 @@ def tensor(name: str, value: object, *, ndim: int | tuple[int, ...] | None = Non
     return value
 
 
+def no_gradient(advice: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError where autograd would record an op without a gradient: nobody would notice the loss.
+
+    ``advice`` may hold ``{name}``, the name of the tensor.
+    """
+    for name, value in tensors.items():
+        if value is not None and torch.is_grad_enabled() and value.requires_grad:
+            raise ValueError(f"{name} must not require gradients, got requires_grad=True: {advice.format(name=name)}")
+
+
 def has_values(value: torch.Tensor) -> bool:
     """Return False for meta and fake tensors, which have a shape alone."""
     return not (value.is_meta or isinstance(value, FakeTensor))

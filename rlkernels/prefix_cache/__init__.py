@@ -1,5 +1,6 @@
 """Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of Triton's kernels for training: at 512 their gradients need 130 KiB of shared memory; an A10, L4 or RTX has 99
 MAX_FLOAT32_HEAD = 256
 MANY_TOKENS = 2048  # beyond them a GPU writes longer than it launches
+_SEQUENCES = "block_tables", "seq_lens", "query_starts"
+_GROUPS = "group_tables", "group_lens", "group_starts"
+Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tables [N, blocks], lens [N] and starts [N + 1]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -98,20 +102,18 @@ def write_kv(
         _backend.mark_written(key_cache, value_cache)
 
 
-def _check_paged(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    **_: object,
+def _check_attention(
+    op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, **others: Any
 ) -> None:
-    _check_attention("paged_attention", query, key_cache, value_cache)
-    _check_ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+    _check_caches(key_cache, value_cache)
+    _check.tensor("query", query, ndim=3, floating=True, device=key_cache.device)
+    _check_no_gradient(op, query=query, key_cache=key_cache, value_cache=value_cache)
+    for name, ndim in zip((*_GROUPS, *_SEQUENCES), (2, 1, 1, 2, 1, 1)):
+        if name in others:
+            _check.tensor(name, others[name], ndim=ndim, dtype=torch.int32, device=query.device)
 
 
-@public_op("paged_attention", _check_paged)
+@public_op("paged_attention", functools.partial(_check_attention, "paged_attention"))
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -165,24 +167,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_shared(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    group_tables: torch.Tensor,
-    group_lens: torch.Tensor,
-    group_starts: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    **_: object,
-) -> None:
-    _check_attention("shared_prefix_attention", query, key_cache, value_cache)
-    _check_ragged(query.device, group_tables=group_tables, group_lens=group_lens, group_starts=group_starts)
-    _check_ragged(query.device, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
-
-
-@public_op("shared_prefix_attention", _check_shared)
+@public_op("shared_prefix_attention", functools.partial(_check_attention, "shared_prefix_attention"))
 def shared_prefix_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -511,12 +496,6 @@ def _check_mask(window: int | None, softcap: float | None) -> None:
         _check.positive("softcap", softcap)
 
 
-def _check_attention(op: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    _check_caches(key_cache, value_cache)
-    _check.tensor("query", query, ndim=3, floating=True, device=key_cache.device)
-    _check_no_gradient(op, query=query, key_cache=key_cache, value_cache=value_cache)
-
-
 def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:
     shape = key_cache.shape
     _check.shape("value_cache", value_cache, shape)
@@ -527,24 +506,8 @@ def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
 
 
 def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
-    """Raise ValueError where autograd would record the op, which has no gradient: nobody would notice the loss."""
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"{name} must not require grad, because {op} has no gradient: generate under torch.no_grad(), "
-                    "train with tree_attention or torch's own attention"
-                )
-
-
-_SEQUENCES = "block_tables", "seq_lens", "query_starts"
-_GROUPS = "group_tables", "group_lens", "group_starts"
-Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tables [N, blocks], lens [N] and starts [N + 1]
-
-
-def _check_ragged(device: torch.device, **ragged: torch.Tensor) -> None:
-    for (name, tensor), ndim in zip(ragged.items(), (2, 1, 1)):
-        _check.tensor(name, tensor, ndim=ndim, dtype=torch.int32, device=device)
+    advice = "generate under torch.no_grad(), train with tree_attention or torch's own attention"
+    _check.no_gradient(f"{op} has no gradient: {advice}", **tensors)
 
 
 def _ragged(names: tuple[str, str, str], tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor) -> Ragged:

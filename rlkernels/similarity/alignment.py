@@ -1,5 +1,7 @@
 """Dynamic time warping of every trajectory with every other."""
 
+from typing import Any
+
 import torch
 
 from rlkernels import _check
@@ -27,13 +29,9 @@ def _prepare(op, x, y, x_lengths, y_lengths, band, backend):
     return chosen, x, y, x_lengths, y_lengths, arguments.band(band)
 
 
-def _check_types(
-    x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor | None = None, y_lengths: torch.Tensor | None = None,
-    **_: object,
-) -> None:  # fmt: skip
-    arguments.series(x, y)
-    arguments.length_types(x.device, x_lengths=x_lengths, y_lengths=y_lengths)
-    arguments.without_gradient("soft_dtw is differentiable, for this cost alone ", x=x, y=y)
+def _check_types(x: torch.Tensor, y: torch.Tensor, **others: Any) -> None:
+    arguments.aligned_types(x, y, **others)
+    _check.no_gradient(f"{arguments.DETACH}, or call soft_dtw, whose cost is differentiable", x=x, y=y)
 
 
 @public_op("dtw", _check_types)

@@ -5,14 +5,19 @@ import torch
 from rlkernels import _check
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DETACH = "the result has none; pass {name}.detach()"
 
 
-def series(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Raise unless x and y are both of two or both of three dimensions, of a floating dtype, on one device."""
+def aligned_types(
+    x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor | None = None, y_lengths: torch.Tensor | None = None,
+    **_: object,
+) -> None:  # fmt: skip
+    """Raise unless x and y are both of two or of three dimensions, of a floating dtype, on one device with lengths."""
     _check.tensor("x", x, ndim=(2, 3), dtype=FLOATS)
     _check.tensor("y", y, ndim=(2, 3), dtype=FLOATS, device=x.device)
     if x.ndim != y.ndim:
         raise ValueError(f"y must have as many dimensions as x, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+    length_types(x.device, x_lengths=x_lengths, y_lengths=y_lengths)
 
 
 def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -23,16 +28,6 @@ def same_features(x: torch.Tensor, y: torch.Tensor) -> None:
             _check.shape("y", y, (None, None, features))
         if features == 0:
             raise ValueError(f"x must have at least one feature, got shape {tuple(x.shape)}")
-
-
-def without_gradient(alternative: str = "", **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError for a tensor that requires a gradient: the result has none. ``alternative``: what has one."""
-    for name, value in tensors.items():
-        if value is not None and torch.is_grad_enabled() and value.requires_grad:
-            raise ValueError(
-                f"{name} must not require gradients, got requires_grad=True: the result has none; {alternative}pass "
-                f"{name}.detach()"
-            )
 
 
 def histograms(name: str, value: torch.Tensor) -> None:

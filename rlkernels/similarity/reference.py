@@ -48,20 +48,18 @@ def not_finite(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (inside & ~x.isfinite().all(-1)).any(1)
 
 
-def blank_padding(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set x [N, L, D] to 0 beyond its lengths and in :func:`not_finite` trajectories; return also which those are."""
-    bad = not_finite(x, lengths)
-    beyond = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-    return x.masked_fill((beyond | bad[:, None]).unsqueeze(-1), 0), bad
-
-
 def prepare_series(
     value: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return series [N, L, D] with :func:`blank_padding`, their :func:`full_lengths`, and which are not finite, [N]."""
+    """Return series [N, L, D], their :func:`full_lengths`, and which are :func:`not_finite`, [N].
+
+    The series are 0 beyond their lengths and where they are not finite.
+    """
     lengths = full_lengths(value, lengths)
-    series, bad = blank_padding(as_series(value, dtype), lengths)
-    return series, lengths, bad
+    series = as_series(value, dtype)
+    bad = not_finite(series, lengths)
+    beyond = torch.arange(series.shape[1], device=series.device) >= lengths[:, None]
+    return series.masked_fill((beyond | bad[:, None]).unsqueeze(-1), 0), lengths, bad
 
 
 def band_radius(x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None) -> torch.Tensor:

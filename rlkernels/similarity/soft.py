@@ -77,15 +77,7 @@ class _SoftDtw(torch.autograd.Function):
         return grad_x, grad_y, None, None, None, None
 
 
-def _check_types(
-    x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor | None = None, y_lengths: torch.Tensor | None = None,
-    **_: object,
-) -> None:  # fmt: skip
-    arguments.series(x, y)
-    arguments.length_types(x.device, x_lengths=x_lengths, y_lengths=y_lengths)
-
-
-@public_op("soft_dtw", _check_types)
+@public_op("soft_dtw", arguments.aligned_types)
 def soft_dtw(
     x: torch.Tensor,
     y: torch.Tensor,

@@ -13,7 +13,7 @@ METRICS = ("sliced_wasserstein", "hellinger", "cosine")
 def _check_types(x: torch.Tensor, y: torch.Tensor, **_: object) -> None:
     _check.tensor("x", x, ndim=(2, 3), dtype=arguments.FLOATS)
     _check.tensor("y", y, ndim=x.ndim, dtype=arguments.FLOATS, device=x.device)
-    arguments.without_gradient(x=x, y=y)
+    _check.no_gradient(arguments.DETACH, x=x, y=y)
 
 
 @public_op("state_similarity", _check_types)

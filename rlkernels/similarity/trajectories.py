@@ -44,7 +44,7 @@ class Trajectories:
                 arguments.histograms("states", self.states)
         arguments.length_types(self.rewards.device, lengths=self.lengths)
         arguments.lengths("lengths", self.lengths, self.rewards)
-        arguments.without_gradient(rewards=self.rewards, states=self.states)
+        _check.no_gradient(arguments.DETACH, rewards=self.rewards, states=self.states)
 
     def __len__(self) -> int:
         return self.rewards.shape[0]

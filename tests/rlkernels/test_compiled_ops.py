@@ -219,7 +219,7 @@ def test_a_gradient_that_would_be_lost_raises(op, backend):
     for name, value in arguments.items():
         if torch.is_tensor(value) and value.is_floating_point():
             leaf = {name: value.clone().requires_grad_()}
-            with pytest.raises(ValueError, match=f"{name} must not require grad, because {op} has no gradient"):
+            with pytest.raises(ValueError, match=f"{name} must not require gradients.* {op} has no gradient"):
                 run(**arguments | leaf, backend=backend)
             with torch.no_grad():
                 run(**arguments | leaf, backend=backend)
