@@ -1,9 +1,10 @@
-"""What the compiled ops return, as shapes and dtypes only: for torch.compile and torch.export.
+"""What ops return, as shapes and dtypes only: for torch.compile and torch.export.
 
-Imported with the extension: ops of csrc/ops have no meta kernels in C++. Fakes of Triton's ops stand beside their
-launchers. Arguments are those of the op; ``*_`` collects those that do not matter.
+Ops of csrc/ops have no meta kernels in C++. Launchers of Triton's kernels take the fakes of the ops that return the
+same. Arguments are those of the op; ``*_`` collects those that do not matter.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import empty_like as like
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 
 
-def _attention(query, *_):
+def attention(query, *_):
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=F32)
 
 
@@ -34,16 +35,16 @@ def _top1_deltas(weights, bases, starts, tol, max_passes, min_passes, rank, seed
     return us, vs, sigmas, facts
 
 
-def _warps(x, y, x_lengths, y_lengths, band=None, subsequence=True):
+def warps(x, y, x_lengths, y_lengths, band=None, subsequence=True):
     place = x.new_empty(x.shape[0] if subsequence else 0, y.shape[0], dtype=I64)
     return x.new_empty(x.shape[0], y.shape[0]), place, like(place)
 
 
 FAKES: dict[str, Callable[..., Any]] = {
-    "paged_attention": _attention,
-    "shared_prefix_attention": _attention,
+    "paged_attention": attention,
+    "shared_prefix_attention": attention,
     "merge_attention": lambda out_a, lse_a, *_: (like(out_a), like(lse_a)),
-    "tree_attention": _attention,
+    "tree_attention": attention,
     "tree_attention_backward": lambda grad, grad_lse, query, key, value, *_: (like(query), like(key), like(value)),
     "add_rms_norm": _add_rms_norm,
     "rms_norm_backward": lambda grad_out, grad_sum, total, factor, weight: (like(total), like(weight)),
@@ -62,12 +63,16 @@ FAKES: dict[str, Callable[..., Any]] = {
     "top1_deltas": _top1_deltas,
     "delta_matvec": lambda weight, base, v: weight.new_empty(weight.shape[0], dtype=F32),
     "dtw": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
-    "dtw_subsequence": _warps,
-    "dtw_warps": _warps,
+    "dtw_subsequence": warps,
+    "dtw_warps": warps,
     "dtw_bounds": lambda x, y, *_: x.new_empty(x.shape[0], y.shape[0]),
     "dtw_topk": lambda x, y, k, *_: (x.new_empty(x.shape[0], k), x.new_empty(x.shape[0], k, dtype=I64)),
     **dict.fromkeys(("write_kv", "advise_huge_pages", "add_rank1_", "dtw_warps_"), lambda *_: None),  # write in place
 }  # fmt: skip
 
-for name, fake in FAKES.items():
-    torch.library.register_fake(f"rlkernels::{name}", fake)
+
+@functools.cache
+def register() -> None:
+    """Register the fakes of the extension, which is loaded."""
+    for name, fake in FAKES.items():
+        torch.library.register_fake(f"rlkernels::{name}", fake)

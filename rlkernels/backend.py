@@ -27,6 +27,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from rlkernels import _fakes
 from rlkernels.registry import OPS
 
 P = ParamSpec("P")
@@ -52,8 +53,7 @@ def extension_error() -> str | None:
     Warn if the extension exists but does not load, or if a clone hides it. Without it everything works, but slower.
     """
     try:
-        import rlkernels._C
-        import rlkernels._fakes  # noqa: F401
+        import rlkernels._C  # noqa: F401
     except ImportError as error:
         command = "with `pip install --no-build-isolation -e .`"
         built = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
@@ -72,6 +72,7 @@ def extension_error() -> str | None:
             return f"the compiled extension is missing ({error}); build it {command}"
         warnings.warn(f"rlkernels works without its compiled code, more slowly: {reason}", RuntimeWarning, stacklevel=2)
         return reason
+    _fakes.register()
     return None
 
 
@@ -185,15 +186,24 @@ _plain_signatures: set[Any] = set()  # signatures of plain calls of launchers
 _NO_NAMES: dict[str, Any] = {}
 
 
-def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Any]:
-    """Register a launcher as an op for torch.compile and dispatch modes; ``mutates``: arguments that it writes to.
+def kernel_op(
+    name: str, fake: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., R]], Any]:
+    """Register a launcher as an op for torch.compile and dispatch modes.
 
     Calls with plain tensors go straight to the launcher: torch's dispatcher takes longer than a launch.
+
+    Args:
+        name: of the op.
+        fake: returns results of the same shapes and dtypes; None for an op that returns nothing.
+        mutates: arguments that it writes to.
     """
 
     def register(launcher: Callable[..., R]) -> Any:
         launch = on_its_device(launcher)
         op = torch.library.custom_op(name, mutates_args=mutates)(launch)  # type: ignore[arg-type]
+        if fake is not None:
+            op.register_fake(fake)
         parameters = list(inspect.signature(launcher).parameters)
         written = [parameters.index(argument) for argument in mutates]
 
@@ -211,7 +221,6 @@ def kernel_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..
                 mark_written(*[args[i] for i in written])
             return out
 
-        call.register_fake = op.register_fake  # type: ignore[attr-defined]
         return call
 
     return register

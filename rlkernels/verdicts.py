@@ -53,7 +53,7 @@ def python_files(op: str) -> list[Path]:
     """
     folder = OPS[op].folder
     modules = [path for path in (PACKAGE / folder).glob("*.py") if path.name not in HOST_ONLY]
-    return sorted([*modules, *(PACKAGE / name for name in ["_precision.py", *SHARED.get(folder, [])])])
+    return sorted([*modules, *(PACKAGE / name for name in ["_fakes.py", "_precision.py", *SHARED.get(folder, [])])])
 
 
 @functools.cache

@@ -216,7 +216,19 @@ def _summary(
     return top, torch.where(is_empty, -torch.inf, log_sum), torch.where(is_empty, 0.0, entropy)
 
 
-@_backend.kernel_op("rlkernels::linear_token_logprobs")
+def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = hidden.shape[0]
+    dtype = _work_dtype(hidden)
+    logprobs = hidden.new_empty(rows, dtype=dtype)
+    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
+    stats = hidden.new_empty(rows, 2, dtype=dtype)
+    return logprobs, entropies, stats
+
+
+@_backend.kernel_op(
+    "rlkernels::linear_token_logprobs",
+    lambda hidden, weight, bias, ids, temperature, with_entropy, *_: _empty_outputs(hidden, with_entropy),
+)
 def score_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, temperature: float,
     with_entropy: bool, chunk: int, backend: str,
@@ -267,20 +279,6 @@ def _score(
         triton_kernels.score_block(logits, ids, block.start, is_last, state, logprobs, entropies, stats, temperature)
 
 
-def _empty_outputs(hidden: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = hidden.shape[0]
-    dtype = _work_dtype(hidden)
-    logprobs = hidden.new_empty(rows, dtype=dtype)
-    entropies = hidden.new_empty(rows if with_entropy else 0, dtype=dtype)
-    stats = hidden.new_empty(rows, 2, dtype=dtype)
-    return logprobs, entropies, stats
-
-
-@score_op.register_fake
-def _(hidden, weight, bias, ids, temperature, with_entropy, chunk, backend):
-    return _empty_outputs(hidden, with_entropy)
-
-
 def _logit_gradient(
     logits: torch.Tensor, ids: torch.Tensor, block: slice, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
@@ -311,7 +309,19 @@ def _logit_gradient(
     return grad.to(logits.dtype)
 
 
-@_backend.kernel_op("rlkernels::linear_token_logprobs_backward")
+def _empty_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_hidden = hidden.new_empty(hidden.shape if wanted[0] else [0])
+    grad_weight = hidden.new_empty(weight.shape if wanted[1] else [0])
+    grad_bias = hidden.new_empty(weight.shape[:1] if wanted[2] else [0])
+    return grad_hidden, grad_weight, grad_bias
+
+
+@_backend.kernel_op(
+    "rlkernels::linear_token_logprobs_backward",
+    lambda hidden, weight, *others: _empty_gradients(hidden, weight, others[-1]),
+)
 def gradient_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, stats: torch.Tensor,
     entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
@@ -351,20 +361,6 @@ def gradient_op(
     if total.numel():
         grad_hidden.copy_(total)
     return grad_hidden, grad_weight, grad_bias
-
-
-def _empty_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_hidden = hidden.new_empty(hidden.shape if wanted[0] else [0])
-    grad_weight = hidden.new_empty(weight.shape if wanted[1] else [0])
-    grad_bias = hidden.new_empty(weight.shape[:1] if wanted[2] else [0])
-    return grad_hidden, grad_weight, grad_bias
-
-
-@gradient_op.register_fake
-def _(hidden, weight, bias, ids, stats, entropies, grad_logprobs, grad_entropies, temperature, chunk, backend, wanted):
-    return _empty_gradients(hidden, weight, wanted)
 
 
 class LinearTokenLogprobs(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels._fakes import FAKES
 from rlkernels.backend import kernel_op, next_power_of_2, triton_interpreted
 
 MIN_EXPONENT = tl.constexpr(-200.0)  # exp of less counts as exp of this, which is 0; 0 times -inf would be NaN
@@ -139,7 +140,7 @@ def differentiate_block(
     return logits.copy_(grad) if triton_interpreted() else grad
 
 
-@kernel_op("rlkernels::token_logprobs_triton")
+@kernel_op("rlkernels::token_logprobs_triton", FAKES["token_logprobs"])
 def forward(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,15 +157,7 @@ def forward(
     return logprobs, entropies, stats
 
 
-@forward.register_fake
-def _(logits, ids, temperature, with_entropy):
-    shape = [logits.shape[0]]
-    options = {"dtype": torch.float32, "device": logits.device}
-    entropies = torch.empty(shape if with_entropy else [0], **options)
-    return torch.empty(shape, **options), entropies, torch.empty([*shape, 2], **options)
-
-
-@kernel_op("rlkernels::token_logprobs_triton_backward")
+@kernel_op("rlkernels::token_logprobs_triton_backward", FAKES["token_logprobs_backward"])
 def backward(
     logits: torch.Tensor, ids: torch.Tensor, stats: torch.Tensor, entropies: torch.Tensor,
     grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float,
@@ -181,8 +174,3 @@ def backward(
             1 / temperature, None, ENTROPY=entropies.numel() > 0, **size,
         )  # fmt: skip
     return grad.to(logits.dtype) if triton_interpreted() else grad
-
-
-@backward.register_fake
-def _(logits, ids, stats, entropies, grad_logprobs, grad_entropies, temperature):
-    return torch.empty_like(logits)

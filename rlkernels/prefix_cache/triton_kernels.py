@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels._fakes import FAKES, attention
 from rlkernels.backend import generation, kernel_op, next_power_of_2, triton_interpreted
 from rlkernels.prefix_cache.reference import apart
 
@@ -279,18 +280,14 @@ def _rounded(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple
     return (out if out.dtype == query.dtype else out.to(query.dtype)), lse
 
 
-def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
-@kernel_op("rlkernels::paged_attention_triton")
+@kernel_op("rlkernels::paged_attention_triton", attention)
 def paged_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, query_starts: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ``reference.paged_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
-        return _nothing(query)
+        return attention(query)
     plan = _make_plan(query, key_cache, block_tables)
     out, lse = _empty(query, plan.splits)
     _attend(plan, query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale, True, out, lse)
@@ -299,7 +296,7 @@ def paged_attention(
     return _rounded(query, out, lse)
 
 
-@kernel_op("rlkernels::shared_prefix_attention_triton")
+@kernel_op("rlkernels::shared_prefix_attention_triton", attention)
 def shared_prefix_attention(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group_tables: torch.Tensor,
     group_lens: torch.Tensor, group_starts: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
@@ -307,7 +304,7 @@ def shared_prefix_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ``reference.shared_prefix_attention``; tables, lengths and starts contiguous."""
     if query.numel() == 0:
-        return _nothing(query)
+        return attention(query)
     prefixes = _make_plan(query, key_cache, group_tables)
     suffixes = _make_plan(query, key_cache, block_tables)
     cut, parts = prefixes.splits, prefixes.splits + suffixes.splits
@@ -321,23 +318,12 @@ def shared_prefix_attention(
     return _rounded(query, *_merge_parts(out, lse, *rest, parts - 1, *_empty(query, 1)))
 
 
-@paged_attention.register_fake
-@shared_prefix_attention.register_fake
-def _(query, *_):
-    return _nothing(query)
-
-
-@kernel_op("rlkernels::merge_attention_triton")
+@kernel_op("rlkernels::merge_attention_triton", FAKES["merge_attention"])
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``reference.merge_attention``; all contiguous."""
     return _rounded(out_a, *_merge_parts(out_a, lse_a, out_b, lse_b, 1, *_empty(out_a, 1)))
-
-
-@merge_attention.register_fake
-def _(out_a, lse_a, out_b, lse_b):
-    return torch.empty_like(out_a), torch.empty_like(lse_a)
 
 
 @kernel_op("rlkernels::write_kv_triton", mutates=("key_cache", "value_cache"))
@@ -358,8 +344,3 @@ def write_kv(
         *key.stride(), *value.stride(), *key_cache.stride(), *value_cache.stride(),
         DIM=dim, BLOCK_SIZE=block_size, BLOCK_R=block_r, BLOCK_D=block_d,
     )  # fmt: skip
-
-
-@write_kv.register_fake
-def _(key, value, key_cache, value_cache, slots):
-    return None

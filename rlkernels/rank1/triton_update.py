@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels._fakes import FAKES
 from rlkernels.backend import kernel_op, next_power_of_2
 from rlkernels.rank1.triton_kernels import _float, _raw, stored
 
@@ -73,7 +74,7 @@ def _add_kernel(
     tl.store(at, out, mask=mask)
 
 
-@kernel_op("rlkernels::delta_matvec_triton")
+@kernel_op("rlkernels::delta_matvec_triton", FAKES["delta_matvec"])
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Compute ``reference.delta_matvec``; rows must be contiguous."""
     m, n = weight.shape
@@ -84,11 +85,6 @@ def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> t
         ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
-
-
-@delta_matvec.register_fake
-def _(weight, base, v):
-    return weight.new_empty(weight.shape[0], dtype=torch.float32)
 
 
 @kernel_op("rlkernels::add_rank1_triton_", mutates=("weight",))

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels._fakes import FAKES
 from rlkernels.backend import kernel_op, next_power_of_2
 from rlkernels.sampling import reference
 
@@ -256,7 +257,7 @@ def _sample_kernel(
 
 
 # an op, since torch.compile would take the kernel itself into its graph and there forget enable_fp_fusion
-@kernel_op("rlkernels::sample_tokens_triton")
+@kernel_op("rlkernels::sample_tokens_triton", FAKES["sample_tokens"])
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor,
                   top_k: torch.Tensor, filtered: bool = True) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ``reference.sample_tokens``; filtered: some row may have top_k or top_p on."""
@@ -271,8 +272,3 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: tor
             BLOCK=block, num_warps=8 if block >= 2048 else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, logprobs
-
-
-@sample_tokens.register_fake
-def _(logits, uniforms, *_):
-    return torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)

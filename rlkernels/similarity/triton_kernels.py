@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlkernels._fakes import warps
 from rlkernels.backend import kernel_op, next_power_of_2
 
 
@@ -103,14 +104,14 @@ def _dtw_kernel(
             tl.store(end + pair, best_end)
 
 
-@kernel_op("rlkernels::dtw_triton")
+@kernel_op("rlkernels::dtw_triton", warps)
 def dtw_pairs(
     x: torch.Tensor, y: torch.Tensor, x_lengths: torch.Tensor, y_lengths: torch.Tensor, band: int | None,
     subsequence: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute costs (and starts, ends) of all pairs of x [N, L, D], y [M, K, D] without an empty trajectory."""
     n, m, columns = x.shape[0], y.shape[0], y.shape[1]
-    cost, start, end = _empty_results(x, y, subsequence)
+    cost, start, end = warps(x, y, x_lengths, y_lengths, band, subsequence)
     rows = min(128, max(32, next_power_of_2(x.shape[1])))
     programs = min(n * m, 4096)
     size = programs * columns if x.shape[1] > rows else 1  # one strip has no border
@@ -123,16 +124,3 @@ def dtw_pairs(
             SUBSEQUENCE=subsequence, num_warps=1,
         )  # fmt: skip
     return cost, start, end
-
-
-def _empty_results(x: torch.Tensor, y: torch.Tensor, subsequence: bool
-                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    n, m = x.shape[0], y.shape[0]
-    cost = x.new_empty(n, m)
-    starts = n if subsequence else 0
-    return cost, x.new_empty(starts, m, dtype=torch.int64), x.new_empty(starts, m, dtype=torch.int64)
-
-
-@dtw_pairs.register_fake
-def _(x, y, x_lengths, y_lengths, band, subsequence):
-    return _empty_results(x, y, subsequence)
