@@ -8,6 +8,7 @@ tracked step leaves factors of low rank; from saved checkpoints x_t is exact.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +37,14 @@ class Points:
         """Return the first ``count`` steps, with the same ``v``."""
         rows = {name: getattr(self, name)[:count] for name in ("steps", "accuracy", "x", "cosine", "frobenius")}
         return replace(self, **rows)
+
+
+class Tracked(NamedTuple):
+    """What a tracked step leaves of one module [m, n]: factors of its update, and facts about it."""
+
+    left: torch.Tensor  # [m, k]
+    right: torch.Tensor  # [n, k], column 0 is v_t
+    facts: list[float]  # FACTS
 
 
 def storage_noise(weight: torch.Tensor, base: torch.Tensor, frobenius: float) -> float:
@@ -93,9 +102,7 @@ class RankOneTrajectory:
         self.rank = _check.integer("rank", rank, 1, _check.MOST)
         self.steps: list[int] = []
         self.accuracy: list[float] = []
-        self._left: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [m, k]
-        self._right: dict[str, list[torch.Tensor]] = {name: [] for name in base}  # T of [n, k], column 0 is v_t
-        self._facts: dict[str, list[list[float]]] = {name: [] for name in base}  # T of FACTS
+        self._tracked: dict[str, list[Tracked]] = {name: [] for name in base}  # T of each module
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -117,15 +124,13 @@ class RankOneTrajectory:
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step must be above {self.steps[-1]}, the last one tracked, got {step}")
         check_weights("weights", weights, self.base)
-        starts = {name: rows[-1][:, 0] for name, rows in self._right.items() if rows and rows[-1].shape[1]}
+        starts = {name: self.direction(name) for name in self.base} if self.steps else {}
         pairs = {name: (weights[name].detach(), base) for name, base in self.base.items()}
         deltas = solve_deltas(pairs, rank=self.rank, starts=starts)
         noise = {name: storage_noise(*pairs[name], update.frobenius) for name, (update, _, _) in deltas.items()}
         for name, (update, left, right) in deltas.items():
-            self._left[name].append(left)
-            self._right[name].append(right)
-            facts = (update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed, noise[name])
-            self._facts[name].append([*facts, STATUSES.index(update.status)])
+            facts = [update.sigma, update.frobenius, update.gap, update.angle_bound, update.changed, noise[name]]
+            self._tracked[name].append(Tracked(left, right, [*facts, STATUSES.index(update.status)]))
         self.steps.append(step)
         self.accuracy.append(float(accuracy))
         if len(self) > MAX_POINTS:
@@ -134,37 +139,36 @@ class RankOneTrajectory:
     def _drop_point(self) -> None:
         """Drop the point whose neighbours lie closest together, the oldest of equals."""
         index = min(range(1, len(self) - 1), key=lambda i: self.steps[i + 1] - self.steps[i - 1])
-        del self.steps[index]
-        del self.accuracy[index]
-        for by_module in (self._left, self._right, self._facts):
-            for records in by_module.values():
-                del records[index]
+        all_records: list[list[Any]] = [self.steps, self.accuracy, *self._tracked.values()]
+        for records in all_records:
+            del records[index]
 
     def facts(self, name: str) -> dict[str, float]:
         """Return sigma, frobenius, gap, angle_bound, changed and noise (``storage_noise``) of the latest step."""
-        return dict(zip(FACTS[:-1], self._facts[name][-1]))
+        return dict(zip(FACTS[:-1], self._tracked[name][-1].facts))
 
     def status(self, name: str) -> str:
         """Return the status of the solver at the latest step, as in :class:`Rank1Update`."""
-        return STATUSES[int(self._facts[name][-1][-1])]
+        return STATUSES[int(self._tracked[name][-1].facts[-1])]
 
     def direction(self, name: str, index: int = -1) -> torch.Tensor:
         """Return v_t [n] of one tracked step."""
-        return self._right[name][index][:, 0]
+        return self._tracked[name][index].right[:, 0]
 
     def points(self, name: str, *, at: int = -1) -> Points:
         """Project the tracked steps, from their factors, on the direction of step ``at`` (default: the latest)."""
         v = self.direction(name, at)
+        tracked = self._tracked[name]
         with without_autocast(v.device):
-            projections = [right.T @ v for right in self._right[name]]  # [k]
-            x = torch.stack([left @ projection for left, projection in zip(self._left[name], projections)])
+            projections = [step.right.T @ v for step in tracked]  # [k]
+            x = torch.stack([step.left @ projection for step, projection in zip(tracked, projections)])
         return Points(
             steps=torch.tensor(self.steps, dtype=torch.float64, device="cpu"),
             accuracy=torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
             x=x,
             v=v,
             cosine=torch.tensor([float(p[0].abs()) for p in projections], dtype=torch.float64, device="cpu"),
-            frobenius=torch.tensor([row[1] for row in self._facts[name]], dtype=torch.float64, device="cpu"),
+            frobenius=torch.tensor([step.facts[1] for step in tracked], dtype=torch.float64, device="cpu"),
         )
 
     def exact_points(self, checkpoints: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Points]:
@@ -188,8 +192,8 @@ class RankOneTrajectory:
         """Move base and factors to a device."""
         for name, base in self.base.items():
             self.base[name] = base.to(device)
-            self._left[name] = [left.to(device) for left in self._left[name]]
-            self._right[name] = [right.to(device) for right in self._right[name]]
+            tracked = self._tracked[name]
+            self._tracked[name] = [Tracked(left.to(device), right.to(device), facts) for left, right, facts in tracked]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return everything that was tracked, but not ``base``, as tensors."""
@@ -197,12 +201,13 @@ class RankOneTrajectory:
             "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
             "accuracy": torch.tensor(self.accuracy, dtype=torch.float64, device="cpu"),
         }
-        for name in self.base if self.steps else ():
-            ranks = [left.shape[1] for left in self._left[name]]
+        for name, tracked in self._tracked.items() if self.steps else ():
+            lefts, rights, facts = zip(*tracked)
+            ranks = [left.shape[1] for left in lefts]
             state[f"{name}/ranks"] = torch.tensor(ranks, dtype=torch.int64, device="cpu")
-            state[f"{name}/left"] = torch.cat(self._left[name], 1)
-            state[f"{name}/right"] = torch.cat(self._right[name], 1)
-            state[f"{name}/facts"] = torch.tensor(self._facts[name], dtype=torch.float64, device="cpu")
+            state[f"{name}/left"] = torch.cat(lefts, 1)
+            state[f"{name}/right"] = torch.cat(rights, 1)
+            state[f"{name}/facts"] = torch.tensor(facts, dtype=torch.float64, device="cpu")
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -216,18 +221,15 @@ class RankOneTrajectory:
             raise ValueError(f"state must be of the modules {sorted(self.base)}, got {sorted(names)}")
         steps = state["steps"].tolist()
         accuracy = state["accuracy"].tolist()
-        left: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
-        right: dict[str, list[torch.Tensor]] = {name: [] for name in self.base}
-        facts: dict[str, list[list[float]]] = {name: [] for name in self.base}
+        tracked: dict[str, list[Tracked]] = {name: [] for name in self.base}
         for name, base in self.base.items() if steps else ():
             ranks = state[f"{name}/ranks"].tolist()
-            for side, factors, size in (("left", left, base.shape[0]), ("right", right, base.shape[1])):
+            factors = []
+            for side, size in zip(("left", "right"), base.shape):
                 stored = state[f"{name}/{side}"]
                 _check.shape(f"{name}/{side} of state", stored, (size, sum(ranks)))
-                factors[name] = list(stored.to(base.device).split(ranks, 1))
-            facts[name] = state[f"{name}/facts"].tolist()
+                factors.append(stored.to(base.device).split(ranks, 1))
+            tracked[name] = [Tracked(*step) for step in zip(*factors, state[f"{name}/facts"].tolist(), strict=True)]
         self.steps = steps
         self.accuracy = accuracy
-        self._left = left
-        self._right = right
-        self._facts = facts
+        self._tracked = tracked

@@ -271,7 +271,7 @@ def test_states_of_other_modules_and_damaged_ones_are_named(change, message):
     restored = rlkernels.RankOneTrajectory(trajectory.base)
     with pytest.raises((KeyError, ValueError), match=message):
         restored.load_state_dict(state)
-    assert len(restored) == 0 and not restored._left["a"] and not restored._facts["a"]
+    assert len(restored) == 0 and not restored._tracked["a"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
