@@ -7,7 +7,7 @@ the second pass on the host waits for the list of active modules.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,20 +165,11 @@ class Solver:
 
 
 def solve(pairs: Sequence[Pair], starts: Sequence[torch.Tensor | None], *, tiling: Tiling | None = None,
-                   **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
-    """Return the result of each pair, or the error that ``reference.solve_delta`` raises for it.
-
-    Settings are those of ``reference.solve_delta``; no start is all zeros.
-    """
+          **settings: Any) -> Iterator[LowRankDelta]:  # fmt: skip
+    """Yield each pair's result. Settings and errors are those of ``reference.solve_delta``; no start is all zeros."""
     with torch.cuda.device(pairs[0][0].get_device()):  # as rlkernels.backend.on_its_device
         results = Solver(pairs, starts, tiling=tiling or Tiling(), **settings).solve()
-    out: list[LowRankDelta | ValueError] = []
     for (weight, base), start, leading in zip(pairs, starts, results):
         if leading is None:  # rare, so the slower reference solves it
-            try:
-                leading = reference.solve_delta(weight, base, start=start, **settings)
-            except ValueError as error:
-                out.append(error)
-                continue
-        out.append(leading)
-    return out
+            leading = reference.solve_delta(weight, base, start=start, **settings)
+        yield leading

@@ -1,8 +1,8 @@
 """Public functions: argument checks and the choice of the implementation."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,13 +11,6 @@ from rlkernels import backend as _backend
 from rlkernels._contexts import public_op
 from rlkernels.rank1 import reference
 from rlkernels.rank1.update import STATUSES, LowRankDelta, Rank1Update, factors
-
-
-class _Settings(TypedDict):
-    tol: float
-    max_passes: int
-    seed: int
-
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # name -> (weight, base)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +56,7 @@ def _float_start(name: str, start: torch.Tensor | None, n: int, device: torch.de
     return vector if vector.any() else None
 
 
-def check_settings(tol: float, max_passes: int, seed: int) -> _Settings:
+def check_settings(tol: float, max_passes: int, seed: int) -> dict[str, Any]:
     """Check a solver's settings and return them, the seed as a signed 64-bit number."""
     _check.number("tol", tol)
     if not 0 < tol < math.pi / 2:
@@ -96,43 +89,36 @@ def _overlaps(matrix: torch.Tensor) -> bool:
 
 
 def _cpp(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
-            min_passes: int, tol: float, max_passes: int, seed: int) -> list[LowRankDelta | ValueError]:  # fmt: skip
+            min_passes: int, tol: float, max_passes: int, seed: int) -> Iterator[LowRankDelta]:  # fmt: skip
     weights = [_rows(weight) for weight, _ in pairs]
     bases = [_rows(base) for _, base in pairs]
     us, vs, sigmas, facts = torch.ops.rlkernels.top1_deltas(
         weights, bases, starts, tol, max_passes, min_passes, rank, seed
     )
-    out: list[LowRankDelta | ValueError] = []
     for pair, u, v, sigma, row in zip(pairs, us, vs, sigmas.tolist(), facts.tolist()):
         frobenius, gap, residual, bound, passes, changed, status = row
         if status == len(STATUSES):
-            out.append(reference.not_finite(*pair))
-            continue
+            raise reference.not_finite(*pair)
         update = Rank1Update(u[0], sigma[0], v[0], frobenius, gap, residual, bound, int(passes), changed,
                              STATUSES[int(status)])  # fmt: skip
-        out.append(LowRankDelta(update, *factors(u, sigma, v)))
-    return out
+        yield LowRankDelta(update, *factors(u, sigma, v))
 
 
 def _triton(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
-            **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
+            **settings: Any) -> Iterator[LowRankDelta]:  # fmt: skip
     from rlkernels.rank1 import grouped
 
     return grouped.solve([(_rows(w), _rows(b)) for w, b in pairs], starts, **settings)
 
 
 def _torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None],
-           **settings: Any) -> list[LowRankDelta | ValueError]:  # fmt: skip
-    out: list[LowRankDelta | ValueError] = []
+           **settings: Any) -> Iterator[LowRankDelta]:  # fmt: skip
     for (weight, base), start in zip(pairs, starts):
-        try:
-            out.append(reference.solve_delta(weight, base, start=start, **settings))
-        except ValueError as error:
-            out.append(error)
-    return out
+        yield reference.solve_delta(weight, base, start=start, **settings)
 
 
-_SOLVERS: dict[str, Callable[..., list[LowRankDelta | ValueError]]] = {"cpu": _cpp, "triton": _triton, "torch": _torch}
+# yield the result of each pair in turn, or raise ValueError for one that is not finite
+_SOLVERS: dict[str, Callable[..., Iterator[LowRankDelta]]] = {"cpu": _cpp, "triton": _triton, "torch": _torch}
 
 
 @public_op("top1_delta", _check_pair)
@@ -165,8 +151,6 @@ def top1_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor 
     settings = check_settings(tol, max_passes, seed)
     solve = _SOLVERS[_backend.choose("top1_delta", weight.device, backend)]
     (leading,) = solve([(weight, base)], [start], rank=1, min_passes=1, **settings)
-    if isinstance(leading, ValueError):
-        raise leading
     return leading.update
 
 
@@ -239,10 +223,11 @@ def _leading(
     solve = _SOLVERS[_backend.choose("top1_deltas", devices.pop(), backend)]
     results = solve(list(pairs.values()), float_starts, **settings)
     out = {}
-    for name, leading in zip(pairs, results):
-        if isinstance(leading, ValueError):
-            raise ValueError(f"{name!r}: {leading}")
-        out[name] = leading
+    for name in pairs:
+        try:
+            out[name] = next(results)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
     return out
 
 

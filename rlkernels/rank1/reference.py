@@ -11,7 +11,7 @@ all three.
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -231,11 +231,6 @@ def solve_delta(weight: torch.Tensor, base: torch.Tensor, *, start: torch.Tensor
     update = Rank1Update(u[0], sigma[0], v[0], frobenius, triplets.gap, triplets.residual, triplets.bound,
                          triplets.passes, changed, status_of(triplets.gap, triplets.bound, tol))  # fmt: skip
     return LowRankDelta(update, *factors(u, sigma, v))
-
-
-def top1_delta(weight: torch.Tensor, base: torch.Tensor, **settings: Any) -> Rank1Update:
-    """See :func:`rlkernels.top1_delta`; settings as for :func:`solve_delta`."""
-    return solve_delta(weight, base, **settings).update
 
 
 def delta_matvec(weight: torch.Tensor, base: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

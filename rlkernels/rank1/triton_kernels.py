@@ -33,9 +33,9 @@ class Module(IntEnum):
 
 
 WIDTH = tl.constexpr(len(Module))
-WEIGHT, BASE, WEIGHT_STRIDE, BASE_STRIDE = (tl.constexpr(int(c)) for c in list(Module)[:4])
-M, N, Y, Q, PARTIAL, SLOTS = (tl.constexpr(int(c)) for c in list(Module)[4:10])
-HEIGHT, STATS, ITEMS, GIVEN, OUT = (tl.constexpr(int(c)) for c in list(Module)[10:])
+(
+    WEIGHT, BASE, WEIGHT_STRIDE, BASE_STRIDE, M, N, Y, Q, PARTIAL, SLOTS, HEIGHT, STATS, ITEMS, GIVEN, OUT,
+) = (tl.constexpr(int(column)) for column in Module)  # fmt: skip
 
 
 @triton.jit

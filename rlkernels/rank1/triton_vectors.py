@@ -28,8 +28,9 @@ class Fact(IntEnum):
     THETA = 9  # R leading Ritz values
 
 
-FLOOR, SINE_LIMIT, FLAT_LIMIT, SQUARE, CHANGED = (tl.constexpr(int(c)) for c in list(Fact)[:5])
-GAP, RESIDUAL, SINE, PASSES, THETA = (tl.constexpr(int(c)) for c in list(Fact)[5:])
+(
+    FLOOR, SINE_LIMIT, FLAT_LIMIT, SQUARE, CHANGED, GAP, RESIDUAL, SINE, PASSES, THETA,
+) = (tl.constexpr(int(column)) for column in Fact)  # fmt: skip
 _DROP, _EPS, _GAP_FLOOR = tl.constexpr(DROP), tl.constexpr(EPS), tl.constexpr(GAP_FLOOR)
 _LEAST_SQUARE, _MOST_SQUARE = tl.constexpr(LEAST_SQUARE), tl.constexpr(MOST_SQUARE)
 SWEEPS = tl.constexpr(16)  # most of them; five to eight are usual
