@@ -47,29 +47,25 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a reason not to extrapolate, folders of other tensors, or an output folder that exists.
     """
     attempt = Attempt(predictor=args.predictor, horizon=args.horizon)
-    base = args.base
-    checkpoints = args.checkpoints
-    output_dir = args.output_dir
-    accuracy = args.accuracy
-    check_new_folder(output_dir)
+    base, checkpoints, accuracy = args.base, args.checkpoints, args.accuracy
+    check_new_folder(args.output_dir)
+    count = len(checkpoints)
     if accuracy is None and attempt.predictor == "pls":
         raise ValueError("predictor pls goes by accuracy: give --accuracy, one number for each checkpoint")
-    if accuracy is not None and len(accuracy) != len(checkpoints):
-        raise ValueError(f"--accuracy must have one number for each of {len(checkpoints)} checkpoints, got {accuracy}")
-    numbered = sorted((step_of(path), path, place) for place, path in enumerate(checkpoints))
-    steps = [step for step, _, _ in numbered]
-    for (step, path, _), (later_step, later_path, _) in pairwise(numbered):
+    if accuracy is not None and len(accuracy) != count:
+        raise ValueError(f"--accuracy must have one number for each of {count} checkpoints, got {accuracy}")
+    numbered = sorted(zip(map(step_of, checkpoints), checkpoints, accuracy or [0.0] * count))
+    steps, paths, accuracy_at = zip(*numbered)
+    for i, (step, later_step) in enumerate(pairwise(steps)):
         if step == later_step:
             raise ValueError(
-                f"checkpoints must be of different steps, got {path} and {later_path}, both of step {step}"
+                f"checkpoints must be of different steps, got {paths[i]} and {paths[i + 1]}, both of step {step}"
             )
-    if accuracy is not None:
-        accuracy = [accuracy[place] for _, _, place in numbered]
-    else:
-        accuracy = [index / len(steps) for index in range(len(steps))]  # assumed to rise
+    if accuracy is None:
+        accuracy_at = tuple(index / count for index in range(count))  # assumed to rise
     base_folder = open_checkpoint(base)
     histories: dict[Path, History] = {}
-    folders = [open_checkpoint(path, histories) for _, path, _ in numbered]
+    folders = [open_checkpoint(path, histories) for path in paths]
     base_weights = Projections(base_folder, base_folder.shapes)
     if not base_weights:
         raise ValueError(f"{base} has no projection to extrapolate")
@@ -80,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(f"{folder.path} has no {name} of shape {shape}, as {base} has")
     trajectory = RankOneTrajectory(base_weights)
     weights_at = {step: Projections(folder, base_folder.shapes) for step, folder in zip(steps, folders)}
-    for step, step_accuracy in zip(steps, accuracy):
+    for step, step_accuracy in zip(steps, accuracy_at):
         trajectory.track(weights_at[step], step=step, accuracy=step_accuracy)
     objection = attempt.refusal(trajectory)
     if objection is not None:
@@ -95,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
             view_of(matrix, result).copy_(predicted[matrix])
         return result
 
-    write_checkpoint(folders[-1], output_dir, change)
+    write_checkpoint(folders[-1], args.output_dir, change)
     print(
-        f"{len(steps)} checkpoints, {len(predicted)} of {len(base_weights)} projections taken from step {steps[-1]} to "
+        f"{count} checkpoints, {len(predicted)} of {len(base_weights)} projections taken from step {steps[-1]} to "
         f"{attempt.horizon * steps[-1]:g}; back-test skill {skill(trajectory, attempt.predictor):.2f} (1: exact)\n"
         f"{base_weights.describe_left_out()}\n"
-        f"written to {output_dir}. Nothing has tested these weights: evaluate them on held-out prompts before you use "
-        "them (rlkernels.Gate judges two sets of answers)"
+        f"written to {args.output_dir}. Nothing has tested these weights: evaluate them on held-out prompts before you "
+        "use them (rlkernels.Gate judges two sets of answers)"
     )
     return 0
 
