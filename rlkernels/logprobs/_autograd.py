@@ -29,6 +29,17 @@ def fused(backend: str) -> tuple[Any, Any]:
     return torch.ops.rlkernels.token_logprobs.default, torch.ops.rlkernels.token_logprobs_backward.default
 
 
+def given_gradients(
+    stats: torch.Tensor, entropies: torch.Tensor, grad_logprobs: Any, grad_entropies: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return entropies and both gradients as the backward ops take them: zeros, and [0], where there is none."""
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(stats[:, 0])
+    if grad_entropies is None:
+        entropies = grad_entropies = grad_logprobs.new_empty(0)
+    return entropies, grad_logprobs.contiguous(), grad_entropies.contiguous()
+
+
 class TokenLogprobs(torch.autograd.Function):
     """logits [N, V], ids int64 [N] -> logprobs [N], entropies [N] or [0], stats [N, 2] for the gradient."""
 
@@ -49,10 +60,6 @@ class TokenLogprobs(torch.autograd.Function):
     @_gradients.once("token_logprobs", "; backend='torch' has one")
     def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
         logits, ids, stats, entropies = ctx.saved_tensors
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(stats[:, 0])
-        if grad_entropies is None:
-            entropies = grad_entropies = grad_logprobs.new_empty(0)
+        given = given_gradients(stats, entropies, grad_logprobs, grad_entropies)
         _, backward = fused(ctx.backend)
-        grads = grad_logprobs.contiguous(), grad_entropies.contiguous()
-        return backward(logits, ids, stats, entropies, *grads, ctx.temperature), None, None, None, None
+        return backward(logits, ids, stats, *given, ctx.temperature), None, None, None, None

@@ -17,7 +17,7 @@ import torch
 from rlkernels import _check, _contexts, _gradients
 from rlkernels import backend as _backend
 from rlkernels.logprobs import reference
-from rlkernels.logprobs._autograd import choose
+from rlkernels.logprobs._autograd import choose, given_gradients
 
 ROWS_PER_PASS = 8192  # tokens that the forward pass scores at a time; the backward pass takes all at a time
 CPU_BLOCK_LOGITS = 1 << 22  # logits in a block on a CPU, if the vocabulary is large enough: 16 MiB in float32
@@ -280,8 +280,8 @@ def _score(
 
 
 def _logit_gradient(
-    logits: torch.Tensor, ids: torch.Tensor, block: slice, stats: torch.Tensor, entropies: torch.Tensor,
-    grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor, temperature: float, backend: str,
+    logits: torch.Tensor, block: slice, temperature: float, backend: str, ids: torch.Tensor, stats: torch.Tensor,
+    entropies: torch.Tensor, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of a block of logits [N, C] in their dtype; it may overwrite them.
 
@@ -331,25 +331,20 @@ def gradient_op(
     grad_hidden, grad_weight, grad_bias = _empty_gradients(hidden, weight, wanted)
     rounded = hidden.dtype != _work_dtype(hidden)
     by_rows = wanted[0] and rounded and not hidden.is_cuda  # matrix products of a CPU round their results to bfloat16
+    of_tokens = ids, stats, entropies, grad_logprobs, grad_entropies
     if by_rows:
         step = max(MIN_GRADIENT_ROWS, CPU_BLOCK_LOGITS // weight.shape[0])
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, start + step)
-            row_entropies = entropies[rows] if entropies.numel() else entropies
-            row_grad_entropies = grad_entropies[rows] if grad_entropies.numel() else grad_entropies
+            of_rows = [tensor[rows] if tensor.numel() else tensor for tensor in of_tokens]
             for block, logits in _blocks(hidden[rows], weight, bias, weight.shape[0]):
-                grad = _logit_gradient(
-                    logits, ids[rows], block, stats[rows], row_entropies, grad_logprobs[rows], row_grad_entropies,
-                    temperature, backend,
-                )  # fmt: skip
+                grad = _logit_gradient(logits, block, temperature, backend, *of_rows)
                 torch.mm(grad, weight, out=grad_hidden[rows])
     if not any(wanted[1:]) and (by_rows or not wanted[0]):
         return grad_hidden, grad_weight, grad_bias
     total = hidden.new_zeros(hidden.shape if wanted[0] and not by_rows else [0], dtype=_work_dtype(hidden))
     for block, logits in _blocks(hidden, weight, bias, chunk):
-        grad = _logit_gradient(
-            logits, ids, block, stats, entropies, grad_logprobs, grad_entropies, temperature, backend
-        )
+        grad = _logit_gradient(logits, block, temperature, backend, *of_tokens)
         if total.numel() and rounded:
             torch.ops.aten.addmm.dtype_out(total, grad, weight[block], torch.float32, out=total)
         elif total.numel():
@@ -385,15 +380,11 @@ class LinearTokenLogprobs(torch.autograd.Function):
     @_gradients.once("linear_token_logprobs", "; token_logprobs with backend='torch' has one")
     def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
         hidden, weight, bias, ids, stats, entropies = ctx.saved_tensors
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(stats[:, 0])
-        if grad_entropies is None:
-            entropies = grad_entropies = grad_logprobs.new_empty(0)
+        given = given_gradients(stats, entropies, grad_logprobs, grad_entropies)
         wanted = list(ctx.needs_input_grad[:3])
         with _contexts.gathered(weight, bias):
             gradients = gradient_op(
-                hidden, weight, bias, ids, stats, entropies, grad_logprobs.contiguous(), grad_entropies.contiguous(),
-                ctx.temperature, ctx.chunk, ctx.backend, wanted,
-            )  # fmt: skip
+                hidden, weight, bias, ids, stats, *given, ctx.temperature, ctx.chunk, ctx.backend, wanted
+            )
         needed = [gradient if is_needed else None for gradient, is_needed in zip(gradients, wanted)]
         return (*needed, *[None] * 6)
