@@ -1,7 +1,7 @@
 """Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,14 +39,6 @@ _SEQUENCES = "block_tables", "seq_lens", "query_starts"
 _GROUPS = "group_tables", "group_lens", "group_starts"
 Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tables [N, blocks], lens [N] and starts [N + 1]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-class _Scores(NamedTuple):
-    """How scores are made of products; arguments as of :func:`tree_attention`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 def _check_write(
@@ -298,8 +290,8 @@ def tree_attention(
     _check_mask(window, softcap)
     if window is not None and window >= layout.longest:
         window = None
-    scores = _Scores(scale, window, softcap)
-    out, lse = _attend_packed("tree_attention", query, key, value, layout, scores, return_lse, backend)
+    arguments = query, key, value, layout, scale, window, softcap
+    out, lse = _attend_packed("tree_attention", *arguments, return_lse=return_lse, backend=backend)
     return (out, lse) if return_lse else out
 
 
@@ -327,7 +319,7 @@ def grouped_attention(
     """
     if not isinstance(layout, GroupedLayout):
         raise TypeError(f"layout must be a GroupedLayout, got {type(layout).__name__}")
-    return _attend_packed("grouped_attention", query, key, value, layout, _Scores(scale), False, backend)[0]
+    return _attend_packed("grouped_attention", query, key, value, layout, scale, backend=backend)[0]
 
 
 def _attend_packed(
@@ -336,8 +328,11 @@ def _attend_packed(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: TreeLayout,
-    scores: _Scores,
-    return_lse: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    *,
     backend: str,
 ) -> tuple[torch.Tensor, Any]:
     """Return out and the log-sum-exp, which may be None unless it is asked for."""
@@ -347,27 +342,27 @@ def _attend_packed(
     _check.shape("key", key, expected)
     _check.shape("value", value, expected)
     _check_heads(query, kv_heads)
-    _check_scale(scores.scale)
+    _check_scale(scale)
     if layout.num_tokens != tokens:
         raise ValueError(f"layout must be for the {tokens} tokens of query, got {layout}")
     chosen = _choose("grouped_attention" if isinstance(layout, GroupedLayout) else op, backend, query)
-    chosen = _without_mask(op, chosen, backend, scores.window, scores.softcap)
+    chosen = _without_mask(op, chosen, backend, window, softcap)
     fits = query.dtype != torch.float32 or query.shape[-1] <= MAX_FLOAT32_HEAD
     limit = f"in float32 with heads of 1 to {MAX_FLOAT32_HEAD}"
     chosen = _within_triton(op, chosen, backend, fits, limit, query.shape[-1])
-    scale = float(scores.scale)
+    scale = float(scale)
     if chosen != "torch":
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
-        return _gradients.apply(_TreeAttention, *tensors, layout, scale, scores.window, scores.softcap, chosen)
+        return _gradients.apply(_TreeAttention, *tensors, layout, scale, window, softcap, chosen)
     compiling = torch.compiler.is_compiling()  # where no tensor is part of a transform
     in_transform = not compiling and any(transform_of(tensor) for tensor in (query, key, value))
-    args = query, key, value, layout, scale, scores.window
-    if scores.softcap is None and not in_transform and torch_flash.supports_training(query, return_lse):
+    args = query, key, value, layout, scale, window
+    if softcap is None and not in_transform and torch_flash.supports_training(query, return_lse):
         return torch_flash.tree_attention(*args)
     on_cpu = _backend.device_kind(query.device) == "cpu"
-    if return_lse or scores.softcap is not None or not layout.num_tokens or on_cpu or in_transform:
+    if return_lse or softcap is not None or not layout.num_tokens or on_cpu or in_transform:
         recompute = not (on_cpu or torch._C._are_functorch_transforms_active())
-        return reference.tree_attention(*args, scores.softcap, recompute=recompute)
+        return reference.tree_attention(*args, softcap, recompute=recompute)
     return reference.tree_attention_by_sdpa(*args), None
 
 
