@@ -1,6 +1,7 @@
 """Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def paged_attention(
             gradients are enabled.
     """
     _check_sizes(query, key_cache, value_cache, scale)
-    _check_mask(window, softcap)
+    window = _checked_window(window, softcap)
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
@@ -287,7 +288,7 @@ def tree_attention(
     """
     if not isinstance(layout, TreeLayout):
         raise TypeError(f"layout must be a TreeLayout, got {type(layout).__name__}")
-    _check_mask(window, softcap)
+    window = _checked_window(window, softcap)
     if window is not None and window >= layout.longest:
         window = None
     arguments = query, key, value, layout, scale, window, softcap
@@ -484,11 +485,13 @@ def _check_scale(scale: float) -> None:
         raise ValueError(f"scale must be finite, got {scale!r}")
 
 
-def _check_mask(window: int | None, softcap: float | None) -> None:
-    if window is not None:
-        _check.integer("window", window, 1)
+def _checked_window(window: int | None, softcap: float | None) -> int | None:
+    """Check both, and return the window, at most the largest number that kernels know."""
     if softcap is not None:
         _check.positive("softcap", softcap)
+        if softcap == math.inf:
+            raise ValueError(f"softcap must be finite, got {softcap!r}")
+    return None if window is None else min(_check.integer("window", window, 1), _check.MOST)
 
 
 def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:

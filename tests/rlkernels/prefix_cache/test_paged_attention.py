@@ -28,6 +28,16 @@ def plain(problem: Problem, i: int, window: int | None) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads, mask, scale=problem.scale, enable_gqa=True).transpose(0, 1)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_window_beyond_all_integers_of_kernels_is_none(backend):
+    problem = paged([3, 6], [1, 6])
+    whole, windowed = (
+        rlkernels.paged_attention(*problem.args(), scale=problem.scale, window=window, backend=backend)
+        for window in (None, 2**70)
+    )
+    torch.testing.assert_close(windowed, whole)
+
+
 @pytest.mark.parametrize("window", [None, 1, 4, 6])
 def test_paged_attention_is_attention(window):
     """A window is a mask."""
