@@ -16,6 +16,7 @@ def token_logprobs(
     end its context. The entropy is [0] unless ``with_entropy``: it needs four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
+    temperature = min(temperature, torch.finfo(work.dtype).max)  # -inf over inf would be NaN
     if temperature < MIN_SAFE_TEMPERATURE:
         work = work - work.detach().amax(-1, keepdim=True)
     log_p = torch.log_softmax(work if temperature == 1 else work / temperature, dim=-1)

@@ -1,5 +1,7 @@
 """Log-probabilities from logits; from hidden states block by block, against the reference that holds all logits."""
 
+import math
+
 import hypothesis
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_any_temperature(temperature, scale, vocab, dtype, backend, tied, seed):
 def test_bad_arguments(logits, ids, temperature, error, message):
     with pytest.raises(error, match=message):
         rlkernels.token_logprobs(logits, ids, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e39, math.inf])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_temperatures_beyond_float32_leave_all_allowed_tokens_alike(backend, temperature):
+    logits = torch.tensor([[4.0, -torch.inf, 0.0, -9.0, 1.0]])
+    ids = torch.zeros(1, dtype=torch.int64)
+    options = {"temperature": temperature, "return_entropy": True, "backend": backend}
+    for logprobs, entropy in (
+        rlkernels.token_logprobs(logits, ids, **options),
+        rlkernels.linear_token_logprobs(torch.ones(1, 1), torch.zeros(5, 1), ids, bias=logits[0], **options),
+    ):
+        torch.testing.assert_close(-logprobs, torch.full((1,), math.log(4)))
+        torch.testing.assert_close(entropy, torch.full((1,), math.log(4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
