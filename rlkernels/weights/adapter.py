@@ -2,6 +2,8 @@
 
 import torch
 
+from rlkernels._precision import without_autocast
+
 
 def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
     """Add a low-rank adapter to a weight.
@@ -14,4 +16,5 @@ def merged_weight(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scal
     Returns:
         ``base`` + ``scale`` x ``up`` ``down``, float32 [out, in].
     """
-    return base.float() + scale * (up.float() @ down.float())
+    with without_autocast(base.device):
+        return base.float() + scale * (up.float() @ down.float())

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import rlkernels
-from rlkernels.weights import apply_, delta, encode
+from rlkernels.weights import apply_, delta, encode, merged_weight
 
 zstandard = pytest.importorskip("zstandard", reason="this machine lacks zstandard")
 
@@ -406,3 +406,11 @@ def test_without_zstandard(example, monkeypatch):
 
 def test_one_import_is_enough():
     assert rlkernels.weights.encode is encode
+
+
+def test_a_merged_weight_is_exact_in_float32_under_autocast():
+    base, down, up = torch.randn(6, 5), torch.randn(2, 5), torch.randn(6, 2)
+    expected = merged_weight(base, down, up, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(merged_weight(base, down, up, 0.5), expected)
+    torch.testing.assert_close(expected, base + 0.5 * (up @ down))
