@@ -80,7 +80,7 @@ class Gate:
 
     def __init__(self, level: float, comparisons: int = 0, position: int = 0):
         _check.share("level", level)
-        self.level = level
+        self.level = float(level)
         self.comparisons = comparisons
         self.position = position
 

@@ -351,6 +351,11 @@ def test_what_it_rejects_is_put_back_bit_for_bit(right):
     assert torch.equal(changes[-1], original[0]), "told after the weights are back"
 
 
+def test_a_level_that_is_a_tensor_gives_plain_numbers():
+    comparison = rlkernels.Gate(torch.tensor(0.05)).compare([1.0, 1.0], [0.0, 0.0])
+    assert type(comparison.needed) is float and comparison.accepted is False
+
+
 def test_an_evaluation_that_fails_leaves_everything_as_it_was():
     places = model()
     gate = rlkernels.Gate(0.05)
