@@ -14,7 +14,6 @@ Needs trl 1.16 or newer, below 2. Its hook for rollouts is experimental.
 import contextlib
 import copy
 import functools
-import itertools
 import json
 import logging
 import math
@@ -24,8 +23,9 @@ from statistics import fmean
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import trl
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -87,22 +87,9 @@ def _watch(reward: Reward, record: Callable[..., None]) -> Reward:
     return watched
 
 
-def _gather(values: list) -> list:
-    """Join the lists of all processes, in their order."""
-    if not dist.is_initialized():
-        return values
-    lists: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, values)
-    return list(itertools.chain.from_iterable(lists))
-
-
 def _call_on_rank0(function: Callable[[], Any]) -> Any:
     """Call a function in the first process, and return its result in all of them."""
-    if not dist.is_initialized():
-        return function()
-    result = [function() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
+    return broadcast_object_list([function() if PartialState().is_main_process else None])[0]
 
 
 class SuffixRollouts:
@@ -217,7 +204,7 @@ class SuffixRollouts:
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         sizes = [(len(row), most) for row, most in zip(rows, room)]
         if sharded:
-            sizes = _gather(sizes)
+            sizes = gather_object(sizes)
         calls = sorted({most for _, most in sizes}, reverse=True)
         if context is None or max(length for length, _ in sizes) + calls[0] <= context:
             calls = calls[:1]
@@ -347,10 +334,10 @@ class HistoryRecorder(TrainerCallback):
         self._write()
 
     def _write(self) -> None:
-        rows = _gather(self._new)
+        rows = gather_object(self._new)
         self._new = []
         self._stored_epochs = max([self._stored_epochs, *(epoch + 1 for *_, epoch in rows)])
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if PartialState().is_main_process:
             for prompt, answer, reward, epoch in rows:
                 self.history.add(prompt, answer, reward=reward, epoch=epoch)
             try:
@@ -461,13 +448,12 @@ class GatedExtrapolation(TrainerCallback):
     def _evaluate(self, model: torch.nn.Module, prompts: range) -> Sequence[float]:
         """Evaluate held-out prompts, divided among the processes; return 0 or 1 for each of them."""
         training = model.training
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        shard = prompts[len(prompts) * rank // world_size : len(prompts) * (rank + 1) // world_size]
+        rank, processes = PartialState().process_index, PartialState().num_processes
+        shard = prompts[len(prompts) * rank // processes : len(prompts) * (rank + 1) // processes]
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model.eval()
             try:
-                return _gather(list(self.evaluate(model, shard)) if shard else [])
+                return gather_object(list(self.evaluate(model, shard)) if shard else [])
             finally:
                 model.train(training)
