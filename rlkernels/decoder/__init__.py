@@ -51,6 +51,9 @@ def add_rms_norm(
     """
     mixed = backend == "auto" and any(t is not None and t.dtype != residual.dtype for t in (x, weight))
     if mixed or not _is_compiled("add_rms_norm", residual, backend):
+        if x is not None:
+            _check.shape("x", x, residual.shape)
+        _check.shape("weight", weight, residual.shape[-1:])
         return reference.add_rms_norm(residual, x, weight, eps)
     total, normed, _ = _gradients.apply(_autograd.AddRmsNorm, residual, x, weight, eps)
     return residual if x is None else total, normed
@@ -91,6 +94,14 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch
         raise ValueError(f"q_weight and k_weight must be given together, got {name} alone")
     arguments = x, positions, cos, sin, q_heads, heads, q_weight, k_weight
     if not _is_compiled("rope", x, backend):
+        width, dim = x.shape[1], cos.shape[1]
+        _check.shape("positions", positions, x.shape[:1])
+        _check.shape("sin", sin, cos.shape)
+        if q_weight is not None and k_weight is not None:
+            _check.shape("q_weight", q_weight, (dim,))
+            _check.shape("k_weight", k_weight, (dim,))
+        if not 0 <= q_heads <= heads or heads * dim > width:
+            raise ValueError(f"{heads} heads ({q_heads} of queries) of {dim} numbers do not fit into rows of {width}")
         _check.indices("positions", positions, len(cos))
         return reference.rope(*arguments, eps)
     return _gradients.apply(_autograd.Rope, *arguments, eps)
@@ -110,5 +121,7 @@ def silu_mul(gate_up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         ValueError, RuntimeError: another shape, or a tensor that is not contiguous.
     """
     if not _is_compiled("silu_mul", gate_up, backend):
+        if gate_up.shape[-1] % 2:
+            raise ValueError(f"gate_up must have an even width, got {gate_up.shape[-1]}")
         return reference.silu_mul(gate_up)
     return _gradients.apply(_autograd.SiluMul, gate_up)

@@ -168,6 +168,23 @@ def test_bad_input():
         decoder.silu_mul(torch.randn(8, 4).T)
 
 
+def test_plain_torch_spreads_nothing_over_rows():
+    x, table, positions = torch.randn(3, 8), torch.randn(5, 4), torch.tensor([0, 4, 1])
+    norm, rope, gate = (partial(op, backend="torch") for op in (decoder.add_rms_norm, decoder.rope, decoder.silu_mul))
+    for call, message in (
+        (lambda: norm(x, x[:1], torch.ones(8), 1e-6), r"x must have shape \[3, 8\], got \[1, 8\]"),
+        (lambda: norm(x, None, torch.ones(1), 1e-6), r"weight must have shape \[8\], got \[1\]"),
+        (lambda: rope(x, positions[:1], table, table, 1, 2), r"positions must have shape \[3\], got \[1\]"),
+        (lambda: rope(x, positions, table, table[:, :1], 1, 2), r"sin must have shape \[5, 4\], got \[5, 1\]"),
+        (lambda: rope(x, positions, table, table, 1, 2, torch.ones(4), torch.ones(1)), "k_weight must have shape"),
+        (lambda: rope(x, positions, table, table, 1, 3), r"3 heads \(1 of queries\) of 4 numbers do not fit"),
+        (lambda: rope(x, positions, table, table, 2, 1), r"1 heads \(2 of queries\) of 4 numbers do not fit"),
+        (lambda: gate(torch.randn(2, 7)), "even width, got 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_bad_input_of_rope(backend):
     x = torch.randn(3, 8)
