@@ -27,6 +27,7 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from trl.models import unwrap_model_for_generation
@@ -222,14 +223,13 @@ class SuffixRollouts:
         ):  # fmt: skip
             for most in calls:
                 chosen = [i for i, its_room in enumerate(room) if its_room == most]
-                inputs = [rows[i] for i in chosen] or [rows[0][:1]]
-                width = max(map(len, inputs))
-                padding = [[pad] * (width - len(row)) for row in inputs]
-                ids = torch.tensor([left + row for left, row in zip(padding, inputs)], device=device)
-                mask = torch.tensor([[0] * len(left) + [1] * (width - len(left)) for left in padding], device=device)
+                chosen_rows = [rows[i] for i in chosen] or [rows[0][:1]]
+                inputs = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in chosen_rows]
+                ids = pad_sequence(inputs, True, pad, "left").to(device)
+                mask = pad_sequence([torch.ones_like(row) for row in inputs], True, 0, "left").to(device)
                 config.max_new_tokens = min(most, most_of_all)
                 output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-                for i, row in zip(chosen, output[:, width:].tolist()):
+                for i, row in zip(chosen, output[:, ids.shape[1] :].tolist()):
                     end = next((place + 1 for place, token in enumerate(row) if token in self._ends), None)
                     suffixes[i] = row[:end]
         return suffixes, None
