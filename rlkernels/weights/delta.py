@@ -150,12 +150,10 @@ class Delta:
         _synchronize(targets.values())
         deque(_in_threads(self._check_piece, _pieces(targets)), 0)
         direct, groups = _by_memory(targets)
-        saved: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # tensors that share memory, with copies of their old values
-        for group in sorted(groups, key=len, reverse=True):
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, with copies of their old values
+        for group in sorted(groups, key=_may_overlap, reverse=True):
             new = self._new(group)
-            if len(group) > 1:
+            if _may_overlap(group):
                 saved += [(tensor, _plain(tensor).clone()) for tensor in group.values()]
             for name, tensor in group.items():
                 _write(tensor, new[name])
@@ -326,6 +324,11 @@ def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> 
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
+
+
+def _may_overlap(group: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether elements of a group of :func:`_by_memory` may share memory."""
+    return len(group) > 1 or any(torch._debug_has_internal_overlap(tensor) != 0 for tensor in group.values())
 
 
 def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:

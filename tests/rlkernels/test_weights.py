@@ -110,6 +110,18 @@ def test_weights_that_share_memory():
     assert model.weight.requires_grad
 
 
+def test_weights_whose_own_elements_share_memory():
+    def make():
+        """Return windows over 12 numbers, and a weight between whose elements others lie."""
+        return {"windows": torch.arange(12.0).unfold(0, 4, 2), "columns": torch.ones(3, 4)[:, ::2]}
+
+    old = make()
+    new = {name: (tensor + 1).contiguous() for name, tensor in old.items()}
+    check(new, old, make())
+    new["windows"][1, 0] += 1  # also the last but one of the first window
+    refuses(make(), encode(new, old), "to which the delta gives two values: windows")
+
+
 @pytest.mark.parametrize("names", ["whole tied", "whole rows", "even whole odd"])
 def test_weights_that_are_tied_on_one_side_alone(names):
     """The sender's have become different: there is no right answer, and nothing changes, not even other ties."""
