@@ -24,7 +24,9 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def once(op: str, alternative: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate ``backward``, whose result has no gradient: to differentiate it raises.
+    """Decorate ``backward(ctx, saved, *grads)``, whose result has no gradient: to differentiate it raises.
+
+    It gets the saved tensors as an argument, because a checkpointed pass gives them only once.
 
     torch's ``once_differentiable`` does not notice a result that depends on saved tensors alone, nor torch.func.
 
@@ -36,16 +38,17 @@ def once(op: str, alternative: str = "") -> Callable[[Callable[..., Any]], Calla
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Any) -> Any:
+            saved = ctx.saved_tensors
             if torch.compiler.is_compiling():
-                return backward(ctx, *grads)
+                return backward(ctx, saved, *grads)
             for grad in grads:
                 if grad is not None and (transform := _contexts.transform_of(grad)):
                     raise TypeError(f"the gradient of {op} has no rule for {transform}: ask for one gradient at a time")
             with torch.no_grad():
-                results = backward(ctx, *grads)
+                results = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():
                 return results
-            sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            sources = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
             if not sources:
                 return results
             results = results if isinstance(results, tuple) else (results,)

@@ -25,8 +25,8 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("add_rms_norm", "; backend='torch' has one")
-    def backward(ctx: Any, grad_total: Any, grad_out: Any, _: Any) -> Any:
-        total, factor, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad_total: Any, grad_out: Any, _: Any) -> Any:
+        total, factor, weight = saved
         if grad_total is not None:
             grad_total = grad_total.contiguous()
         if grad_out is None:
@@ -51,8 +51,8 @@ class Rope(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("rope", "; backend='torch' has one")
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        x, positions, cos, sin, *weights = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad_out: torch.Tensor) -> Any:
+        x, positions, cos, sin, *weights = saved
         q_heads, heads, eps = ctx.settings
         grad_out = grad_out.contiguous()
         x = grad_out if x is None else x  # not read without norms
@@ -75,5 +75,5 @@ class SiluMul(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("silu_mul", "; backend='torch' has one")
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        return torch.ops.rlkernels.silu_mul_backward(grad_out.contiguous(), *ctx.saved_tensors)
+    def backward(ctx: Any, saved: Any, grad_out: torch.Tensor) -> Any:
+        return torch.ops.rlkernels.silu_mul_backward(grad_out.contiguous(), *saved)

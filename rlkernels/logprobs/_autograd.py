@@ -58,8 +58,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("token_logprobs", "; backend='torch' has one")
-    def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
-        logits, ids, stats, entropies = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
+        logits, ids, stats, entropies = saved
         given = given_gradients(stats, entropies, grad_logprobs, grad_entropies)
         _, backward = fused(ctx.backend)
         return backward(logits, ids, stats, *given, ctx.temperature), None, None, None, None

@@ -379,8 +379,8 @@ class LinearTokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("linear_token_logprobs", "; token_logprobs with backend='torch' has one")
-    def backward(ctx: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
-        hidden, weight, bias, ids, stats, entropies = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad_logprobs: Any, grad_entropies: Any, _: Any) -> Any:
+        hidden, weight, bias, ids, stats, entropies = saved
         given = given_gradients(stats, entropies, grad_logprobs, grad_entropies)
         wanted = list(ctx.needs_input_grad[:3])
         with _contexts.gathered(weight, bias):

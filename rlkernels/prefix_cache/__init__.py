@@ -386,8 +386,8 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
-    def backward(ctx, grad_out, grad_lse):
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, grad_lse):
+        query, key, value, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         given = grad_out, grad_lse, query, key, value, out, lse

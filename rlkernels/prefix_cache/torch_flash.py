@@ -250,8 +250,8 @@ class _Tree(_Packed):
 
     @staticmethod
     @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
-    def backward(ctx, grad_out, grad_lse, *_):
-        query, key, value, out, lse, seed, unused = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, grad_lse, *_):
+        query, key, value, out, lse, seed, unused = saved
         [window] = ctx.window
         rows = _packed_rows(ctx.layout, query.device, window)
         keys, values = (t.index_select(0, rows.places) for t in (key, value))
@@ -344,8 +344,8 @@ class _Grouped(_Packed):
 
     @staticmethod
     @_gradients.once("tree_attention", "; backend='torch' on a CPU has one")
-    def backward(ctx, grad_out, grad_lse, *_):
-        query, key, value, out, lse, seed, unused = ctx.saved_tensors
+    def backward(ctx, saved, grad_out, grad_lse, *_):
+        query, key, value, out, lse, seed, unused = saved
         grads = [torch.empty_like(t) for t in (query, key, value)]
         for tokens, parts, prefixes in _packed_groups(ctx.layout, query.shape[1] * query.shape[2], query.device):
             q, k, v, group_out = (t[tokens] for t in (query, key, value, out))

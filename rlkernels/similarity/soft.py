@@ -53,8 +53,8 @@ class _SoftDtw(torch.autograd.Function):
 
     @staticmethod
     @_gradients.once("soft_dtw")
-    def backward(ctx: Any, grad, _):
-        x, y, x_lengths, y_lengths, table = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad, _):
+        x, y, x_lengths, y_lengths, table = saved
         grad_x = torch.zeros_like(x)
         grad_y = torch.zeros_like(y)
         # gradients of the cumulative costs on anti-diagonals d, d - 1, d - 2

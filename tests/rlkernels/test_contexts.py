@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 import rlkernels
 from bench._calls import GRADIENTS, inputs, public
@@ -233,6 +234,16 @@ def test_a_gradient_of_a_gradient_is_never_lost(op, name):
         torch.func.grad(gradient)(kwargs[key])
     with pytest.raises(TypeError, match=rf"the gradient of {ran} has no rule for torch\.vmap"):
         torch.func.jacrev(lambda t: public(op)(**kwargs | {key: t}, backend=name))(kwargs[key])
+
+
+@pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE)
+def test_a_checkpointed_pass_builds_a_graph_of_its_gradients(op, name):
+    kwargs = inputs()[op]
+    key = GRADIENTS[op][0]
+    leaf = kwargs[key].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(op, kwargs | {key: leaf}, name), leaf)
+    result = checkpoint(lambda t: total(op, kwargs | {key: t}, name), leaf, use_reentrant=False)
+    close(torch.autograd.grad(result, leaf, create_graph=True), (expected,))
 
 
 @pytest.mark.parametrize("op", COMPOSITE)
