@@ -284,6 +284,7 @@ def _lengths(name: str, value: Lengths) -> torch.Tensor:
         raise ValueError(f"{name} must have 1 dimension, got shape {tuple(out.shape)}")
     if out.numel() and (out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool):
         raise TypeError(f"{name} must hold integers, got {out.dtype}")
+    out = out.to(torch.int64)  # narrower integers do not hold the bound
     if (out < 0).any() or (out >= 2**31).any():
         raise ValueError(f"{name} must be between 0 and 2**31 - 1, got {out.tolist()}")
-    return out.to(torch.int64)
+    return out

@@ -77,6 +77,12 @@ def test_lengths_that_are_none_are_named(number, bad):
         rlkernels.GroupedLayout(*lengths)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_lengths_of_any_integer_dtype(dtype):
+    layout = rlkernels.GroupedLayout(*(torch.tensor(lens, dtype=dtype) for lens in ([4], [3, 2], [0, 2])))
+    assert torch.equal(layout.nodes, rlkernels.GroupedLayout([4], [3, 2], [0, 2]).nodes)
+
+
 def test_a_layout_keeps_its_lengths():
     lengths_tensors = [torch.tensor(lengths) for lengths in ([4], [3, 2], [0, 2])]
     layouts = rlkernels.GroupedLayout(*lengths_tensors), rlkernels.GroupedLayout([4], [3, 2], [0, 2])
