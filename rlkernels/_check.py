@@ -106,14 +106,14 @@ def has_values(value: torch.Tensor) -> bool:
 
 
 def on_host(value: torch.Tensor) -> bool:
-    """Return True where values can be looked at: a GPU would have to be waited for."""
-    return value.is_cpu and has_values(value)
+    """Return True where values can be looked at: outside of graphs and transforms; for a GPU the host would wait."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not traced and value.is_cpu and has_values(value)
 
 
 def indices(name: str, value: torch.Tensor, size: int) -> None:
     """Raise ValueError for an entry outside ``[0, size)``, if it can look (:func:`on_host`)."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if on_host(value) and value.numel() and not traced:
+    if on_host(value) and value.numel():
         low = int(value.min())
         high = int(value.max())
         if low < 0 or high >= size:

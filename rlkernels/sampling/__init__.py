@@ -315,7 +315,7 @@ def _drafts(
     if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != logits.shape[0]:
         raise ValueError(f"starts must run from 0 to the number of rows, {logits.shape[0]}, got {bounds}")
     lengths = [end - start - 1 for start, end in pairwise(bounds)]
-    if min(lengths, default=0) < 0:
+    if any(length < 0 for length in lengths):
         raise ValueError(f"starts must ascend: each sequence has at least one row, got {bounds}")
     if isinstance(drafts, torch.Tensor):
         _check.tensor("drafts", drafts, ndim=1, dtype=torch.int64, device=logits.device)

@@ -211,6 +211,26 @@ def test_a_setting_may_change_from_call_to_call(function, dynamic):
         torch.testing.assert_close(compiled(logits, setting), function(logits, setting))
 
 
+def draw_by_rows(logits, uniforms, settings):
+    return rlkernels.sample_tokens(logits, uniforms, temperature=settings, top_p=settings, validate=False)
+
+
+def verify(logits, uniforms, settings):
+    starts = [0, 2, logits.shape[0]]
+    drafts = logits.argmax(1)[2:]
+    return rlkernels.verify_drafts(logits, drafts, starts, uniforms, temperature=settings[:2], validate=False)
+
+
+@pytest.mark.parametrize("function", [draw_by_rows, verify])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_samples_are_drawn_within_one_graph(function, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (4, 5, 9):
+        arguments = torch.randn(rows, 13), torch.rand(rows), 1 - torch.rand(rows)
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("op", ["paged_attention", "shared_prefix_attention", "merge_attention", "write_kv"])
 def test_a_gradient_that_would_be_lost_raises(op, backend):
