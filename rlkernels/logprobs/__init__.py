@@ -69,9 +69,9 @@ def token_logprobs(
         _check.shape("ids", ids, shape[:-1])
     if shape[-1] == 0:
         raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(shape)}")
-    if not (type(temperature) is float and temperature > reference.MIN_FLOAT32_TEMPERATURE):
+    if not (type(temperature) is float and reference.MIN_FLOAT32_TEMPERATURE < temperature <= reference.MOST_FLOAT32):
         _check.positive("temperature", temperature)
-        temperature = max(float(temperature), reference.LEAST_DOUBLE)
+        temperature = reference.bounded(temperature, logits.dtype)
         if temperature < reference.MIN_FLOAT32_TEMPERATURE and logits.dtype != torch.float64:
             wide = token_logprobs(logits.double(), ids, temperature=temperature, return_entropy=True)
             return (wide[0].float(), wide[1].float()) if return_entropy else wide[0].float()

@@ -112,8 +112,7 @@ def linear_token_logprobs(
     if chunk is not None:
         chunk = _check.integer("chunk", chunk, 1)
     chosen = choose("linear_token_logprobs", hidden, backend)
-    temperature = max(float(temperature), reference.LEAST_DOUBLE)
-    temperature = min(temperature, torch.finfo(_work_dtype(hidden)).max)  # -inf over inf would be NaN
+    temperature = reference.bounded(temperature, hidden.dtype)
     if temperature < reference.MIN_FLOAT32_TEMPERATURE and hidden.dtype != torch.float64:
         bias = None if bias is None else bias.double()
         logprobs, entropy = linear_token_logprobs(hidden.double(), weight.double(), ids, bias=bias, chunk=chunk,

@@ -5,6 +5,13 @@ import torch
 MIN_SAFE_TEMPERATURE = 2.0**-20  # above this temperature the quotient of a logit below 2**107 does not overflow
 MIN_FLOAT32_TEMPERATURE = torch.finfo(torch.float32).tiny  # below this temperature the division is in float64
 LEAST_DOUBLE = torch.finfo(torch.float64).tiny  # replaces all smaller temperatures
+MOST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+def bounded(temperature: float, dtype: torch.dtype) -> float:
+    """Return a temperature > 0 as one by which logits of a dtype are divided; infinity would make -inf NaN."""
+    most = torch.finfo(torch.float64).max if dtype == torch.float64 else MOST_FLOAT32
+    return min(max(float(temperature), LEAST_DOUBLE), most)
 
 
 def token_logprobs(
@@ -16,7 +23,6 @@ def token_logprobs(
     end its context. The entropy is [0] unless ``with_entropy``: it needs four more tensors of the size of the logits.
     """
     work = logits if logits.dtype == torch.float64 else logits.float()
-    temperature = min(temperature, torch.finfo(work.dtype).max)  # -inf over inf would be NaN
     if temperature < MIN_SAFE_TEMPERATURE:
         work = work - work.detach().amax(-1, keepdim=True)
     log_p = torch.log_softmax(work if temperature == 1 else work / temperature, dim=-1)
