@@ -17,7 +17,12 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 
 def number(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool."""
+    """Raise unless ``value`` is a number that a float holds: of Python, or of a kind that turns into one; no bool.
+
+    Raise for a tensor with a gradient, which ops do not compute for their settings.
+    """
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} gets no gradient, but requires one: pass a number, {name}.item()")
     try:
         if not isinstance(value, (bool, str, bytes, bytearray)):  # float() would read the text
             float(value)

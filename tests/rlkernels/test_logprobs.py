@@ -43,6 +43,14 @@ def test_tokens_are_ruled_out_at_any_high_temperature(backend, temperature, dtyp
         torch.testing.assert_close(entropy.float(), torch.full((3,), math.log(3)))
 
 
+def test_a_temperature_that_is_learnt_is_refused():
+    temperature = torch.tensor(0.7, requires_grad=True)
+    with pytest.raises(ValueError, match=r"temperature gets no gradient, but requires one: pass .* temperature\.item"):
+        rlkernels.token_logprobs(torch.randn(2, 3), torch.tensor([0, 1]), temperature=temperature)
+    with torch.no_grad():
+        rlkernels.token_logprobs(torch.randn(2, 3), torch.tensor([0, 1]), temperature=temperature)
+
+
 def over_temperature(logits, ids, temperature):
     """Return log-probability, entropy and the gradient of their sum in float64, without our code.
 
