@@ -147,7 +147,7 @@ def paged_attention(
             gradients are enabled.
     """
     _check_sizes(query, key_cache, value_cache, scale)
-    window = _checked_window(window, softcap)
+    window, softcap = _checked_mask(window, softcap)
     sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
@@ -288,7 +288,7 @@ def tree_attention(
     """
     if not isinstance(layout, TreeLayout):
         raise TypeError(f"layout must be a TreeLayout, got {type(layout).__name__}")
-    window = _checked_window(window, softcap)
+    window, softcap = _checked_mask(window, softcap)
     if window is not None and window >= layout.longest:
         window = None
     arguments = query, key, value, layout, scale, window, softcap
@@ -485,13 +485,16 @@ def _check_scale(scale: float) -> None:
         raise ValueError(f"scale must be finite, got {scale!r}")
 
 
-def _checked_window(window: int | None, softcap: float | None) -> int | None:
-    """Check both, and return the window, at most the largest number that kernels know."""
+def _checked_mask(window: int | None, softcap: float | None) -> tuple[int | None, float | None]:
+    """Check window and softcap, and return them as Python's numbers, the window at most the largest of kernels."""
+    if window is not None:
+        window = min(_check.integer("window", window, 1), _check.MOST)
     if softcap is not None:
         _check.positive("softcap", softcap)
+        softcap = float(softcap)
         if softcap == math.inf:
             raise ValueError(f"softcap must be finite, got {softcap!r}")
-    return None if window is None else min(_check.integer("window", window, 1), _check.MOST)
+    return window, softcap
 
 
 def _check_sizes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> None:

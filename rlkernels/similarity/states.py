@@ -60,4 +60,4 @@ def state_similarity(
         for name, value in (("x", x), ("y", y)):
             arguments.histograms(name, value)
     _backend.choose("state_similarity", x.device, backend)
-    return reference.state_similarity(x, y, metric=metric, scale=scale, projections=projections, seed=seed)
+    return reference.state_similarity(x, y, metric=metric, scale=float(scale), projections=projections, seed=seed)

@@ -115,6 +115,8 @@ def rhyme_similarity(
     _check.tensor("bank.rewards", bank.rewards, device=query.rewards.device)
     _check.in_range("reward_weight", reward_weight, 0, 1)
     _check.positive("reward_scale", reward_scale)
+    reward_weight = float(reward_weight)
+    reward_scale = float(reward_scale)
     if state_metric is not None:
         _check.one_of("state_metric", state_metric, METRICS)
     _backend.choose("rhyme_similarity", query.rewards.device, backend)

@@ -3,8 +3,10 @@
 import sys
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import op_calls
 import pytest
 import torch
@@ -263,6 +265,18 @@ def test_plain_torch_has_forward_derivatives(op):
     stacked = torch.stack([kwargs[key], 2 * kwargs[key]])
     derivatives = torch.vmap(values)(stacked)
     close(derivatives, [torch.stack(pair) for pair in zip(*map(values, stacked))])
+
+
+@pytest.mark.parametrize("kind", [Fraction, np.array, torch.tensor])
+@pytest.mark.parametrize("name", ["auto", "torch"])
+@pytest.mark.parametrize(("op", "settings"), [
+    ("state_similarity", {"scale": 2.0}), ("rhyme_similarity", {"reward_weight": 0.25, "reward_scale": 0.5}),
+    ("tree_attention", {"scale": 0.5, "softcap": 3.0}), ("paged_attention", {"scale": 0.5, "softcap": 3.0}),
+])  # fmt: skip
+def test_a_setting_is_of_any_kind_that_turns_into_a_number(op, settings, name, kind):
+    kwargs = inputs()[op] | {"backend": name}
+    converted = {key: kind(value) for key, value in settings.items()}
+    close(outputs(op, kwargs | converted), outputs(op, kwargs | settings), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", OPS)
