@@ -23,9 +23,14 @@ from python_trainer.distributed import RankGroup
 from python_trainer.errors import UserError
 from python_trainer.loop.checkpointer import Checkpointer, UnloggedStep
 from python_trainer.loop.dynamic_sampling import StepSampler
-from python_trainer.loop.origin import compare_settings
-from python_trainer.loop.parts import build_parts
-from python_trainer.model.loading import dtype_name
+from python_trainer.loop.evaluation import Evaluator
+from python_trainer.loop.kernels import settle_kernels
+from python_trainer.loop.learner import Learner
+from python_trainer.loop.origin import compare_inputs, compare_settings
+from python_trainer.loop.parts import load_run_policy, make_engine, resolve_settings
+from python_trainer.loop.prompts import Prompts, load_tasks
+from python_trainer.loop.scoring import Scorer
+from python_trainer.model.loading import choose_device, dtype_name
 from python_trainer.model.schedule import schedule
 from python_trainer.model.turns import missing_stop_token
 from python_trainer.rollout.engine import SamplingParams
@@ -99,24 +104,24 @@ class Trainer:
         )  # fmt: skip
         with ranks.fail_together():
             self.callbacks = make_callbacks([*config.callbacks, *callbacks])
-        parts = build_parts(
-            config, output_dir, ranks=ranks, state=self.state, logger=self.logger, checkpointer=self.checkpointer,
-            notify=self.notify,
-        )  # fmt: skip
-        self.kernels = parts.kernels
-        self.policy = parts.policy
-        self.engine = parts.engine
-        self.prompts = parts.prompts
-        self.learner = parts.learner
-        self.accelerators = parts.accelerators
-        self.scorer = parts.scorer
-        self.evaluator = parts.evaluator
+            tasks = load_tasks(config, choose_device(config.model.device))
+        note, saved = self.logger.note, self.checkpointer.saved
+        resolved = resolve_settings(config, saved, ranks, note)
+        self.kernels = settle_kernels(resolved, saved, ranks, note)
+        self.policy, origin = load_run_policy(resolved, ranks, note)
+        self.engine = make_engine(resolved, self.policy, output_dir, ranks)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)
+            self.engine.on_progress = self.logger.log_work  # rank 0 reports its own part
+            with ranks.fail_together():
+                self.prompts = Prompts(resolved, tasks, self.policy, self.state, note)
+                self.learner = Learner(self.policy, resolved, ranks)
+                self.accelerators = resolved.accelerators.make()
+            compare_inputs(resolved, self.policy, self.prompts, origin, self.checkpointer.newest, ranks)
+            self.scorer = Scorer(resolved, self.prompts, ranks)
+            self.evaluator = Evaluator(self.scorer, self.engine, self.logger, self.notify)
             self.run_context = self.make_run_context()
-            if self.checkpointer.restore(
-                self.learner, self.progress, self.load_progress, parts.origin, self.late_progress
-            ):
+            if self.checkpointer.restore(self.learner, self.progress, self.load_progress, origin, self.late_progress):
                 self.engine.policy_updated()
                 self.engine.policy_version = self.state.policy_version
             unless_ready.pop_all()

@@ -1,29 +1,20 @@
-"""Build the parts of a trainer from the settings."""
+"""What the settings of a run mean on this machine, and the policy and the engine that follow from them."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rlkernels.backend
-from python_trainer.accelerators.base import Accelerator
 from python_trainer.config import Config
 from python_trainer.distributed import RankGroup
 from python_trainer.distributed.ranked_engine import RankedEngine
 from python_trainer.environment import ENVIRONMENTS
 from python_trainer.errors import UserError
-from python_trainer.loop.checkpointer import Checkpointer
-from python_trainer.loop.evaluation import Evaluator
-from python_trainer.loop.kernels import settle_kernels
-from python_trainer.loop.learner import Learner
 from python_trainer.loop.memory import RECOMPUTES, device_here, needs_recomputing, plan_memory
-from python_trainer.loop.origin import Origin, compare_inputs, find_origin
-from python_trainer.loop.prompts import Prompts, load_tasks
-from python_trainer.loop.scoring import Scorer
-from python_trainer.model.loading import base_folder, choose_device, ignored_settings, recurrent_layers, run_dtype
+from python_trainer.loop.origin import Origin, find_origin
+from python_trainer.model.loading import base_folder, ignored_settings, recurrent_layers, run_dtype
 from python_trainer.model.lora import adapted_layers
 from python_trainer.model.policy import Policy, recomputes
 from python_trainer.model.precision import set_matmul_precision
@@ -34,68 +25,6 @@ from python_trainer.rollout.paged.engine import PagedEngine, memory_limit
 from python_trainer.rollout.settings import RolloutConfig, vllm_logprobs_modes
 from python_trainer.rollout.vllm.engine import Backend, InProcess, VLLMEngine, import_vllm
 from python_trainer.rollout.vllm.servers import AdapterFiles, Servers
-from python_trainer.run.logger import Logger
-from python_trainer.run.run_state import RunState
-
-
-@dataclass
-class Parts:
-    """The parts of a trainer that need its task or its model.
-
-    Attributes:
-        kernels: what checkpoints hold about the kernels of the run.
-        origin: what a resumed run must find as it was.
-    """
-
-    kernels: dict[str, Any]
-    policy: Policy
-    origin: Origin
-    engine: Engine
-    prompts: Prompts
-    learner: Learner
-    accelerators: list[Accelerator]
-    scorer: Scorer
-    evaluator: Evaluator
-
-
-def build_parts(
-    config: Config,
-    output_dir: Path,
-    *,
-    ranks: RankGroup,
-    state: RunState,
-    logger: Logger,
-    checkpointer: Checkpointer,
-    notify: Callable[..., None],
-) -> Parts:
-    """Load task and model, and make all parts, on all ranks together.
-
-    Args:
-        config: settings as given; every part gets the resolved ones.
-        output_dir: the run directory.
-        notify: calls a method of all callbacks.
-
-    Raises:
-        UserError: something in the settings, files or model cannot be used. The engine is closed then.
-    """
-    with ranks.fail_together():
-        tasks = load_tasks(config, choose_device(config.model.device))
-    resolved = resolve_settings(config, checkpointer.saved, ranks, logger.note)
-    kernels = settle_kernels(resolved, checkpointer.saved, ranks, logger.note)
-    policy, origin = load_run_policy(resolved, ranks, logger.note)
-    engine = make_engine(resolved, policy, output_dir, ranks)
-    with ExitStack() as unless_built:
-        unless_built.callback(engine.close)
-        engine.on_progress = logger.log_work  # rank 0 reports its own part
-        with ranks.fail_together():
-            prompts = Prompts(resolved, tasks, policy, state, logger.note)
-            learner = Learner(policy, resolved, ranks)
-            accelerators = resolved.accelerators.make()
-        compare_inputs(resolved, policy, prompts, origin, checkpointer.newest, ranks)
-        scorer = Scorer(resolved, prompts, ranks)
-        evaluator = Evaluator(scorer, engine, logger, notify)
-        unless_built.pop_all()
-    return Parts(kernels, policy, origin, engine, prompts, learner, accelerators, scorer, evaluator)
 
 
 def load_run_policy(resolved: Config, ranks: RankGroup, note: Callable[[str], None]) -> tuple[Policy, Origin]:

@@ -33,7 +33,7 @@ PLACES = {
     "task": "python_trainer.tasks.files.FileTaskSettings.load",
     "tokenizer": "python_trainer.model.policy.Policy.encode",
     "engine": "python_trainer.rollout.paged.engine.PagedEngine.__init__",
-    "learner": "python_trainer.loop.parts.Learner",
+    "learner": "python_trainer.trainer.Learner",
     "checkpoint": "python_trainer.loop.learner.Learner.load_state_dict",
     "whole model": "python_trainer.distributed.group.load_policy",
     "shards": "python_trainer.distributed.sharded.ShardedGroup._sharded_copy",

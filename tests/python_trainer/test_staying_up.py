@@ -193,14 +193,12 @@ def test_a_signal_while_the_model_is_written_lets_it_finish(make_config, tmp_pat
     assert "SIGTERM: finishing" in capsys.readouterr().err and (tmp_path / "run" / "model").is_dir()
 
 
-@pytest.mark.parametrize(
-    "part", ["loop.parts.Prompts", "loop.parts.Learner", "trainer.RunContext", "trainer.Trainer.finished"]
-)
+@pytest.mark.parametrize("part", ["Prompts", "Learner", "RunContext", "Trainer.finished"])
 def test_a_set_up_that_fails_closes_its_engine(make_config, tmp_path, monkeypatch, part):
     """Servers and memory of the engine would otherwise live as long as the process."""
     close = Mock()
     monkeypatch.setattr(PagedEngine, "close", close)
-    monkeypatch.setattr(f"python_trainer.{part}", Mock(side_effect=UserError("it cannot be made")))
+    monkeypatch.setattr(f"python_trainer.trainer.{part}", Mock(side_effect=UserError("it cannot be made")))
     with pytest.raises(UserError, match="^it cannot be made$"):
         train(make_config(), tmp_path / "run")
     close.assert_called_once()
