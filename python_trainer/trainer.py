@@ -109,10 +109,9 @@ class Trainer:
         resolved = resolve_settings(config, saved, ranks, note)
         self.kernels = settle_kernels(resolved, saved, ranks, note)
         self.policy, origin = load_run_policy(resolved, ranks, note)
-        self.engine = make_engine(resolved, self.policy, output_dir, ranks)
+        self.engine = make_engine(resolved, self.policy, output_dir, ranks, self.logger.log_work)
         with ExitStack() as unless_ready:
             unless_ready.callback(self.engine.close)
-            self.engine.on_progress = self.logger.log_work  # rank 0 reports its own part
             with ranks.fail_together():
                 self.prompts = Prompts(resolved, tasks, self.policy, self.state, note)
                 self.learner = Learner(self.policy, resolved, ranks)

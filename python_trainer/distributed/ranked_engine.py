@@ -16,10 +16,10 @@ class RankedEngine(WrappedEngine):
     Each rank answers a part of the requests, of equal expected work where ``lengths`` are known, or rank 0 all of them
     (``engine.on_first_rank``); all get the answers of all. Noise is keyed by sample, so answers do not depend on who
     gives them. All ranks submit and poll the same; a poll generates all that was submitted. ``stats`` counts for all
-    ranks together.
+    ranks together. The inner engine reports the progress of its part.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup | None = None):
+    def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
         self._remote_stats = dict.fromkeys(engine.stats, 0.0)  # counted by the other ranks
@@ -36,8 +36,6 @@ class RankedEngine(WrappedEngine):
         self.inner.policy_updated()  # which counts
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        if self.ranks is None:
-            return self.inner.submit(requests, sampling)
         groups = [new_rollouts(request) for request in requests]
         self._requests += requests
         self._groups += groups
@@ -45,13 +43,10 @@ class RankedEngine(WrappedEngine):
         return list(chain.from_iterable(groups))
 
     def _work(self, count: int) -> list[Rollout]:
-        if self.ranks is None:
-            return self.inner.poll(count)
         requests, groups, ranks = self._requests, self._groups, self.ranks
         self._requests, self._groups = [], []
         stats_before = self.inner.stats
         answers: list[Rollout] = []  # by this rank
-        self.inner.on_progress = self.on_progress  # reports this rank's part
         parts = divide(self.lengths, requests, 1 if self.on_first_rank else ranks.size)
         if self.policy.streams_weights:  # all ranks gather them, even those without a request
             self.inner.load_weights()

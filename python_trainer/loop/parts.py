@@ -96,7 +96,13 @@ def resolve_settings(
     return resolved
 
 
-def make_engine(resolved: Config, policy: Policy, output_dir: Path, ranks: RankGroup) -> Engine:
+def make_engine(
+    resolved: Config,
+    policy: Policy,
+    output_dir: Path,
+    ranks: RankGroup,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Engine:
     """Make the engine that follows the policy, with turns of the environment if there is one.
 
     All ranks make one together. The policy learns from it: its longest sequence becomes that of the engine, if that is
@@ -104,6 +110,7 @@ def make_engine(resolved: Config, policy: Policy, output_dir: Path, ranks: RankG
 
     Args:
         output_dir: a folder in it holds the files that servers read.
+        on_progress: as of :class:`Engine`; among several ranks each reports its own part.
 
     Raises:
         UserError: the engine cannot run this model, or vLLM is not there as it must be.
@@ -139,8 +146,9 @@ def make_engine(resolved: Config, policy: Policy, output_dir: Path, ranks: RankG
     engine.lengths = LengthHistory() if rollout.schedule == "history" else None
     if task.environment is not None:
         engine = EpisodeEngine(engine, ENVIRONMENTS.resolve(task.environment), policy, max_turns=task.max_turns)
+    engine.on_progress = on_progress
     if ranks.size > 1 or model is not policy.model:
-        engine = RankedEngine(engine, policy, ranks if ranks.size > 1 else None)
+        engine = RankedEngine(engine, policy, ranks)
     if engine.max_positions < policy.max_length:  # answers would otherwise end early without a word
         policy.max_length = engine.max_positions
         policy.limited_by = engine.limited_by
