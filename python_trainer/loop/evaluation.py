@@ -1,14 +1,12 @@
 """Evaluate a policy by its answers to the test sets."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from python_trainer.config import EvaluationConfig
 from python_trainer.data import Rollout
-from python_trainer.loop.origin import digest_examples
+from python_trainer.loop.origin import digest_examples, digest_value
 from python_trainer.loop.prompts import PromptSet
 from python_trainer.loop.scoring import Scorer
 from python_trainer.rollout.engine import Engine, SamplingParams
@@ -130,8 +128,7 @@ class Evaluator:
             task.reward_weights,
             digest_examples(test.examples, test.ids),
         ]
-        questions = json.dumps(settings)
-        digest = hashlib.blake2b(questions.encode(), digest_size=16).hexdigest()
+        digest = digest_value(settings)
         evaluated = [digest, len(test.ids[: sampling.eval_limit_during])]
         if state.evaluations and state.evaluated[:2] != evaluated:
             self.prompts.note(
@@ -142,7 +139,7 @@ class Evaluator:
             state.costs = []
             if state.evaluated[:1] != [digest]:
                 state.results = {}
-        saved_digests = state.evaluated[2] if len(state.evaluated) > 2 else {}  # older checkpoints have none
+        saved_digests = state.evaluated[2] if state.evaluated else {}
         state.evaluated = [*evaluated, self._forget_other_sets(saved_digests)]
 
     def _forget_other_sets(self, saved: Mapping[str, str]) -> dict[str, str]:
