@@ -10,12 +10,12 @@ from threading import Event
 from typing import Any
 
 import torch
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import BaseModel, FiniteFloat
 from safetensors import SafetensorError
 
 from python_trainer.config import Config, changed_settings, dump_config
 from python_trainer.distributed import RankGroup
-from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, problem_line, tell
+from python_trainer.errors import Interrupted, NotFinite, UserError, is_shared, tell
 from python_trainer.loop.learner import Learner
 from python_trainer.loop.origin import Origin, check_origin
 from python_trainer.model.loading import base_name, dtype_name
@@ -32,7 +32,7 @@ from python_trainer.run.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from python_trainer.run.directory import check_run_directory, locked, unusable_output_dir, write_text
+from python_trainer.run.directory import check_run_directory, first_problem, locked, unusable_output_dir, write_text
 from python_trainer.run.last_step import LastStep, copy_to_host
 from python_trainer.run.logger import Logger
 from python_trainer.run.run_state import RunState, best_evaluated
@@ -67,12 +67,12 @@ class SavedRun(BaseModel):
     """A checkpoint without weights and moments. Accelerators check their own states."""
 
     state: RunState
+    origin: Origin
     dtype: str | None = None
     kernels: dict[str, dict[str, Any]] = {}
     enabled: list[str] = []
     accelerators: dict[str, dict[str, Any]] = {}
     lengths: dict[str, dict[str, FiniteFloat]] | None = None
-    origin: Origin | None = None
     unlogged: UnloggedStep | None = None
 
 
@@ -87,10 +87,8 @@ def check_saved(path: Path, saved: Any) -> SavedRun:
         if run.state.step != step_of(path):
             raise ValueError(f"it is named {path.name} and holds step {run.state.step}")
     except ValueError as error:
-        reason = problem_line(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
-        raise UserError(
-            f"{path} was written by another version of the trainer or something else: {reason:.300}"
-        ) from error
+        reason = f"{first_problem(error):.300}"
+        raise UserError(f"{path} was written by another version of the trainer or something else: {reason}") from error
     return run
 
 
@@ -187,7 +185,7 @@ class Checkpointer:
             return False
         try:
             with self.ranks.fail_together():
-                check_origin(run.origin, origin, self.folder, self.config.model.path, self.logger.note)
+                check_origin(run.origin, origin, self.folder, self.config.model.path)
                 load(saved)
                 self.state.load(run.state)
                 if self.state.step > learner.max_steps:

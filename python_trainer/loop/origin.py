@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,20 +60,16 @@ def find_origin(config: Config, policy: Policy, ranks: RankGroup) -> Origin:
     return origin
 
 
-def check_origin(saved: Origin | None, origin: Origin, folder: Path, path: str, note: Callable[[str], None]) -> None:
+def check_origin(saved: Origin, origin: Origin, folder: Path, path: str) -> None:
     """Compare the origin in a checkpoint with that of the run that continues from it.
 
     Args:
-        saved: None: the checkpoint is older than origins.
         folder: the run directory.
         path: the setting ``model.path``.
 
     Raises:
         UserError: they differ.
     """
-    if saved is None:
-        note("the checkpoint does not tell with which seed, tokenizer and base weights the run began: it is older")
-        return
     settings = {"seed": "seed", "lora_alpha": "model.lora.alpha"}
     for name, old in saved:
         new = getattr(origin, name)

@@ -1,6 +1,5 @@
 """Ranks that begin with different things end at once; a resumed run finds what it began with, or says what changed."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from conftest import QUIET, merged, run_settings, train
 from gloo import KINDS, run_on_ranks
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support import write_jsonl
 from transformers import AutoTokenizer
@@ -22,7 +20,6 @@ from python_trainer.errors import UserError, is_shared
 from python_trainer.loop import origin
 from python_trainer.loop.origin import digest_examples, digest_weights
 from python_trainer.model.loading import tokenizer_fingerprint
-from python_trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from python_trainer.settings import shared_values
 from python_trainer.trainer import Trainer
 
@@ -198,14 +195,3 @@ def test_sft_keeps_its_seed(lessons, tmp_path):
     Sft(load_config(values), tmp_path / "run", console=QUIET).run()
     with pytest.raises(UserError, match="seed must be 0"):
         Sft(load_config(values | {"seed": 2}), tmp_path / "run", resume=True, console=QUIET)
-
-
-def test_an_older_checkpoint_goes_on_with_a_note(make_config, tmp_path):
-    train(make_config(max_steps=1), tmp_path / "run")
-    (newest,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    saved = load_checkpoint(newest)
-    del saved["origin"]
-    save_checkpoint(newest.parent, 1, saved, keep=1)
-    console = Console(file=io.StringIO(), width=200)
-    assert Trainer(make_config(max_steps=2), tmp_path / "run", resume=True, console=console).run()["steps"] == 2
-    assert "does not tell with which seed, tokenizer and base weights the run began" in console.file.getvalue()
