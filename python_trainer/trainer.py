@@ -360,7 +360,8 @@ class Trainer:
 
     def evaluate(self, split: str, limit: int | None = None) -> float:
         """Return the accuracy of answers to the first ``limit`` prompts of a split; None: to all of them."""
-        return fmean(self.evaluator.answer(self.prompts.split(split), slice(limit)).accuracy)
+        scores, _ = self.evaluator.answer(self.prompts.split(split), slice(limit))
+        return fmean(scores.accuracy)
 
     def answer_once(self, prompt_indices: Sequence[int], attempt: int) -> list[Rollout]:
         """Return one whole answer to each of these training prompts, scored; another attempt has other noise."""

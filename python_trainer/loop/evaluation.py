@@ -80,10 +80,10 @@ class Evaluator:
         with state.measure("eval"):
             self.logger.work = "evaluation"
             test = self.prompts.split("test")
-            scores, rollouts = self._answer(test, rows)
+            scores, rollouts = self.answer(test, rows)
             row = self._metrics("", test, scores)
             for set_name, prompt_set in zip(settings.sets, self.prompts.sets):
-                row |= self._metrics(f"{set_name}/", prompt_set, self.answer(prompt_set, rows))
+                row |= self._metrics(f"{set_name}/", prompt_set, self.answer(prompt_set, rows)[0])
             self.logger.work = "answers"
             if name is not None:
                 evaluation = {
@@ -164,15 +164,11 @@ class Evaluator:
         If the task has no right and wrong, the raw reward takes the place of 1 and 0.
         """
         prompt_set = self.prompts.split(split)
-        scores = self.answer(prompt_set, slice(rows.start, rows.stop))
+        scores, _ = self.answer(prompt_set, slice(rows.start, rows.stop))
         return by_prompt(scores.filter_scores or scores.accuracy, prompt_set.sampling.samples)
 
-    def answer(self, prompt_set: PromptSet, rows: slice) -> Scores:
-        """Return the scores of answers to these rows of the prompts; all answers to one prompt are side by side."""
-        return self._answer(prompt_set, rows)[0]
-
-    def _answer(self, prompt_set: PromptSet, rows: slice) -> tuple[Scores, list[Rollout]]:
-        """Return the scores, as of :meth:`answer`, with the answers."""
+    def answer(self, prompt_set: PromptSet, rows: slice) -> tuple[Scores, list[Rollout]]:
+        """Answer these rows of the prompts; return scores and answers, all those to one prompt side by side."""
         settings, rollout = prompt_set.sampling, self.config.rollout
         indices = range(len(prompt_set.ids))[rows]
         groups = self.prompts.groups_of(prompt_set, indices, settings.samples, noise_ids=indices)
