@@ -31,7 +31,6 @@ from python_trainer.run.directory import (
     ENDS,
     first_problem,
     on_all_prompts,
-    read_answers,
     read_evaluations,
     read_metrics,
     read_samples,
@@ -453,7 +452,7 @@ def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
 
 def answers_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (prompt, answer before training, answer after) of test prompts; none before the last evaluation."""
-    answers = read_answers(run.folder, run.summary["steps"])
+    answers = read_evaluations(run.folder, run.summary["steps"], "samples")
     start, final = (answers.get(name, []) for name in ENDS)
     rows = []
     for first, last in zip(start, final):

@@ -170,22 +170,15 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {row["step"]: row["samples"] for row in rows if "samples" in row}
 
 
-def read_evaluations(folder: Path, steps: int | None = None) -> dict[str, list[float]]:
-    """Return the share of right answers to each test prompt in evaluations ``start`` and ``final``, if any.
+def read_evaluations(folder: Path, steps: int | None = None, column: str = "correct") -> dict[str, list[Any]]:
+    """Return a column of the evaluations ``start`` and ``final``, if any.
 
     Args:
         steps: of the run; a final evaluation at another step belongs to a run that has gone on. None: any counts, the
             last one of several.
+        column: ``correct``, the share of right answers to each test prompt; or ``samples``, ``prompt`` and ``answer``
+            of the first test prompts.
     """
-    return _by_name(folder, "correct", steps)
-
-
-def read_answers(folder: Path, steps: int | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Return ``prompt`` and ``answer`` of the first test prompts, of the evaluations of :func:`read_evaluations`."""
-    return _by_name(folder, "samples", steps)
-
-
-def _by_name(folder: Path, column: str, steps: int | None) -> dict[str, Any]:
     rows = [row for row in read_rows(folder / EVALUATIONS, EvaluationRow) if {"name", column} <= row.keys()]
     return {row["name"]: row[column] for row in rows if row["name"] != "final" or steps in (None, row.get("step"))}
 
