@@ -17,7 +17,7 @@ from python_trainer.algorithms.losses import (
 from python_trainer.algorithms.settings import LOSS_TYPES, AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.model.packing import PackedRollouts, logprob_mask, pack_rollouts
+from python_trainer.model.packing import PackedRollouts, logprob_mask
 
 # metric -> the kind of tokens that it is a mean, or the maximum, over
 MEANS = {
@@ -98,7 +98,6 @@ class Batch:
         self.config = config
         self.max_completion_length = max_completion_length
         self.device = device
-        self.prefix_in_loss = prefix_in_loss
         self.aggregate: Aggregation = LOSS_TYPES.resolve(config.loss_type)
 
         # nothing compares answers then; in an empty batch there is nothing stored either
@@ -130,10 +129,6 @@ class Batch:
     def empty_table(self) -> torch.Tensor:
         """Return room for a number per response token, float32 [B, T], NaN so far."""
         return torch.full(self.present.shape, torch.nan, device=self.device)
-
-    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
-        """Return these samples as a micro-batch; see :func:`python_trainer.model.packing.pack_rollouts`."""
-        return pack_rollouts(self.rollouts, samples, include_prefix=self.prefix_in_loss, device=self.device)
 
     def set_advantages(self) -> dict[str, float]:
         """Compute advantages, and returns for a critic, from what was recorded before the update; return metrics.
@@ -238,10 +233,6 @@ class Minibatch:
         self.samples = self.trained or [min(self.indices, key=lambda index: self.rollouts[index].num_tokens)]
         self.num_tokens = int(batch.loss_tokens[self.indices].sum())
         self.critic_tokens = max(int(batch.critic_tokens[self.indices].sum()), 1)
-
-    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
-        """Return these samples as a micro-batch."""
-        return self.batch.micro_batch(samples)
 
     def loss(
         self, packed: PackedRollouts, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
@@ -361,15 +352,10 @@ class Minibatch:
 class ReferenceAnswers:
     """Reference answers of one optimizer step; their loss is the mean negative log-probability of their tokens."""
 
-    def __init__(self, rollouts: Sequence[Rollout], device: torch.device):
+    def __init__(self, rollouts: Sequence[Rollout]):
         self.rollouts = rollouts
-        self.device = device
         self.samples = self.trained = list(range(len(rollouts)))
         self.num_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-
-    def micro_batch(self, samples: Sequence[int]) -> PackedRollouts:
-        """Return these samples as a micro-batch."""
-        return pack_rollouts(self.rollouts, samples, device=self.device)
 
     def loss(
         self, packed: PackedRollouts, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None

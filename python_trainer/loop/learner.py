@@ -17,7 +17,7 @@ from python_trainer.loop.batch import Batch, Minibatch, ReferenceAnswers, mean_m
 from python_trainer.model.critic import Critic
 from python_trainer.model.lora import is_adapter, without_adapters
 from python_trainer.model.optimizer import MasterWeightAdamW
-from python_trainer.model.packing import PackedRollouts, micro_batches, sorted_by_tokens, split_evenly
+from python_trainer.model.packing import PackedRollouts, micro_batches, pack_rollouts, sorted_by_tokens, split_evenly
 from python_trainer.model.policy import Policy
 from python_trainer.model.schedule import schedule
 from python_trainer.model.weights import load_weights
@@ -106,7 +106,7 @@ class Learner:
             NotFinite: NaN or infinity in loss or gradients.
         """
         lr_scale = self.schedule(number)
-        minibatch = ReferenceAnswers(answers, self.policy.device)
+        minibatch = ReferenceAnswers(answers)
         metrics: list[dict[str, torch.Tensor]] = []
         with self.policy.packed_attention():
             norm, num_tokens = self._step(minibatch, lr_scale, metrics)
@@ -141,7 +141,7 @@ class Learner:
             critic = None  # these answers do not train it
         loss_share = torch.zeros((), device=self.policy.device)  # of this rank
         num_tokens = 0
-        for packed in self._micro_batches(minibatch, minibatch.samples):
+        for packed in self._micro_batches(minibatch.rollouts, minibatch.samples):
             logprobs, entropy, states = self.policy.token_logprobs(packed, self.temperature)
             values = critic(packed, states) if critic else None
             loss, metrics = minibatch.loss(packed, logprobs, entropy, values)
@@ -163,20 +163,19 @@ class Learner:
             critic.optimizer.step(lr_scale)
         return norm, num_tokens
 
-    def _micro_batches(
-        self, batch: Batch | Minibatch | ReferenceAnswers, samples: Sequence[int]
-    ) -> Iterator[PackedRollouts]:
+    def _micro_batches(self, rollouts: Sequence[Rollout], samples: Sequence[int]) -> Iterator[PackedRollouts]:
         """Yield this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""
-        ranks, rollouts, device = self.ranks, batch.rollouts, self.policy.device
+        ranks, device = self.ranks, self.policy.device
+        pack = partial(pack_rollouts, rollouts, include_prefix=self.prefix_in_loss, device=device)
         in_order = sorted_by_tokens(rollouts, samples)
         shares = split_evenly(rollouts, in_order, ranks.size, device)
         parts = [list(micro_batches(rollouts, share, self.settings.micro_batch_tokens, device)) for share in shares]
         for part in parts[ranks.rank]:
-            yield batch.micro_batch(part)
+            yield pack(part)
         missing = max(map(len, parts)) - len(parts[ranks.rank])
         if ranks.sharded and missing:
             shortest = min(samples, key=lambda i: rollouts[i].num_tokens)
-            packed = batch.micro_batch([shortest])
+            packed = pack([shortest])
             yield from [replace(packed, mask=torch.zeros_like(packed.mask))] * missing
 
     @torch.no_grad()
@@ -192,7 +191,7 @@ class Learner:
         if self.reference is not None and not (kl_in_reward and batch.only_stored):
             reference_logprobs = batch.empty_table()
             with self.reference.packed_attention(), without_adapters(self.reference.model):
-                for packed in self._micro_batches(batch, samples):
+                for packed in self._micro_batches(batch.rollouts, samples):
                     logprobs, _, _ = self.reference.token_logprobs(packed, self.temperature)
                     scatter_rows(reference_logprobs, packed, logprobs)
             batch.reference_logprobs = self.ranks.merge(reference_logprobs)
@@ -204,7 +203,7 @@ class Learner:
         A single optimizer step takes them from its own pass, unless advantages need them earlier.
         """
         old_logprobs, values = batch.empty_table(), batch.empty_table()
-        for packed in self._micro_batches(batch, samples):
+        for packed in self._micro_batches(batch.rollouts, samples):
             logprobs, _, states = self.policy.token_logprobs(packed, self.temperature)
             scatter_rows(old_logprobs, packed, logprobs)
             if self.critic is not None:

@@ -13,7 +13,7 @@ from python_trainer.algorithms.losses import importance_weights, kl_estimate, po
 from python_trainer.algorithms.settings import AlgorithmConfig
 from python_trainer.data import Rollout
 from python_trainer.loop.batch import Batch, Minibatch, scatter_rows
-from python_trainer.model.packing import logprob_mask, micro_batches
+from python_trainer.model.packing import logprob_mask, micro_batches, pack_rollouts
 
 MAX_LENGTH = 24
 FORMS = {
@@ -63,18 +63,18 @@ def rollouts():
     return answers
 
 
-def noisy(batch, policy, scale, seed):
+def noisy(batch, policy, scale, seed, *, include_prefix):
     """Return log-probabilities of a policy near this one, for every response token."""
     gen = torch.Generator().manual_seed(seed)
     out = batch.empty_table()
     with torch.no_grad(), policy.packed_attention():
-        packed = batch.micro_batch(range(len(batch.rollouts)))
+        packed = pack_rollouts(batch.rollouts, range(len(batch.rollouts)), include_prefix=include_prefix)
         logprobs, *_ = policy.token_logprobs(packed, 1.0)
         scatter_rows(out, packed, logprobs + scale * torch.randn(logprobs.shape, generator=gen))
     return out
 
 
-def plain_loss(policy, rollouts, batch, config):
+def plain_loss(policy, rollouts, batch, config, *, include_prefix):
     """Return the loss of the full batch on [B, L], from one forward pass of the model per answer."""
     width = max(len(r.response_ids) for r in rollouts)
     mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
@@ -84,7 +84,7 @@ def plain_loss(policy, rollouts, batch, config):
         length = len(rollout.response_ids)
         for values, rows in zip(plain_score(policy, rollout), (logprob_rows, entropy_rows)):
             rows.append(torch.nn.functional.pad(values, (0, width - length)))
-        start = 0 if batch.prefix_in_loss else rollout.prefix_len
+        start = 0 if include_prefix else rollout.prefix_len
         truncated = config.mask_truncated_completions and rollout.finish_reason == "length"
         policy_tokens = torch.tensor(rollout.response_mask or [True] * length)
         mask[i, start:length] = policy_tokens[start:] & (not truncated)
@@ -116,11 +116,11 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole_a
     batch = Batch(rollouts, config, MAX_LENGTH, torch.device("cpu"), prefix_in_loss=whole_answers)
     batch.set_advantages()
     if config.num_iterations > 1:
-        batch.old_logprobs = noisy(batch, policy, 0.1, 1)
+        batch.old_logprobs = noisy(batch, policy, 0.1, 1, include_prefix=whole_answers)
     if config.beta:
-        batch.reference_logprobs = noisy(batch, policy, 0.5, 2)
+        batch.reference_logprobs = noisy(batch, policy, 0.5, 2, include_prefix=whole_answers)
     params = list(policy.model.parameters())
-    expected = plain_loss(policy, rollouts, batch, config)
+    expected = plain_loss(policy, rollouts, batch, config, include_prefix=whole_answers)
     expected_grads = torch.autograd.grad(expected, params)
     grad_norm = torch.cat([g.flatten() for g in expected_grads]).norm()
     assert grad_norm > 1e-3
@@ -132,7 +132,7 @@ def test_loss_and_gradients_equal_the_plain_form(policy, rollouts, form, whole_a
         total = tokens[budget] = 0
         with policy.packed_attention():
             for samples in micro_batches(batch.rollouts, all_samples, budget):
-                packed = batch.micro_batch(samples)
+                packed = pack_rollouts(rollouts, samples, include_prefix=whole_answers)
                 if not whole_answers:
                     assert len(packed.rows) == len(packed.targets) == packed.mask.sum()
                 loss, _ = minibatch.loss(packed, *policy.token_logprobs(packed, 1.0)[:2])
@@ -176,7 +176,7 @@ def rollouts_of(masks, *, with_others):
 def loss_and_gradient(rollouts, config, numbers, filler):
     """Return loss, metrics and gradients, from tables with a row of numbers per policy token."""
     batch = Batch(rollouts, config, 16, torch.device("cpu"))
-    packed = batch.micro_batch(range(len(rollouts)))
+    packed = pack_rollouts(rollouts, range(len(rollouts)))
     scored = [logprob_mask(rollout, include_prefix=False) for rollout in batch.rollouts]
     flags = torch.tensor([flag for row in scored for flag in row], dtype=torch.bool)
 

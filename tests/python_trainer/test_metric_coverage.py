@@ -12,6 +12,7 @@ from test_ppo import step_batch
 from python_trainer.data import Rollout
 from python_trainer.distributed import RankGroup
 from python_trainer.loop.batch import Minibatch, mean_metrics
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run.directory import read_metrics
 from python_trainer.run.logger import rollout_statistics
@@ -150,7 +151,7 @@ def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     )  # fmt: skip
     batch.set_advantages()
     minibatch = Minibatch(batch, range(2 + num_stored))
-    packed = batch.micro_batch(range(2 + num_stored))
+    packed = pack_rollouts(batch.rollouts, range(2 + num_stored))
     values = torch.tensor([[0.0], [0.5]] + [[0.25]] * num_stored).expand(packed.mask.shape)
     zeros = torch.zeros(packed.mask.shape)
     _, numbers = minibatch.loss(packed, zeros, zeros, values)

@@ -65,7 +65,7 @@ def test_loss_and_gradients_of_ppo_known_values(stored):
     returns = (0.625 - 13 / 24) ** 2 + (1 - 13 / 24) ** 2 + (13 / 24) ** 2
     assert row["explained_variance"] == pytest.approx(1 - 0.78125 / returns)
     assert batch.returns[batch.present][3:].isnan().all()
-    packed = batch.micro_batch(range(2 + num_stored))
+    packed = pack_rollouts(batch.rollouts, range(2 + num_stored))
     row_of = [packed.samples.index(i) for i in range(2 + num_stored)]
     ratios = torch.ones(2 + num_stored, 2)
     predicted = torch.zeros(2 + num_stored, 2)

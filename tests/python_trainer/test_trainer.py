@@ -14,6 +14,7 @@ from tiny import copy_weights
 from python_trainer.accelerators.base import Accelerator
 from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.loop.batch import Batch
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.run.directory import read_evaluations, read_metrics
 from python_trainer.trainer import Trainer
 
@@ -191,7 +192,7 @@ def test_several_eos_tokens_end_answers_and_count_in_the_loss(make_config, tmp_p
     assert ended and {r.response_ids[-1] for r in ended} <= {5, 63}
 
     batch = Batch(rollouts, trainer.config.algorithm, 12, trainer.policy.device)
-    packed = batch.micro_batch(range(len(rollouts)))
+    packed = pack_rollouts(rollouts, range(len(rollouts)))
     assert int(packed.mask.sum()) == int(batch.loss_tokens.sum()) == sum(len(r.response_ids) for r in rollouts)
 
 

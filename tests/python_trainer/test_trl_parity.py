@@ -19,7 +19,7 @@ from python_trainer.accelerators.settings import RPOSettings
 from python_trainer.algorithms.settings import LOSS_TYPES
 from python_trainer.data import Group, Rollout
 from python_trainer.loop.batch import Batch, Minibatch
-from python_trainer.model.packing import micro_batches
+from python_trainer.model.packing import micro_batches, pack_rollouts
 from python_trainer.trainer import Trainer
 from rlkernels.sampling.keys import keyed_seed, keyed_unit
 
@@ -140,7 +140,7 @@ def test_loss_and_gradients_equal(make_trl, make_config, tmp_path, name):
         batch.set_advantages()
         total_loss = 0.0
         for samples in micro_batches(batch.rollouts, range(len(rollouts)), 40):
-            packed = batch.micro_batch(samples)
+            packed = pack_rollouts(rollouts, samples)
             scores = policy.token_logprobs(packed, 0.8)[:2]
             loss, _ = Minibatch(batch, range(len(rollouts))).loss(packed, *scores)
             loss.backward()

@@ -13,6 +13,7 @@ from python_trainer.accelerators.rhyme.sampling import begins_with
 from python_trainer.accelerators.settings import RhymeSettings
 from python_trainer.data import Rollout, by_group
 from python_trainer.loop.batch import Batch, Minibatch
+from python_trainer.model.packing import pack_rollouts
 from python_trainer.run.directory import read_metrics
 from python_trainer.tasks.prompt_order import prompt_order
 from python_trainer.trainer import Trainer
@@ -138,7 +139,7 @@ def test_a_stored_token_enters_the_loss_with_its_truncated_weight(make_config, r
     batch = Batch(rollouts, config, 8, torch.device("cpu"))
     batch.set_advantages()
     advantages = batch.advantages[:, 0]
-    packed = batch.micro_batch([0, 1])
+    packed = pack_rollouts(rollouts, [0, 1])
     logprobs = logprobs_now.expand(2, 2).clone().requires_grad_()
     loss, _ = Minibatch(batch, [0, 1]).loss(packed, logprobs, torch.zeros(2, 2))
     loss.backward()
