@@ -84,16 +84,17 @@ def group_statistics(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch
     Groups are any numbers, in any order, int64 [B]. The deviation is exactly 0 for a group of one, and if all rewards
     of a group are equal.
     """
-    _, index = torch.unique(groups, return_inverse=True)
-    count = int(index.max()) + 1 if index.numel() else 0
-    size = rewards.new_zeros(count).index_add_(0, index, torch.ones_like(rewards))[index]
-    mean = (rewards.new_zeros(count).index_add_(0, index, rewards))[index] / size
+    _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+
+    def reduce(values: torch.Tensor, operation: str) -> torch.Tensor:
+        return values.new_zeros(len(sizes)).scatter_reduce_(0, index, values, operation, include_self=False)[index]
+
+    size, mean = sizes[index], reduce(rewards, "mean")
+    square = reduce((rewards - mean) ** 2, "sum")
+    std = (square / (size - 1).clamp(min=1)).sqrt()
     # equal rewards can leave a rounding error in the mean, which a division by (almost) zero would blow up
-    low = rewards.new_full((count,), torch.inf).scatter_reduce_(0, index, rewards, "amin")[index]
-    high = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
-    square = rewards.new_zeros(count).index_add_(0, index, (rewards - mean) ** 2)[index]
-    std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())
-    return size, torch.where(low == high, rewards, mean), std
+    equal = reduce(rewards, "amin") == reduce(rewards, "amax")
+    return size, torch.where(equal, rewards, mean), torch.where(equal, 0.0, std)
 
 
 def gae(
