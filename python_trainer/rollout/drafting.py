@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from python_trainer.data import Rollout
 from rlkernels import RolloutHistory
@@ -119,8 +118,6 @@ def pass_overhead(seconds: dict[int, float]) -> float:
 
     Least squares on relative errors, so that small passes count as much as large ones.
     """
-    tokens = torch.tensor(list(seconds), dtype=torch.float64)
-    durations = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    rows = torch.stack([torch.ones_like(tokens), tokens], 1) / durations[:, None]
-    fixed, per_token = torch.linalg.lstsq(rows, torch.ones_like(tokens)).solution.tolist()
+    durations = np.array([*seconds.values()])
+    per_token, fixed = np.polyfit([*seconds], durations, 1, w=1 / durations).tolist()
     return max(fixed, 0.0) / max(per_token, 1e-12)
