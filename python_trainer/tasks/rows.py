@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +81,16 @@ def read_csv(path: Path, delimiter: str) -> list[Row]:
     """
     csv.field_size_limit(sys.maxsize)  # long prompts; for the process
     reader = csv.reader(io.StringIO(read_text(path, newline=""), newline=""), delimiter=delimiter, strict=True)
-    rows, header = list[Row](), list[str]()
+    lines = filter(None, reader)  # blank ones have no cells
+    rows = []
     try:
-        for cells in reader:
-            if not header:
-                header = cells
-                if twice := sorted({name for name in header if header.count(name) > 1}):
-                    raise UserError(f"{path}: two columns are named {twice[0]!r}")
-            elif len(cells) > len(header):
+        header = next(lines, [])
+        if twice := sorted({name for name in header if header.count(name) > 1}):
+            raise UserError(f"{path}: two columns are named {twice[0]!r}")
+        for cells in lines:
+            if len(cells) > len(header):
                 raise UserError(f"{path}:{reader.line_num}: {len(cells)} cells, more than the {len(header)} columns")
-            elif cells:
-                padded = cells + [""] * (len(header) - len(cells))
-                rows.append({name: cell or None for name, cell in zip(header, padded)})
+            rows.append({name: cell or None for name, cell in zip_longest(header, cells)})
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from error
     return rows
