@@ -444,10 +444,8 @@ def draw_curves(runs: Sequence[Run]) -> "Figure":
 def samples_of(run: Run) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return (step, answers) of up to SHOWN_STEPS steps, evenly spread, the last among them."""
     steps = sorted(read_samples(run.folder).items())
-    count = min(len(steps), SHOWN_STEPS)
-    if count <= 1:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+    places = numpy.linspace(0, len(steps) - 1, min(len(steps), SHOWN_STEPS))
+    return [steps[place] for place in places.round().astype(int)]
 
 
 def answers_of(run: Run) -> list[tuple[str, str, str]]:
