@@ -1,6 +1,6 @@
 """The batch of one step: rewards, masks and advantages of its rollouts, and the loss of each minibatch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -29,7 +29,6 @@ MEANS = {
 MAXIMA = {"importance_ratio/max": "in_pass", "sampling/logp_difference/max": "fresh_sampled"}
 # kinds of tokens that micro-batches count; low and high, where the loss has that bound, are all tokens in the loss
 COUNTS = ("in_pass", "with_reference", "with_return", "fresh_sampled", "fresh_corrected")
-SUMS = ("loss", *COUNTS, *MEANS)
 
 TokenMetrics = dict[str, torch.Tensor]  # metric or count -> values [M, L], 0 where they do not count
 
@@ -244,8 +243,7 @@ class Minibatch:
             values: [M, L] from the critic, if there is one.
 
         Returns:
-            A scalar to call backward on, and a detached number for each name in SUMS and MAXIMA, for
-            :func:`mean_metrics`.
+            A scalar to call backward on, and detached numbers by metric and kind of tokens, for :func:`mean_metrics`.
         """
         batch = self.batch
         rows = torch.tensor(packed.samples, device=logprobs.device)
@@ -278,7 +276,7 @@ class Minibatch:
             critic_loss, critic_metrics = self.critic_term(mask, values, old_values, returns)
             loss = loss + critic_loss
             metrics |= critic_metrics
-        return loss, reduce_metrics(metrics | {"loss": loss, "in_pass": mask})
+        return loss, reduce_metrics(metrics | {"in_pass": mask})
 
     def importance_term(
         self, packed: PackedRollouts, mask: torch.Tensor, old_logprobs: torch.Tensor
@@ -360,40 +358,35 @@ class ReferenceAnswers:
     def loss(
         self, packed: PackedRollouts, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch, as its share of the loss of the step, and its sum over tokens."""
-        surprisal = torch.where(packed.mask, -logprobs, 0.0)
-        return surprisal.sum() / self.num_tokens, {"surprisal": surprisal.detach().sum()}
+        """Return the loss of a micro-batch, as its share of the loss of the step, and no metrics."""
+        return torch.where(packed.mask, -logprobs, 0.0).sum() / self.num_tokens, {}
 
 
 @torch.no_grad()
 def reduce_metrics(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sum, or the maximum, of each metric of a micro-batch: a number for each name in SUMS and MAXIMA."""
-    zero = metrics["loss"].new_zeros((), dtype=torch.float32)
-    numbers = {name: metrics[name].sum().float() if name in metrics else zero for name in SUMS}
-    maxima = {name: metrics[name] for name in MAXIMA}
-    return numbers | {name: values.max() if values.numel() else zero for name, values in maxima.items()}
+    """Return the sum of each metric over the tokens of a micro-batch, or the maximum of those in MAXIMA."""
+    return {
+        name: values.max() if name in MAXIMA and values.numel() else values.sum() for name, values in metrics.items()
+    }
 
 
 def mean_metrics(
-    micro_batches: Sequence[Mapping[str, torch.Tensor]],
-    optimizer_steps: Sequence[Minibatch],
-    device: torch.device,
-    ranks: RankGroup,
+    micro_batches: Sequence[Mapping[str, torch.Tensor]], optimizer_steps: Sequence[Minibatch], ranks: RankGroup
 ) -> dict[str, float]:
     """Return the metrics of a step from those of its micro-batches, as :meth:`Minibatch.loss` returns them.
 
-    The loss is a mean over optimizer steps, the others are means over tokens or maxima; a metric without tokens is
-    missing.
+    They are means over tokens, or maxima; a metric without tokens is missing.
     """
-    names = (*SUMS, *MAXIMA)
-    rows = [torch.stack([metrics[name] for name in names]) for metrics in micro_batches]
-    # a rank may have no micro-batch, as in a step with a single sample
-    table = torch.stack(rows) if rows else torch.zeros(1, len(names), device=device)
-    sums = dict(zip(SUMS, ranks.sum(table[:, : len(SUMS)].sum(0)).tolist()))
-    maxima = [max(values) for values in zip(*ranks.gather(table[:, len(SUMS) :].amax(0).tolist()))]
+    rows = [torch.stack([*metrics.values()]).tolist() for metrics in micro_batches]
+    names = micro_batches[0] if micro_batches else ()  # a rank may have none, as in a step with a single sample
+    rank_columns = ranks.gather(dict(zip(names, zip(*rows))))
+
+    def total(name: str, reduce: Callable[[Iterable[float]], float] = sum) -> float:
+        """Reduce a metric over the micro-batches of all ranks."""
+        return reduce(chain.from_iterable(columns.get(name, ()) for columns in rank_columns))
+
     # tokens without a gradient are never clipped, and count all the same
     num_tokens = sum(minibatch.num_tokens for minibatch in optimizer_steps)
-    tokens = sums | dict.fromkeys(optimizer_steps[0].config.clip_bounds, num_tokens)
-    row = {"loss": sums["loss"] / len(optimizer_steps)}
-    row |= {name: sums[name] / tokens[kind] for name, kind in MEANS.items() if tokens.get(kind)}
-    return row | {name: value for (name, kind), value in zip(MAXIMA.items(), maxima) if tokens[kind]}
+    tokens = {kind: total(kind) for kind in COUNTS} | dict.fromkeys(optimizer_steps[0].config.clip_bounds, num_tokens)
+    means = {name: total(name) / tokens[kind] for name, kind in MEANS.items() if tokens.get(kind)}
+    return means | {name: total(name, max) for name, kind in MAXIMA.items() if tokens[kind]}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,11 +74,8 @@ class Learner:
         """
         if lr_scale is None:
             lr_scale = self.schedule(number)
-        device = self.policy.device
-        limit = self.max_completion_length
+        limit, device = self.max_completion_length, self.policy.device
         batch = Batch(rollouts, self.algorithm, limit, device, prefix_in_loss=self.prefix_in_loss)
-        norms: list[float] = []
-        num_tokens = 0
         micro_batch_metrics: list[dict[str, torch.Tensor]] = []
         with self.policy.packed_attention():
             self._record_before(batch)
@@ -88,15 +86,13 @@ class Learner:
             optimizer_steps = minibatches * self.algorithm.num_iterations
             if len(optimizer_steps) > 1 and batch.old_logprobs is None:
                 self._record_logprobs(batch, [index for minibatch in minibatches for index in minibatch.samples])
-            for minibatch in optimizer_steps:
-                norm, tokens = self._step(minibatch, lr_scale, micro_batch_metrics)
-                norms.append(norm)
-                num_tokens += tokens
+            steps = [self._step(minibatch, lr_scale, micro_batch_metrics) for minibatch in optimizer_steps]
         self.changed = True  # after_update may edit weights even without an optimizer step
-        if norms:
-            means = mean_metrics(micro_batch_metrics, optimizer_steps, device, self.ranks)
-            row = means | row | {"grad_norm": sum(norms) / len(norms)}
-        num_tokens = int(self.ranks.sum(torch.tensor(num_tokens)))
+        if steps:
+            losses, norms, _ = zip(*steps)
+            means = mean_metrics(micro_batch_metrics, optimizer_steps, self.ranks)
+            row = means | row | {"loss": fmean(losses), "grad_norm": fmean(norms)}
+        num_tokens = int(self.ranks.sum(torch.tensor(sum(tokens for *_, tokens in steps))))
         return row | {"learning_rate": self.settings.learning_rate * lr_scale, "tokens/trained": num_tokens}
 
     def imitate(self, answers: Sequence[Rollout], number: int) -> dict[str, float]:
@@ -106,12 +102,8 @@ class Learner:
             NotFinite: NaN or infinity in loss or gradients.
         """
         lr_scale = self.schedule(number)
-        minibatch = ReferenceAnswers(answers)
-        metrics: list[dict[str, torch.Tensor]] = []
         with self.policy.packed_attention():
-            norm, num_tokens = self._step(minibatch, lr_scale, metrics)
-        surprisal = float(torch.stack([micro_batch["surprisal"] for micro_batch in metrics]).sum())
-        loss = surprisal / minibatch.num_tokens
+            loss, norm, num_tokens = self._step(ReferenceAnswers(answers), lr_scale, [])
         lr = self.settings.learning_rate * lr_scale
         return {"loss": loss, "grad_norm": norm, "learning_rate": lr, "tokens/trained": num_tokens}
 
@@ -131,8 +123,8 @@ class Learner:
         minibatch: Minibatch | ReferenceAnswers,
         lr_scale: float,
         micro_batch_metrics: list[dict[str, torch.Tensor]],
-    ) -> tuple[float, int]:
-        """Take one optimizer step, if everything is finite; return the policy's gradient norm and this rank's tokens.
+    ) -> tuple[float, float, int]:
+        """Take one optimizer step, if everything is finite; return loss, gradient norm of the policy, and own tokens.
 
         It appends the metrics of each micro-batch to ``micro_batch_metrics``.
         """
@@ -161,7 +153,7 @@ class Learner:
         self.changed = True
         if critic is not None:
             critic.optimizer.step(lr_scale)
-        return norm, num_tokens
+        return total, norm, num_tokens
 
     def _micro_batches(self, rollouts: Sequence[Rollout], samples: Sequence[int]) -> Iterator[PackedRollouts]:
         """Yield this rank's micro-batches of these samples; if sharded, then masked ones until all ranks are done."""

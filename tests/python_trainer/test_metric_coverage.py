@@ -155,5 +155,5 @@ def test_the_value_loss_is_a_mean_over_what_the_critic_learns_from(stored):
     values = torch.tensor([[0.0], [0.5]] + [[0.25]] * num_stored).expand(packed.mask.shape)
     zeros = torch.zeros(packed.mask.shape)
     _, numbers = minibatch.loss(packed, zeros, zeros, values)
-    row = mean_metrics([numbers], [minibatch], torch.device("cpu"), RankGroup())
+    row = mean_metrics([numbers], [minibatch], RankGroup())
     assert row["value_loss"] == pytest.approx((0.5 + 0.125) / 2) and row["clip_ratio/value"] == 0
