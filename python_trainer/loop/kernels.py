@@ -35,9 +35,9 @@ def settle_kernels(
     if choose_device(config.model.device).type != "cuda":
         return {}
     device = verdicts.device_facts(torch.cuda.current_device())
-    saved_kernels = (saved or {}).get("kernels") or {"device": None, "backends": None}
-    same_device = saved_kernels["device"] == device
-    chosen: dict[str, str] | None = ranks.broadcast(saved_kernels["backends"] if same_device else None)
+    saved_kernels = (saved or {}).get("kernels", {})
+    known = saved_kernels.get("backends") if saved_kernels.get("device") == device else None
+    chosen: dict[str, str] | None = ranks.broadcast(known)
     if chosen is None and len({facts["gpu"] for facts in ranks.gather(device)}) > 1:
         note("the ranks run on different GPUs: all take the kernels of torch")
         chosen = {}
@@ -70,6 +70,6 @@ def prove_kernels(config: Config, note: Callable[[str], None]) -> dict[str, str]
     if attention and attention["candidates"].get("triton", {}).get("cases"):  # timed, so it was right
         winners["paged_attention"] = "triton"  # torch's waits for the GPU, so that no pass with it can be recorded
     by_rlkernels = [op for op, name in winners.items() if name != "torch"]
-    by_torch = set(winners) - set(by_rlkernels)
+    by_torch = [op for op, name in winners.items() if name == "torch"]
     note(f"kernels of rlkernels: {', '.join(by_rlkernels) or 'none'}; of torch: {', '.join(by_torch) or 'none'}")
     return table | winners

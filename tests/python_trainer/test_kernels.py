@@ -25,7 +25,8 @@ def gpu(monkeypatch, tmp_path):
 
     def prove(ops, *, device, workload, say):
         proofs.append((ops, workload))
-        choices = {op: {"backend": "triton" if op != "write_kv" else "torch"} for op in ops if op != "sample_tokens"}
+        choices = {op: {"backend": "torch"} for op in ops if op != "sample_tokens"}
+        choices["verify_drafts"] = {"backend": "triton"}
         choices["paged_attention"] = {"backend": "torch", "candidates": {"triton": {"cases": {"decode": {}}}}}
         return {"verdicts": choices, "left_out": {"sample_tokens": "no time left of 60 s"}}
 
@@ -59,6 +60,8 @@ def test_a_run_proves_what_it_needs_for_its_shapes(gpu):
     assert backend.choose("dtw", CUDA) == backend.choose("sample_tokens", CUDA) == "torch"
     assert saved["backends"].keys() == {*PROVABLE} and saved["device"] == GPU
     assert "NVIDIA X" in notes[0] and "sample_tokens: no time left of 60 s; the run takes torch" in notes
+    by_torch = notes[-1].partition("; of torch: ")[2].split(", ")
+    assert len(by_torch) > 3 and by_torch == [op for op in ops if op in by_torch], "always in one order"
 
 
 def test_shapes_may_have_other_names(gpu, tmp_path):
