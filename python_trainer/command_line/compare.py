@@ -19,21 +19,12 @@ def parse_variant(variant: str) -> tuple[list[str], int | None]:
     accelerators, at, steps = variant.partition("@")
     if at and not (steps.isdecimal() and int(steps) > 0):
         raise UserError(f"--variants must hold a number of steps >= 1 after @, got {variant!r}")
-    return accelerators_of(accelerators), int(steps) if at else None
-
-
-def accelerators_of(variant: str) -> list[str]:
-    """Return the names of the accelerators of a variant without its number of steps."""
-    if variant == BASELINE:
-        return []
-    if variant == "all":
-        return ACCELERATORS.names
-    names = variant.split("+")
+    names = {BASELINE: [], "all": ACCELERATORS.names}.get(accelerators, accelerators.split("+"))
     for name in names:
         if name not in ACCELERATORS.names and ":" not in name:  # whose module is looked for with the settings
             allowed = f"{BASELINE}, all, or names out of {', '.join(ACCELERATORS.choices)} joined by +"
-            raise UserError(f"--variants must hold {allowed}, got {variant!r}")
-    return names
+            raise UserError(f"--variants must hold {allowed}, got {accelerators!r}")
+    return names, int(steps) if at else None
 
 
 def compare(
