@@ -19,17 +19,15 @@ class RankedEngine(WrappedEngine):
     ranks together. The inner engine reports the progress of its part.
     """
 
+    stats = Engine.stats
+
     def __init__(self, engine: Engine, policy: Policy, ranks: RankGroup):
         super().__init__(engine)
         self.policy, self.ranks = policy, ranks
-        self._remote_stats = dict.fromkeys(engine.stats, 0.0)  # counted by the other ranks
+        self._stats = engine.stats  # of all ranks
         self._requests: list[Request] = []  # submitted, all with the same sampling
         self._groups: list[list[Rollout]] = []  # their rollouts
         self._sampling = SamplingParams()
-
-    @property
-    def stats(self) -> dict[str, float]:
-        return {name: count + self._remote_stats[name] for name, count in self.inner.stats.items()}
 
     def policy_updated(self) -> None:
         self.policy.sync_inference_model()
@@ -55,9 +53,9 @@ class RankedEngine(WrappedEngine):
                 answers = self.inner.generate([requests[i] for i in parts[ranks.rank]], self._sampling)
         counts = {name: count - stats_before[name] for name, count in self.inner.stats.items()}
         results = [ranks.broadcast((answers, counts))] if self.on_first_rank else ranks.gather((answers, counts))
-        for rank, (part, (rank_answers, rank_counts)) in enumerate(zip(parts, results)):
+        for part, (rank_answers, rank_counts) in zip(parts, results):
             for rollout, answer in zip(chain.from_iterable(groups[i] for i in part), rank_answers, strict=True):
                 vars(rollout).update(vars(answer))  # another process generated a copy of the rollout
-            if rank != ranks.rank:
-                self._remote_stats = {name: count + rank_counts[name] for name, count in self._remote_stats.items()}
+            for name, amount in rank_counts.items():
+                self._stats[name] += amount
         return list(chain.from_iterable(groups))
