@@ -12,6 +12,7 @@
 Needs vllm 0.32 or newer.
 """
 
+import copy
 import fcntl
 import logging
 import os
@@ -32,6 +33,7 @@ __all__ = ["HistoryProposer", "share_history"]
 
 HISTORY, RECORD = "rlkernels_history", "rlkernels_record"  # keys of vLLM's additional_config
 NEW_SHARE = 0.1  # of a recorded history's tokens: more new tokens than this are written at once
+LONGEST_DRAFT = 128  # vLLM's MAX_SPEC_LEN: its sampler ends the engine at a longer one
 
 if tuple(vllm.__version_tuple__[:2]) < (0, 32):
     raise ImportError(f"rlkernels.integrations.vllm needs vllm >= 0.32, found {vllm.__version__}")
@@ -94,6 +96,18 @@ def mend_sampler() -> None:
         rejection_sampler.apply_top_k_top_p = lambda logits, k, p: mask(logits, k, p) if len(logits) else logits
 
 
+def ask_near_the_limit(vllm_config: Any) -> None:
+    """Let vLLM ask its proposer in each step.
+
+    While a sequence ends closer to the limit of the draft model than the longest draft, vLLM does not ask, and verifies
+    zeros as the drafts of all sequences. It takes the model itself for the draft model of a custom proposer.
+    """
+    speculative_config = vllm_config.speculative_config
+    draft_model_config = copy.copy(vllm_config.model_config)
+    draft_model_config.max_model_len += speculative_config.num_speculative_tokens
+    speculative_config.draft_model_config = draft_model_config
+
+
 def _end_tokens(model_config: Any) -> set[int]:
     """Return the end-of-sequence tokens of config.json and generation_config.json, at which vLLM's sampler stops."""
     ends: set[int] = set()
@@ -135,7 +149,8 @@ class HistoryProposer:
         vllm_config: vLLM's, with ``num_speculative_tokens`` the longest draft.
 
     Raises:
-        ValueError: the file is damaged, a key of ``additional_config`` is misspelt, or there is no path to record to.
+        ValueError: the file is damaged, a key of ``additional_config`` is misspelt, there is no path to record to, or
+            ``num_speculative_tokens`` is above 128.
         TypeError: ``rlkernels_history`` is not a path.
         OSError: the file cannot be read.
     """
@@ -154,8 +169,11 @@ class HistoryProposer:
         record = additional.get(RECORD, False)
         if not isinstance(record, bool) or (record and self._path is None):
             raise ValueError(f"additional_config[{RECORD!r}] must be True beside {HISTORY!r}, or False, got {record!r}")
-        mend_sampler()
         self._limit: int = vllm_config.speculative_config.num_speculative_tokens
+        if self._limit > LONGEST_DRAFT:
+            raise ValueError(f"num_speculative_tokens must be at most {LONGEST_DRAFT} in vLLM, got {self._limit}")
+        mend_sampler()
+        ask_near_the_limit(vllm_config)
         self._max_length: int = vllm_config.model_config.max_model_len
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         # Absent sequences, then those of the last step. Absent: preempted, and finished ones that look the same.

@@ -321,6 +321,8 @@ def test_what_is_given_as_a_history_is_checked(tmp_path):
         make_proposer(rlkernel_history="history.bin")
     with pytest.raises(ValueError, match=r"\['rlkernels_record'\] must be True beside .*_history', or False, got T"):
         make_proposer(rlkernels_record=True)
+    with pytest.raises(ValueError, match="num_speculative_tokens must be at most 128 in vLLM, got 129"):
+        make_proposer(limit=129)
     with pytest.raises(FileNotFoundError, match="missing"):
         make_proposer(rlkernels_history=str(tmp_path / "missing"))
     with pytest.raises(TypeError, match=r"\['rlkernels_history'\] must be the path of a file .* got <.*RolloutHistory"):
@@ -336,9 +338,9 @@ def test_version_is_checked(monkeypatch):
         importlib.reload(integration)
 
 
-def greedy(llm) -> list[list[int]]:
+def greedy(llm, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     sampling = vllm.SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -372,3 +374,21 @@ def test_greedy_answers_are_the_same(make_llm, tmp_path):
     half_right_answers = [[*answer[:20], 1, *answer[21:]] for answer in plain]
     remember_answers(*zip(PROMPTS, half_right_answers)).save(path)
     assert greedy(llm) == plain
+
+
+def test_a_sequence_near_the_limit_leaves_the_others_their_drafts(make_llm, tmp_path):
+    """Its answer ends at the limit of the model; all answers are recorded as a whole."""
+    path = tmp_path / "history.bin"
+    llm = make_llm(
+        speculative_config={"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 16},
+        additional_config={"rlkernels_history": str(path), "rlkernels_record": True},
+    )
+    prompts = [*PROMPTS, PROMPTS[0] * 50]
+    answers = greedy(llm, prompts)
+    assert [len(answer) for answer in answers] == [80, 80, 80, MAX_LENGTH - 200]
+    assert greedy(llm, prompts) == answers
+    history = rlkernels.RolloutHistory.load(path)
+    assert history.stats["rollouts"] == len(prompts)
+    assert history.stats["tokens"] == sum(map(len, answers))
+    counts = counters(llm)
+    assert counts["accepted_tokens"] == counts["draft_tokens"] > 200
