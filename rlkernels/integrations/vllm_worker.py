@@ -12,8 +12,8 @@ Needs vllm 0.32 or newer, and nothing compiled of this package.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from rlkernels.weights.delta import apply_, has_zstandard
 
 __all__ = ["PolicyWorker", "merged_weight", "read_policy"]
 
+logger = logging.getLogger(__name__)
 
 DELTA = ".delta"  # suffix of a delta's file
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class PolicyWorker:
@@ -38,34 +40,59 @@ class PolicyWorker:
     vllm_config: Any
     reload_weights: Any
 
-    def load_policy(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path | bytes, adapter: str | None = None,
+    def load_policy(self, weights: Weights | str | Path | bytes, adapter: str | None = None,
                     deltas: bool = False) -> dict[str, bool]:  # fmt: skip
         """Load weights in place.
 
         vLLM's prefix cache still holds keys and values of the old weights: send another ``cache_salt`` from now on.
 
         Args:
-            weights: by their names in a checkpoint; or a folder of safetensors files that this process can read; or a
-                delta of :func:`rlkernels.weights.encode`, or the file NAME.delta that holds it.
+            weights: all, by their names in a checkpoint, for an engine in the caller's process; or a folder of
+                safetensors files that this process can read; or a delta of :func:`rlkernels.weights.encode`, or the
+                file NAME.delta that holds it.
             adapter: for a folder, as of :func:`read_policy`.
             deltas: deltas of these weights may follow; for them a copy of all weights stays on the host.
 
         Returns:
-            ``{"loaded": True}``, or ``{"loaded": False}`` for a delta whose base is not the copy on the host. Nothing
-            has changed then; send all weights.
+            ``{"loaded": True}``, or ``{"loaded": False}`` for a delta whose base is not the copy on the host; the log
+            says why. Nothing has changed then; send all weights.
 
         Raises:
             FileNotFoundError, KeyError, ValueError: as of :func:`read_policy`.
             ImportError: a delta, without zstandard.
+            TypeError: a weight that is no tensor, such as one that was sent to another process.
+            ValueError: there is no weight, one that the model does not have in this shape, or only a part of those that
+                vLLM fuses. The engine may have some of the new weights then; it goes on once all weights are sent.
         """
         # vLLM warns at every load that modules without weights are not loaded
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         policy = self.policy_weights(weights, adapter, deltas)
         if policy is None:
             return {"loaded": False}
-        iterator = iter(policy)
-        first = list(islice(iterator, 1))  # a folder without weights fails here, before vLLM drops its weights
-        self.reload_weights(weights_iterator=chain(first, iterator))
+        handed: list[Any] = []  # name and shape of the weight that vLLM is loading
+
+        def hand_over() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in policy:
+                handed[:] = name, list(weight.shape)
+                yield name, weight
+                handed.clear()
+            self._check_attention()
+
+        iterator = hand_over()
+        first = next(iterator, None)  # before vLLM drops its weights
+        if first is None:
+            raise ValueError("weights must hold those of a model, got none")
+        try:
+            self.reload_weights(weights_iterator=chain([first], iterator))
+        except Exception as error:
+            self.policy_copy = None
+            self._restore_layers()
+            if handed:
+                raise ValueError(
+                    f"vLLM cannot load the weight {handed[0]} of shape {handed[1]}, and may have loaded others; send "
+                    f"all weights of its model: {error}"
+                ) from error
+            raise
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -76,23 +103,53 @@ class PolicyWorker:
                     module.quant_method.process_weights_after_loading(module)
         return {"loaded": True}
 
+    def _check_attention(self) -> None:
+        """Raise ValueError if queries, keys and values came in part: vLLM leaves the rest uninitialized."""
+        from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for name, module in self.model_runner.get_model().named_modules():
+            if isinstance(module, QKVParallelLinear) and isinstance(module.quant_method, UnquantizedLinearMethod):
+                info = get_layerwise_info(module)
+                if info.can_load() and 0 < info.load_numel < info.load_numel_total:
+                    raise ValueError(
+                        f"weights must hold all of {name}, got {info.load_numel} of its {info.load_numel_total} "
+                        "numbers; send all weights of the model"
+                    )
+
+    def _restore_layers(self) -> None:
+        """Put old weights back where a failed load has ended; vLLM 0.32 leaves such a model unable to load or run."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+
+        model = self.model_runner.get_model()
+        for module in model.modules():
+            info = get_layerwise_info(module)
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+
     def policy_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path | bytes, adapter: str | None, deltas: bool
+        self, weights: Weights | str | Path | bytes, adapter: str | None, deltas: bool
     ) -> Iterable[tuple[str, torch.Tensor]] | None:
         """Return the weights that :meth:`load_policy` gets; None for a delta whose base is not the copy."""
         if isinstance(weights, str | Path) and Path(weights).suffix == DELTA:
             weights = Path(weights).read_bytes()
         if isinstance(weights, bytes):
-            if self.policy_copy is None:
-                return None
             try:
+                if self.policy_copy is None:
+                    raise ValueError("no weights were loaded with deltas=True before it")
                 apply_(self.policy_copy, weights)
-            except ValueError:
+            except ValueError as error:
+                logger.warning("the delta was not loaded: %s", error)
                 return None
             return self.policy_copy.items()
         self.policy_copy = None
         if isinstance(weights, str | Path):
             weights = read_policy(weights, adapter, self.model_runner.device)
+        else:
+            weights = _tensors(weights)
         if deltas:
             # a file may be removed or rewritten while its tensors map it
             self.policy_copy = {name: weight.to("cpu", copy=True) for name, weight in weights}
@@ -110,6 +167,17 @@ class PolicyWorker:
             "dtype": str(config.dtype).removeprefix("torch."),
             "deltas": has_zstandard(),
         }
+
+
+def _tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that a caller sent; raise TypeError for one that is no tensor any more."""
+    for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(
+                f"weights must be tensors by their names, got {type(weight).__name__} for {name!r}; an engine in "
+                "another process takes a folder or a delta"
+            )
+        yield name, weight
 
 
 def read_policy(folder: str | Path, adapter: str | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

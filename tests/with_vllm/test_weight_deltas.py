@@ -69,7 +69,7 @@ def test_servers_are_kept_up_to_date(servers, model, tmp_path):
     assert check_answers(resumed, model) == whole_bytes
 
 
-def test_in_this_process(make_llm, untied_folder):
+def test_in_this_process(make_llm, untied_folder, caplog):
     """The copy is made of whole weights; a delta of others is refused, and the engine goes on with those it has."""
     llm = make_llm(worker_extension_cls=WORKER)
     model = load(untied_folder)
@@ -96,7 +96,31 @@ def test_in_this_process(make_llm, untied_folder):
     assert llm.collective_rpc("load_policy", args=whole_weights) == [{"loaded": True}]
     assert answers() == expected(states[0])
     assert llm.collective_rpc("load_policy", args=(second_delta,)) == [{"loaded": False}]
+    assert "the delta was not loaded: weights are not those that the delta was made from: 'model." in caplog.text
     for delta, state in zip((first_delta, second_delta), states[1:]):
         assert llm.collective_rpc("load_policy", args=(delta,)) == [{"loaded": True}]
         assert answers() == expected(state)
     assert expected(states[0]) != expected(states[2])
+    check_weights_that_do_not_fit(llm, states[2], lambda: answers() == expected(states[2]))
+
+
+def check_weights_that_do_not_fit(llm, state, goes_on):
+    """Check that an error names them, and that the engine keeps its weights, or takes all as soon as they come."""
+
+    def refuse(weights, error, message):
+        with pytest.raises(error, match=message):
+            llm.collective_rpc("load_policy", args=(weights, None, True))
+
+    refuse([], ValueError, "weights must hold those of a model, got none")
+    refuse({"model.norm.weight": [1.0]}, TypeError, "must be tensors by their names, got list for 'model.norm.weight'")
+    query = "model.layers.0.self_attn.q_proj.weight"
+    refuse({query: state[query] + 1}, ValueError, "must hold all of model.layers.0.self_attn.qkv_proj, got 4096 of")
+    assert goes_on()
+    wrong_shape, unknown = {**state, query: state[query][:3]}, {**state, "model.layers.0.foo.weight": state[query]}
+    refuse(wrong_shape, ValueError, rf"vLLM cannot load the weight {query} of shape \[3, 64\]")
+    refuse(
+        unknown, ValueError, r"vLLM cannot load the weight model.layers.0.foo.weight of shape .* named 'layers.0.foo'"
+    )
+    assert llm.collective_rpc("load_policy", args=(weights.encode(state, state),)) == [{"loaded": False}]
+    assert llm.collective_rpc("load_policy", args=(state,)) == [{"loaded": True}]
+    assert goes_on()
