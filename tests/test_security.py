@@ -22,12 +22,12 @@ from python_trainer.run.directory import read_evaluations
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "torch.package"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 # ends of calls, whatever they are called on: pipes, processes of one group, the index of torch.distributed.checkpoint
-ENDS = {"recv", "recv_multipart", "all_gather_object", "broadcast_object_list", "recv_object_list", "read_metadata",
-        "FileSystemReader"}  # fmt: skip
+ENDS = {"recv", "recv_multipart", "all_gather_object", "gather_object", "broadcast_object_list", "recv_object_list",
+        "read_metadata", "FileSystemReader"}  # fmt: skip
 EXCEPTIONS = {  # as SECURITY.md names them
     # between the processes that torchrun, or accelerate, started
     "python_trainer/distributed/group.py": {"all_gather_object", "broadcast_object_list"},
-    "rlkernels/integrations/trl.py": {"all_gather_object", "broadcast_object_list"},
+    "rlkernels/integrations/trl.py": {"gather_object", "broadcast_object_list"},
     "python_trainer/run/checkpoint.py": {"read_metadata"},  # of ShardReader
     "python_trainer/run/shard_index.py": {"pickle"},  # the index of shards, of which it takes few names
 }

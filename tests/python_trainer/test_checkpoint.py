@@ -373,7 +373,7 @@ def grades(monkeypatch):
         accuracy = accuracies[evaluator.prompts.state.step]
         return Scores({}, [-accuracy] * 6, [accuracy] * 6), []
 
-    monkeypatch.setattr(Evaluator, "_answer", answer)
+    monkeypatch.setattr(Evaluator, "answer", answer)
     return accuracies
 
 
