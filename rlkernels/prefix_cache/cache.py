@@ -172,7 +172,7 @@ class PagedKVCache:
         else:
             ids = _ids(token_ids)
             counts = np.asarray(counts)
-            if len(counts) != len(handles) or counts.min(initial=0) < 0 or counts.sum() != len(ids):
+            if counts.shape != (len(handles),) or counts.min(initial=0) < 0 or counts.sum() != len(ids):
                 raise ValueError(f"counts must divide {len(ids)} tokens among {len(handles)} sequences, got {counts}")
         if len(set(handles)) < len(handles):
             second = next(i for i, handle in enumerate(handles) if handle in handles[:i])
