@@ -307,7 +307,7 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
             "| four times the rate |": "plain, four times the rate",
             "| `alpha` as in the paper": "alpha as in the paper",
             "| a quarter of the prompts, twice the rate, seeds": f"{QUARTER}, twice the rate",
-            "| a quarter of the prompts, four times the rate, seeds": f"{QUARTER}, four times the rate",
+            "| a quarter of the prompts, four times the rate |": f"{QUARTER}, four times the rate",
         }),
         **each(after_earlier_run, {
             "| nothing: plain |": "plain",
