@@ -148,7 +148,7 @@ def by_rank(study: str) -> list[str]:
 
 
 def whole_run(study: str, arm: str, baseline: str = "plain") -> list[str]:
-    """Return the accuracy of an arm at the end, its points above the baseline, and the tokens and seconds of the run."""
+    """Return the accuracy of an arm at the end, its points above the baseline, and tokens and seconds of the run."""
     rows = arm_rows(study, arm)
     costs = [f"{fmean(row[key] for row in rows):,.0f}" for key in ("tokens", "seconds")]
     points = [] if arm == baseline else [points_above(pairs_of(study, arm, baseline))]
