@@ -377,13 +377,15 @@ def mean_metrics(
 
     They are means over tokens, or maxima; a metric without tokens is missing.
     """
-    rows = [torch.stack([*metrics.values()]).tolist() for metrics in micro_batches]
-    names = micro_batches[0] if micro_batches else ()  # a rank may have none, as in a step with a single sample
-    rank_columns = ranks.gather(dict(zip(names, zip(*rows))))
+    columns: dict[str, list[float]] = {}  # a rank may have no micro-batch, as in a step with a single sample
+    if micro_batches:
+        table = torch.stack([torch.stack([*metrics.values()]) for metrics in micro_batches], 1)
+        columns = dict(zip(micro_batches[0], table.tolist()))  # at once: the host waits for a GPU here
+    rank_columns = ranks.gather(columns)
 
     def total(name: str, reduce: Callable[[Iterable[float]], float] = sum) -> float:
         """Reduce a metric over the micro-batches of all ranks."""
-        return reduce(chain.from_iterable(columns.get(name, ()) for columns in rank_columns))
+        return reduce(chain.from_iterable(of_rank.get(name, ()) for of_rank in rank_columns))
 
     # tokens without a gradient are never clipped, and count all the same
     num_tokens = sum(minibatch.num_tokens for minibatch in optimizer_steps)
