@@ -15,6 +15,7 @@ F32, F64, I64 = torch.float32, torch.float64, torch.int64
 
 
 def attention(query, *_):
+    """Return out and log-sum-exp of attention."""
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=F32)
 
 
@@ -36,6 +37,7 @@ def _top1_deltas(weights, bases, starts, tol, max_passes, min_passes, rank, seed
 
 
 def warps(x, y, x_lengths, y_lengths, band=None, subsequence=True):
+    """Return costs, starts and ends of warping paths."""
     place = x.new_empty(x.shape[0] if subsequence else 0, y.shape[0], dtype=I64)
     return x.new_empty(x.shape[0], y.shape[0]), place, like(place)
 
