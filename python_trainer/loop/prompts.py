@@ -25,19 +25,13 @@ def load_tasks(config: Config, device: torch.device) -> list[Task]:
     Raises:
         UserError: a file, function or setting of a task cannot be used.
     """
-    train_task = config.task.load()
-    tasks = [train_task]
-    for path in config.evaluation.sets.values():
-        task = config.task.model_copy(update={"test_path": path, "test_size": None}).load()
-        tasks.append(replace(task, test=task.test[: config.task.test_size]))
+    task = config.task.load()
+    tasks = [task, *(config.task.load_test_set(task, path) for path in config.evaluation.sets.values())]
     for settings in config.accelerators.chosen():
-        settings.check_task(train_task)
-    reward_models: dict[str, Any] = {}
-    for task in tasks:
-        for name, function in task.reward_functions.items():
-            if hasattr(function, "to"):  # a model, which all tasks share
-                task.reward_functions[name] = reward_models.setdefault(name, function)
-                reward_models[name].to(device)
+        settings.check_task(task)
+    for function in chain.from_iterable(each.reward_functions.values() for each in tasks):
+        if hasattr(function, "to"):  # a model
+            function.to(device)
     return tasks
 
 

@@ -4,6 +4,7 @@ import glob
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +89,10 @@ class FileTaskSettings(TaskSettings):
         for name, function in functions.items():
             check_columns(name, function, task)
         return task
+
+    def load_test_set(self, task: Task, path: str) -> Task:
+        test = self.model_copy(update={"test_path": path})._read("test")
+        return replace(task, test=test[: self.test_size])
 
     def _first(self, examples: list[Example], split: str) -> list[Example]:
         """Return as many examples as ``train_size`` or ``test_size`` says."""

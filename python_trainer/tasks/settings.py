@@ -5,6 +5,7 @@ To add one: a file with a subclass of ``TaskSettings``, and a line in ``TASKS``.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
@@ -74,6 +75,15 @@ class TaskSettings(Section):
             UserError: names a file, line or function that cannot be used.
         """
         raise UserError(f"task {self.name}: {type(self).__name__} must have a method load, which returns a Task")
+
+    def load_test_set(self, task: Task, path: str) -> Task:
+        """Return ``task``, which these settings have loaded, with up to ``test_size`` test examples of another place.
+
+        Raises:
+            UserError: names a file or line that cannot be used.
+        """
+        other = self.model_copy(update={"test_path": path, "test_size": None}).load()
+        return replace(other, test=other.test[: self.test_size])
 
     @classmethod
     def kinds(cls) -> list[type[Section]]:

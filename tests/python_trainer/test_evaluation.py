@@ -10,11 +10,13 @@ import pytest
 from conftest import QUIET, train
 from rich.console import Console
 from support import write_jsonl
+from tiny import digits
 
 from python_trainer.command_line.report import draw_curves, find_runs, summary_rows
 from python_trainer.config import EvaluationConfig
 from python_trainer.loop.evaluation import by_prompt, metrics_of, pass_at_k
 from python_trainer.run.directory import EVALUATIONS, read_evaluations, read_metrics
+from python_trainer.tasks import Example, Task, TaskSettings, files
 from python_trainer.tasks.rewards import Scores
 from python_trainer.trainer import Trainer
 
@@ -72,6 +74,33 @@ def test_a_set_may_be_smaller_than_test_size(make_config, jsonl_files, tmp_path)
     trainer = Trainer(make_config(task={"test_size": 4}, evaluation={"sets": sets}), tmp_path / "run", console=QUIET)
     assert [len(prompt_set.ids) for prompt_set in trainer.prompts.sets] == [2, 4]
     assert len(trainer.prompts.ids["test"]) == 4
+
+
+def test_each_file_is_read_once(make_config, jsonl_files, tmp_path, monkeypatch):
+    """Further test sets share the training examples of the task."""
+    for name in ("easy", "hard"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "A"}])
+    sets = {name: str(tmp_path / f"{name}.jsonl") for name in ("easy", "hard")}
+    read = Mock(side_effect=files.read_lines)
+    monkeypatch.setattr(files, "read_lines", read)
+    Trainer(make_config(evaluation={"sets": sets}), tmp_path / "run", console=QUIET)
+    assert [str(path) for ((path,), _) in read.call_args_list] == [*map(str, jsonl_files), *sets.values()]
+
+
+class NamedSettings(TaskSettings):
+    """A task of its own that has a ``test_path``."""
+
+    name: str = "test_evaluation:NamedSettings"
+    test_path: str = "AB"
+
+    def load(self):
+        return Task("named", [Example("C")], [Example(prompt) for prompt in self.test_path], {"digits": digits})
+
+
+def test_any_task_with_a_test_path_has_further_sets():
+    settings = NamedSettings(test_size=2)
+    task = settings.load_test_set(settings.load(), "DEF")
+    assert [example.prompt for example in (*task.train, *task.test)] == ["C", "D", "E"]
 
 
 def test_a_column_that_a_whole_set_lacks_is_told(make_config, tmp_path):
