@@ -177,4 +177,4 @@ class Evaluator:
         rollouts = self.engine.generate(groups, sampling)
         if self.engine.lengths:
             self.engine.lengths.observe(groups, rollouts)
-        return self.scorer.score_raw(prompt_set.task, groups, rollouts), rollouts
+        return self.scorer.score_raw(prompt_set, groups, rollouts), rollouts

@@ -10,7 +10,7 @@ from python_trainer.algorithms.advantages import overlong_penalties
 from python_trainer.config import Config
 from python_trainer.data import Example, Group, Messages, Rollout
 from python_trainer.distributed import RankGroup
-from python_trainer.loop.prompts import Prompts
+from python_trainer.loop.prompts import Prompts, PromptSet
 from python_trainer.tasks.base import Task
 from python_trainer.tasks.rewards import Scores, score
 
@@ -31,7 +31,7 @@ class Scorer:
 
     def score(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
         """Fill in text, rewards and accuracy of every rollout; rollouts come in the order of their groups."""
-        scores = self.score_raw(self.prompts.task, groups, rollouts)
+        scores = self.score_raw(self.prompts.split("train"), groups, rollouts)
         rewards = self.apply_length_penalty(scores.total, [rollout.response_ids for rollout in rollouts])
         for i, rollout in enumerate(rollouts):
             rollout.reward = rewards[i]
@@ -54,8 +54,11 @@ class Scorer:
         penalties = overlong_penalties(lengths, max_length=limit, cache=cache)
         return [reward + penalty for reward, penalty in zip(rewards, penalties.tolist(), strict=True)]
 
-    def score_raw(self, task: Task, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
-        """Return the scores of rollouts by the task alone, and fill in their texts, groups and prompts."""
+    def score_raw(self, prompt_set: PromptSet, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> Scores:
+        """Return the scores of rollouts by the task alone, and fill in their texts, groups and prompts.
+
+        Reward functions get the prompts of the set as the policy saw them.
+        """
         self._label(groups, rollouts)
         failed = next((r.episode for r in rollouts if r.episode and r.episode.failure), None)
         if failed and not self._failure_noted:
@@ -64,9 +67,11 @@ class Scorer:
                 f"the environment {self.config.task.environment} failed in turn {failed.turns} of an answer, which "
                 f"ends there: {failed.failure}; environment/failures counts such answers"
             )
-        examples = [rollout.with_environment_reward(groups[rollout.group].example) for rollout in rollouts]
+        seen = [replace(group.example, prompt=prompt_set.opened[group.prompt_index]) for group in groups]
+        examples = [rollout.with_environment_reward(seen[rollout.group]) for rollout in rollouts]
         completions = [rollout.completion for rollout in rollouts]
-        return self._score_on_ranks(task, examples, completions, [rollout.response_ids for rollout in rollouts])
+        ids = [rollout.response_ids for rollout in rollouts]
+        return self._score_on_ranks(prompt_set.task, examples, completions, ids)
 
     def _label(self, groups: Sequence[Group], rollouts: Sequence[Rollout]) -> None:
         """Fill in text, group and prompt of rollouts that come in the order of their groups."""

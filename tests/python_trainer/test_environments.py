@@ -235,6 +235,23 @@ def test_rewards_get_what_the_environment_gave():
         function([], [], [])
 
 
+GIVEN = set()  # prompts that a reward function got
+
+
+def noted(prompts, completions, completion_ids, **columns):
+    GIVEN.update(prompts)
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def test_rewards_get_the_prompts_that_the_environment_opened(make_config, jsonl_files, tmp_path):
+    GIVEN.clear()
+    task = {"environment": "test_environments:Echo", "reward": "test_environments:noted"}
+    sets = {"more": str(jsonl_files[0])}
+    train(make_config(max_steps=1, task=task, evaluation={"sets": sets}), tmp_path)
+    rows = [json.loads(line) for path in jsonl_files for line in path.read_text().splitlines()]
+    assert {f"HH{row['prompt']}" for row in rows} == GIVEN
+
+
 @pytest.fixture
 def playing(tiny_policy):
     """Return settings of the guessing game of the examples, of three numbers, for a policy that knows nothing."""
