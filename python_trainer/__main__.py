@@ -18,8 +18,9 @@ from python_trainer.errors import (
 from python_trainer.process.terminal import surviving
 from rlkernels._folder import folder_problem
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # the user's to mend: a full, small, read-only or broken disk, a file of others
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EACCES)
+DISK_ERRORS = (*FULL_DISK, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EACCES)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +57,7 @@ def run(argv: list[str] | None) -> int:
 def explain(error: Exception) -> str | None:
     """Return one line on an error that the user can mend; None: a mistake in the program, which needs a traceback."""
     if isinstance(error, UserError | NotFinite) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
-        return str(error)
+        return f"{error}: make room there" if getattr(error, "errno", None) in FULL_DISK else str(error)
     if isinstance(error, ModuleNotFoundError):
         install = "`pip install --no-build-isolation -e '.[train]'` in the clone, or `pip install 'NAME.whl[train]'`"
         return f"{error} by {sys.executable}; the extra train brings what python_trainer needs: {install}"

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +38,7 @@ from python_trainer.run.directory import (
     read_text,
     write_text,
 )
+from rlkernels._files import replace_file
 from rlkernels._text import escape_controls
 
 if TYPE_CHECKING:
@@ -63,8 +65,10 @@ def report(folders: Sequence[Path], console: Console | None = None) -> None:
     console.print(table)
     home = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     picture, page = home / "accuracy.png", home / "report.html"
-    draw_curves(runs).savefig(picture, dpi=130)
-    write_text(page, render_page(runs, rows, picture))
+    png = BytesIO()
+    draw_curves(runs).savefig(png, dpi=130)
+    replace_file(picture, png.getvalue())
+    write_text(page, render_page(runs, rows, png.getvalue()))
     lines = [*answer_lines(runs), *(f"note: {text}" for text in caveats(runs)), *verdicts(runs)]
     for line in [*lines, f"picture: {picture}", f"page: {page}"]:
         console.print(escape_controls(line, keep=""), highlight=False, markup=False, soft_wrap=True)
@@ -468,8 +472,8 @@ def answer_lines(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: Path) -> str:
-    """Return the page: verdict, curves, summary, sample answers, settings, versions."""
+def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: bytes) -> str:
+    """Return the page: verdict, curves (``picture``, a PNG file), summary, sample answers, settings, versions."""
     variants = list(by_variant(runs))
     settings = table_rows([settings_used(run.folder) for run in runs])
     environment = Environment(
@@ -486,7 +490,7 @@ def render_page(runs: Sequence[Run], summary: Sequence[Sequence[str]], picture: 
         variants=variants,
         verdicts=verdicts(runs),
         caveats=caveats(runs),
-        picture=base64.b64encode(picture.read_bytes()).decode(),
+        picture=base64.b64encode(picture).decode(),
         summary=summary,
         differing=[row for row in settings if len({*row[1:]}) > 1],
         same=[row[:2] for row in settings if len({*row[1:]}) == 1],

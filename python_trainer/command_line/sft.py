@@ -149,9 +149,9 @@ class Sft:
                 for batch in self.batches:
                     with self.checkpointer.keeping_last_step(), self.checkpointer.updating():
                         row = self.step(batch)
+                        self.logger.log(state.step + 1, row)  # first: a step that is saved has its row
                         state.step += 1
                         state.prompts += len(batch)
-                        self.logger.log(state.step, row)
                     self.checkpointer.after_step(done=state.step == last)
             self.policy.sync_inference_model()
             self.checkpointer.save_models()

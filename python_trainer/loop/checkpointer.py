@@ -440,13 +440,17 @@ class Checkpointer:
         """Replace a folder of the run by what ``write`` writes, complete or not at all."""
         folder = self.folder / name
         if self.ranks.rank == 0:
+            draft = draft_of(folder)
             try:
-                draft = draft_of(folder)
                 write(draft)
                 set_usual_mode(draft)
                 replace_folder(folder)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{folder} cannot be written: {error}; {self.how_to_go_on()}") from error
+                shutil.rmtree(draft, ignore_errors=True)
+                raise UserError(
+                    f"{folder} cannot be written: {error}: make room there, or let it be written to; "
+                    f"{self.how_to_go_on()}"
+                ) from error
 
     def _load_step(self, step: int) -> None:
         path = checkpoint_path(self.checkpoints, step)

@@ -150,13 +150,19 @@ def first_problem(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the path in errors of the block: Python names no file in that of a write."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append a row to a JSON-lines file."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:  # Python names no file in that of a write
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter  # takes a second, which no ru
 
 from python_trainer.algorithms.advantages import group_statistics
 from python_trainer.data import Rollout, filter_scores, select_fresh
-from python_trainer.run.directory import EVALUATIONS, append_row, read_rows, write_text
+from python_trainer.run.directory import EVALUATIONS, append_row, naming, read_rows, write_text
 from rlkernels._text import escape_controls
 
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
@@ -130,6 +131,22 @@ def choose_samples(
     ]
 
 
+@contextmanager
+def raising_once() -> Iterator[None]:
+    """Print no traceback of TensorBoard's thread, whose error the next call of its writer raises."""
+    before = threading.excepthook
+
+    def print_others(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    threading.excepthook = print_others
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
 def clip(text: str) -> str:
     """Return as much of a text as a file of samples holds."""
     return text[:SAMPLE_CHARACTERS]
@@ -153,6 +170,7 @@ class Logger:
         self.work = "answers"  # what the engine generates now
         self._metrics_path = folder / "metrics.jsonl"
         self._samples_path = folder / "samples.jsonl"
+        self._events_path = folder / "tensorboard"
         self._accuracy: float | None = None  # of the newest evaluation
         self._step = 0
         self._facts = ""  # accuracy and reward of the newest step
@@ -185,8 +203,15 @@ class Logger:
         self._last_line = time.monotonic()
         self._progress.update(self._bar, total=self.max_steps, completed=self._step)
         purge_step = 0 if after_step is None else after_step + 1  # TensorBoard drops this step and later ones
-        with SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step) as self._writer, self._progress:
-            yield
+        with raising_once():
+            with naming(self._events_path):
+                self._writer = SummaryWriter(str(self._events_path), purge_step=purge_step)
+            try:
+                with self._progress:
+                    yield
+            finally:
+                with suppress(OSError):  # the row that could not be written has raised it
+                    self._writer.close()
 
     def note(self, text: str) -> None:
         """Print a fact for the user that is no error but may be unintended."""
@@ -195,9 +220,11 @@ class Logger:
     def log(self, step: int, row: dict[str, float]) -> None:
         """Append a row to metrics.jsonl, send it to TensorBoard and show it."""
         append_row(self._metrics_path, {"step": step, **{key: finite(value) for key, value in row.items()}})
-        for key, value in row.items():
-            if finite(value) is not None:
-                self._writer.add_scalar(key, value, step)
+        with naming(self._events_path):
+            for key, value in row.items():
+                if finite(value) is not None:
+                    self._writer.add_scalar(key, value, step)
+            self._writer.flush()
         self._accuracy = row.get("eval/accuracy", self._accuracy)
         facts = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
         facts += [text.format(row[key]) for key, text in SHOWN_METRICS.items() if key in row]

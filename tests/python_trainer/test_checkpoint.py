@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import QUIET, full_disk, kill_in_the_fourth_step, merged, run_settings, train
+from conftest import QUIET, assert_goes_on, full_disk, kill_in_the_fourth_step, merged, run_settings, train
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -172,6 +172,24 @@ def test_metrics_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
+def test_events_of_tensorboard_that_do_not_fit_on_the_disk(run, tmp_path, monkeypatch):
+    """TensorBoard writes in a thread, whose error has neither a path nor a place on the screen."""
+    events = tmp_path / "run" / "tensorboard"
+    original = Logger.log
+
+    def log(self, step, row):
+        sizes = [path.stat().st_size for path in events.iterdir()]
+        with full_disk(max(sizes) + 10) if step == 3 else nullcontext():
+            original(self, step, row)
+
+    monkeypatch.setattr(Logger, "log", log)
+    code, errors = run({"save": {"save_steps": 1}})
+    assert code == 2 and f"too large: '{events}'; step 3 is saved: --resume continues from it\n" in errors
+    assert "Traceback" not in errors
+    monkeypatch.setattr(Logger, "log", original)
+    assert_goes_on(run, tmp_path)
+
+
 def test_a_summary_that_does_not_fit_on_the_disk_is_named(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Logger, "write_summary", full_disk(10)(Logger.write_summary))
     code, errors = run({"max_steps": 1})
@@ -182,8 +200,9 @@ def test_a_model_that_does_not_fit_on_the_disk(make_config, tmp_path):
     config = make_config(max_steps=2)
     trainer = Trainer(config, tmp_path / "run", console=QUIET)
     trainer.policy.save = full_disk(20_000)(trainer.policy.save)
-    with pytest.raises(UserError, match="run/model cannot be written: .*too large.*; step 2 is saved"):
+    with pytest.raises(UserError, match="run/model cannot be written: .*too large.*: make room .*; step 2 is saved"):
         trainer.run()
+    assert not [*(tmp_path / "run").glob(".*.tmp")], "what was written of it is in the way"
     train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 20_000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, merged, run_settings, train
+from conftest import QUIET, full_disk, merged, run_settings, train
 from rich.console import Console
 from support import write_jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,6 +104,16 @@ def test_page_of_two_runs(runs, monkeypatch):
     assert before_shared.count("<tr>") == 3  # the head, algorithm.beta and seed
     report([runs / "a&b"], QUIET)
     assert "Settings that all runs share" not in (runs / "a&b" / "report.html").read_text()
+
+
+def test_a_picture_that_does_not_fit_on_the_disk_is_named(runs):
+    """The earlier one stays."""
+    report([runs / "other"], QUIET)
+    picture = runs / "other" / "accuracy.png"
+    before = picture.read_bytes()
+    with full_disk(1000), pytest.raises(OSError, match=f"too large: '{picture}'"):
+        report([runs / "other"], QUIET)
+    assert picture.read_bytes() == before
 
 
 def test_earlier_runs_are_charged(runs):

@@ -75,7 +75,7 @@ LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
     (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; CUDA out of memory."),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of memory; CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     (UserError("model.path: there is no model here"), "model.path: there is no model here"),
-    (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+    (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device: make room there"),
     (OSError(errno.EACCES, "Permission denied"), "[Errno 13] Permission denied"),  # the runs of somebody else
     (RuntimeError(LOST), "another process has ended: its own message says why, or the report of torchrun"),
 ])  # fmt: skip

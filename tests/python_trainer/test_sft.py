@@ -3,12 +3,13 @@
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
 import torch
 import yaml
-from conftest import QUIET, kill_in_the_fourth_step, merged, train
+from conftest import QUIET, full_disk, kill_in_the_fourth_step, merged, train
 from rich.console import Console
 from safetensors.torch import load_file
 from support import assert_equal, write_jsonl
@@ -27,6 +28,7 @@ from python_trainer.model.optimizer import MasterWeightAdamW
 from python_trainer.model.policy import load_policy, recomputes
 from python_trainer.rollout.engine import SamplingParams
 from python_trainer.run.directory import read_metrics
+from python_trainer.run.logger import Logger
 from python_trainer.trainer import Trainer
 
 
@@ -124,6 +126,22 @@ def test_resume_gives_the_same_weights_of_the_same_type(lessons, tmp_path, monke
     assert_equal(*(load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")))
     rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
     assert [len(r) for r in rows] == [5, 5]
+
+
+def test_a_step_whose_row_cannot_be_written_is_taken_again(lessons, tmp_path, monkeypatch):
+    original = Logger.log
+
+    def log(self, step, row):
+        with full_disk((tmp_path / "metrics.jsonl").stat().st_size + 10) if step == 3 else nullcontext():
+            original(self, step, row)
+
+    config = config_of(lessons, sft={"epochs": 9}, save={"save_steps": 2})
+    monkeypatch.setattr(Logger, "log", log)
+    with pytest.raises(OSError, match="too large"):
+        Sft(config, tmp_path, console=QUIET).run()
+    monkeypatch.setattr(Logger, "log", original)
+    steps = Sft(config, tmp_path, resume=True, console=QUIET).run()["steps"]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*range(1, steps + 1)]
 
 
 def test_a_resumed_run_trains_on_the_examples_that_follow(lessons, tmp_path):
