@@ -30,6 +30,7 @@ from python_trainer.data import is_right
 from python_trainer.errors import UserError
 from python_trainer.run.directory import (
     ENDS,
+    Count,
     first_problem,
     on_all_prompts,
     read_evaluations,
@@ -171,7 +172,7 @@ class Summary(BaseModel):
     """The part of summary.json that a report reads; older runs may have written less."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    steps: int
+    steps: Count
     wall_s: float = 0.0
     training_s: float = 0.0
     rollout_s: float = 0.0

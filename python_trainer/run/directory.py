@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,9 @@ from rlkernels._files import replace_file
 EVALUATIONS = "evaluations.jsonl"  # on the test split
 ENDS = ("start", "final")  # evaluations before the first step and after the last
 LOCK = ".lock"
+# no number of a run is larger, and a file may hold any
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def check_run_directory(folder: Path, *, resume: bool) -> None:
@@ -88,7 +91,7 @@ class MetricsRow(Row):
     """A row of metrics.jsonl: numbers by name."""
 
     __pydantic_extra__: dict[str, float | None]
-    step: int = Field(ge=0)
+    step: Count
 
 
 class SamplesRow(Row):
@@ -101,7 +104,7 @@ class EvaluationRow(Row):
     """A row of evaluations.jsonl: the share of right answers to each test prompt, and the answers to the first ones."""
 
     name: str = ""
-    correct: list[float] = Field([], min_length=1)
+    correct: list[Share] = Field([], min_length=1)
     samples: list[dict[str, Any]] = []
 
 

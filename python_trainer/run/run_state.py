@@ -14,14 +14,10 @@ import transformers
 from pydantic import ConfigDict, Field, FiniteFloat
 
 import rlkernels
-from python_trainer.run.directory import ENDS, on_all_prompts
+from python_trainer.run.directory import ENDS, Count, on_all_prompts
 
 # generated; of prompts and prefixes computed; of those taken from the KV cache instead; in forward-backward passes
 TOKENS = ("generated_tokens", "prefill_tokens", "cached_tokens", "trained_tokens")
-
-
-# no number of a run is larger, and a file may hold any
-Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -114,6 +115,31 @@ def test_a_picture_that_does_not_fit_on_the_disk_is_named(runs):
     with full_disk(1000), pytest.raises(OSError, match=f"too large: '{picture}'"):
         report([runs / "other"], QUIET)
     assert picture.read_bytes() == before
+
+
+@pytest.mark.parametrize(("file", "change", "problem"), [
+    ("metrics.jsonl", {"step": 10**400}, "line 1: step: "),
+    ("evaluations.jsonl", {"correct": [1e300, 0.0]}, "line 1: correct.0: "),
+    ("evaluations.jsonl", {"correct": [float("nan")]}, "line 1: correct.0: "),
+    ("summary.json", {"steps": 10**400}, "steps: "),
+])  # fmt: skip
+def test_absurd_numbers_are_named(runs, file, change, problem):
+    path = runs / "other" / file
+    first, *others = path.read_text().splitlines() if file.endswith("jsonl") else [path.read_text()]
+    path.write_text("\n".join([json.dumps(json.loads(first) | change), *others, ""]))
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged ({problem}")):
+        report([runs], QUIET)
+
+
+@pytest.mark.parametrize("value", [1e300, float("nan"), float("inf"), None])
+def test_other_absurd_numbers_are_shown(runs, value):
+    for name in ("a&b", "other"):
+        rows = [json.loads(line) | {"eval/accuracy": value, "time/training_s": value} for line in
+                (runs / name / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+        write_jsonl(runs / name / "metrics.jsonl", rows)
+        (runs / name / "summary.json").unlink()
+    report([runs], QUIET)
+    assert "steps" in Page((runs / "report.html").read_text()).texts
 
 
 def test_earlier_runs_are_charged(runs):
