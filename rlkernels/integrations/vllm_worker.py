@@ -76,7 +76,7 @@ class PolicyWorker:
                 handed[:] = name, list(weight.shape)
                 yield name, weight
                 handed.clear()
-            self._check_attention()
+            self._check_fused_layers()
 
         iterator = hand_over()
         first = next(iterator, None)  # before vLLM drops its weights
@@ -103,18 +103,28 @@ class PolicyWorker:
                     module.quant_method.process_weights_after_loading(module)
         return {"loaded": True}
 
-    def _check_attention(self) -> None:
-        """Raise ValueError if queries, keys and values came in part: vLLM leaves the rest uninitialized."""
-        from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+    def _check_fused_layers(self) -> None:
+        """Raise ValueError if weights of a fused layer came in part: vLLM leaves the rest uninitialized."""
+        from vllm.model_executor.layers.linear import (
+            MergedColumnParallelLinear,
+            QKVParallelLinear,
+            UnquantizedLinearMethod,
+        )
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        for name, module in self.model_runner.get_model().named_modules():
-            if isinstance(module, QKVParallelLinear) and isinstance(module.quant_method, UnquantizedLinearMethod):
+        model = self.model_runner.get_model()
+        names_of_parts = getattr(model, "packed_modules_mapping", {})  # such as gate_up_proj: gate_proj, up_proj
+        for name, module in model.named_modules():
+            is_fused = isinstance(module, QKVParallelLinear | MergedColumnParallelLinear)
+            if is_fused and isinstance(module.quant_method, UnquantizedLinearMethod):
                 info = get_layerwise_info(module)
                 if info.can_load() and 0 < info.load_numel < info.load_numel_total:
+                    came = {arguments.arguments.get("loaded_shard_id") for _, arguments in info.loaded_weights}
+                    parts = enumerate(names_of_parts.get(name.rpartition(".")[2], ()))
+                    missing = [part for i, part in parts if came.isdisjoint({i, "qkv"[i : i + 1]})]
                     raise ValueError(
                         f"weights must hold all of {name}, got {info.load_numel} of its {info.load_numel_total} "
-                        "numbers; send all weights of the model"
+                        f"numbers{', without ' if missing else ''}{', '.join(missing)}; send all weights of the model"
                     )
 
     def _restore_layers(self) -> None:

@@ -115,6 +115,10 @@ def check_weights_that_do_not_fit(llm, state, goes_on):
     refuse({"model.norm.weight": [1.0]}, TypeError, "must be tensors by their names, got list for 'model.norm.weight'")
     query = "model.layers.0.self_attn.q_proj.weight"
     refuse({query: state[query] + 1}, ValueError, "must hold all of model.layers.0.self_attn.qkv_proj, got 4096 of")
+    up = "model.layers.1.mlp.up_proj.weight"
+    without_up = {name: weight + 1 for name, weight in state.items() if name != up}
+    refuse(without_up, ValueError, "must hold all of model.layers.1.mlp.gate_up_proj, got 3072 of .*, without up_proj;")
+    assert llm.collective_rpc("load_policy", args=(state,)) == [{"loaded": True}]
     assert goes_on()
     wrong_shape, unknown = {**state, query: state[query][:3]}, {**state, "model.layers.0.foo.weight": state[query]}
     refuse(wrong_shape, ValueError, rf"vLLM cannot load the weight {query} of shape \[3, 64\]")
