@@ -194,6 +194,24 @@ def test_a_server_merges_adapters_itself(address, model, tmp_path):
     assert not (tmp_path / "weights").exists()
 
 
+def test_a_failed_step_leaves_no_requests(in_process, model, monkeypatch):
+    """vLLM would wait for their tokens for ever."""
+    engine = VLLMEngine(model, in_process, eos_token_ids=[EOS])
+    requests = [Request(PROMPTS[2], (), 3, 8), Request(PROMPTS[1], max_new_tokens=8)]
+    expected = engine.generate(requests, SAMPLINGS[0])
+    vllm_engine = in_process._llm.llm_engine
+
+    def interrupt(*step):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm_engine.engine_core.engine_core.scheduler, "update_from_output", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests, SAMPLINGS[0])
+    assert not vllm_engine.has_unfinished_requests() and not vllm_engine.output_processor.parent_requests
+    assert [c.ids for c in engine.generate(requests, SAMPLINGS[0])] == [c.ids for c in expected]
+
+
 def test_suffix_rollouts_share_their_prefix(engine):
     prompt, prefix = PROMPTS[4][:50], PROMPTS[4][50:]
     old_stats = engine.stats

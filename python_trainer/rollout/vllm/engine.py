@@ -368,7 +368,13 @@ class InProcess(Backend):
             )
             for request in continuations
         ]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        try:
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        except BaseException:  # such as KeyboardInterrupt; the next call would wait for these requests for ever
+            engine = self._llm.llm_engine
+            requests = engine.output_processor
+            engine.abort_request([*requests.request_states, *requests.parent_requests], internal=True)
+            raise
         return [[_drawn(sample) for sample in output.outputs] for output in outputs]
 
     def counters(self) -> dict[str, float]:
