@@ -48,7 +48,7 @@ def grpo_trainer(folder, policy, prompts, reward, settings, trainer_class=None, 
     make = trainer_class or trl.GRPOTrainer
     args = (trl.RLOOConfig if issubclass(make, trl.RLOOTrainer) else trl.GRPOConfig)(
         output_dir=str(folder), num_generations=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
-        lr_scheduler_type="constant", **{"bf16": False, "learning_rate": 1e-2, "logging_steps": 1, **settings},
+        **{"bf16": False, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, **settings},
     )  # fmt: skip
     data = datasets.Dataset.from_dict({"prompt": prompts})
     return make(model=str(policy), args=args, train_dataset=data, reward_funcs=reward, **parts)

@@ -29,7 +29,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import is_async_callable
 
@@ -149,7 +149,7 @@ class SuffixRollouts:
         training = trainer.model.training
         num_generations = trainer.num_generations if training else trainer.num_generations_eval
         splits_groups = any(prompt != prompts[i - i % num_generations] for i, prompt in enumerate(prompts))
-        if splits_groups or len(prompts) % num_generations:
+        if training and (splits_groups or len(prompts) % num_generations):
             raise ValueError(
                 f"per_device_train_batch_size must give each process whole groups of {num_generations} answers, got a "
                 f"batch of {len(prompts)} whose groups are split"
@@ -401,6 +401,12 @@ class GatedExtrapolation(TrainerCallback):
                 f"logging_steps must divide track_steps {track_steps} of GatedExtrapolation, which reads "
                 f"rewards from the logs, got {state.logging_steps} with logging_strategy {strategy!r}"
             )
+        schedule = SchedulerType(args.lr_scheduler_type).value  # "linear" unless a run says otherwise
+        if not schedule.startswith("constant"):
+            logger.warning(
+                "GatedExtrapolation: lr_scheduler_type %r changes the learning rate, and leaves no line to go on "
+                "along; set 'constant'", schedule,
+            )  # fmt: skip
         trained = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         self._weights = Projections.of(trained)
         logger.info("GatedExtrapolation: %s", self._weights.describe_left_out())

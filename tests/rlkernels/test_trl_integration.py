@@ -331,6 +331,7 @@ def test_evaluation_answers_from_the_start(trl_integration, make_trainer):
     trainer.model.eval()
     out = suffixes(["ABC"] * 2 + ["DE"] * 2, trainer)
     assert suffixes.continued == 0 and all(all(mask) for mask in out["env_mask"])
+    assert len(suffixes(["ABC"], trainer)["completion_ids"]) == 1  # a group over two processes
     trainer.model.train()
     suffixes(["ABC"] * NUM_GENERATIONS, trainer)
     assert suffixes.continued in (0, NUM_GENERATIONS)
@@ -375,7 +376,7 @@ def test_experts_of_a_mixture_are_followed(trl_integration):
     config = transformers.Qwen3MoeConfig(vocab_size=16, **sizes, num_experts=4, moe_intermediate_size=6)
     model = transformers.Qwen3MoeForCausalLM(config)
     callback = trl_integration.GatedExtrapolation(print, 80)
-    arguments = SimpleNamespace(logging_strategy="steps")
+    arguments = SimpleNamespace(logging_strategy="steps", lr_scheduler_type="constant")
     state = transformers.TrainerState(logging_steps=1)
     callback.on_train_begin(arguments, state, None, model=model)
     shapes = {name: weight.shape for name, weight in callback.extrapolator.trajectory.base.items()}
@@ -436,6 +437,13 @@ def test_refusals_are_noted(trl_integration, make_trainer):
     make_trainer(steps=2, callbacks=[callback]).train()
     never.assert_not_called()
     assert [e["refused"].split(" (")[0] for e in callback.events] == ["few points"] * 2
+
+
+@pytest.mark.parametrize(("schedule", "warns"), [("linear", True), ("constant_with_warmup", False)])
+def test_a_rate_that_changes_is_noted(trl_integration, make_trainer, caplog, schedule, warns):
+    callback = trl_integration.GatedExtrapolation(print, 80)
+    make_trainer(steps=1, callbacks=[callback], settings={"lr_scheduler_type": schedule}).train()
+    assert ("lr_scheduler_type 'linear' changes the learning rate" in caplog.text) == warns
 
 
 def test_steps_that_reuse_answers_are_tracked(trl_integration, make_trainer):
