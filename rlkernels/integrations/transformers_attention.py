@@ -347,10 +347,18 @@ def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     layout = kwargs.get("attention")
     if not isinstance(layout, TreeLayout) or layout.attended is not None:  # or it is inside a model that was checked
         return torch.nn.Module.__call__(self, *args, **kwargs)
-    if kwargs.get("position_ids") is None and len(args) < 3:  # the third argument of most models
+    positions = kwargs.get("position_ids")
+    if positions is None and len(args) < 3:  # the third argument of most models
         raise ValueError(
             f"position_ids must be given to {type(self).__name__} in a packed pass, got None: give the layout's "
             "position_ids[None]; a model numbers the tokens of a row from 0 by itself"
+        )
+    # a GPU would have to finish its work before this comparison
+    on_host = positions is not None and positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and positions.ndim == 2 and not torch.equal(positions.long(), layout.position_ids[None]):
+        raise ValueError(
+            f"position_ids must be the layout's position_ids[None] for {type(self).__name__} in a packed pass, got "
+            f"others of shape {list(positions.shape)}"
         )
     if kwargs.get("labels") is not None:
         raise ValueError(

@@ -83,6 +83,8 @@ def test_a_packed_pass_without_positions_is_refused():
         with pytest.raises(ValueError, match=f"^position_ids must be given to {name} in a packed pass, got None"):
             part(packed.ids[None], attention=packed.layout, use_cache=False)
     assert torch.equal(model(packed.ids[None], None, packed.position_ids[None], attention=packed.layout)[0], expected)
+    with pytest.raises(ValueError, match=r"^position_ids must be the layout's .* for LlamaForCausalLM .* \[1, 5\]$"):
+        model(packed.ids[None], position_ids=torch.arange(5)[None], attention=packed.layout, use_cache=False)
 
 
 def test_a_loss_of_the_packed_row_is_refused():
