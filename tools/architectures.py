@@ -55,8 +55,10 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minic
 SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"num_key_value_heads": 4} for kind in LATENT},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "global_head_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    **{kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
 }
 
 
