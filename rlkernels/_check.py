@@ -132,3 +132,29 @@ def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> Non
     if len(value.shape) != len(expected) or any(e is not None and e != s for s, e in zip(value.shape, expected)):
         sizes = ", ".join("any" if e is None else str(e) for e in expected)
         raise ValueError(f"{name} must have shape [{sizes}], got {list(value.shape)}")
+
+
+def own_places(name: str, value: torch.Tensor) -> None:
+    """Raise ValueError for a tensor whose entries share places in memory, as in an expanded one: no op can write it."""
+    if _shares_places(value):
+        raise ValueError(
+            f"{name} must have a place in memory for every entry, got strides {value.stride()} for shape "
+            f"{list(value.shape)}"
+        )
+
+
+def _shares_places(value: torch.Tensor) -> bool:
+    entries = value.numel()
+    dims = [(stride, size) for stride, size in zip(value.stride(), value.shape) if size > 1]
+    # of each dimension: the distance that those of smaller strides cover
+    covered = [
+        sum([(size - 1) * other for j, (other, size) in enumerate(dims) if j != i and other <= stride])
+        for i, (stride, _) in enumerate(dims)
+    ]
+    if entries == 0 or all([stride > distance for (stride, _), distance in zip(dims, covered)]):
+        return False  # as in every slice of a tensor, with its dimensions in any order
+    if any([stride == 0 for stride, _ in dims]):
+        return True
+    last = sum([(size - 1) * stride for stride, size in dims])
+    places = torch.arange(last + 1, device="cpu").as_strided(value.shape, value.stride())
+    return len(places.unique()) < entries

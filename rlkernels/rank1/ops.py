@@ -79,15 +79,6 @@ def _vector(v: torch.Tensor) -> torch.Tensor:
     return (v if v.dtype == torch.float32 else v.float()).contiguous()
 
 
-def _overlaps(matrix: torch.Tensor) -> bool:
-    """Return whether two entries share a place in memory, as in an expanded row."""
-    m, n = matrix.shape
-    row_stride, column_stride = matrix.stride()
-    # the nearest two entries that can are column_stride / step rows and row_stride / step columns apart
-    step = math.gcd(row_stride, column_stride) or 1
-    return matrix.numel() > 1 and column_stride // step < m and row_stride // step < n
-
-
 def _cpp(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], starts: Sequence[torch.Tensor | None], *, rank: int,
             min_passes: int, tol: float, max_passes: int, seed: int) -> Iterator[LowRankDelta]:  # fmt: skip
     weights = [_rows(weight) for weight, _ in pairs]
@@ -278,11 +269,8 @@ def add_rank1_(weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor, scale: fl
             overlap or that autograd has computed.
     """
     contiguous = weight.is_contiguous()
-    if not contiguous and _overlaps(weight):
-        raise ValueError(
-            f"weight must have a place in memory for every entry, got strides {weight.stride()} for shape "
-            f"{list(weight.shape)}"
-        )
+    if not contiguous:
+        _check.own_places("weight", weight)
     m, n = weight.shape
     _check.shape("u", u, (m,))
     _check.shape("v", v, (n,))

@@ -267,6 +267,25 @@ def test_what_compiled_graphs_write_counts_as_a_change():
     assert all(t._version > version for t, version in zip(tensors, versions))
 
 
+VIEWS = {"rows": lambda t: t, "columns": lambda t: t[:, ::2], "transposed": lambda t: t[:, :-1].T}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_any_size_are_written_within_one_graph(view):
+    def add(weight, u, v):
+        return rlkernels.add_rank1_(weight, u, v, 2.0).sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(add, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, columns in ((3, 8), (5, 6)):
+        whole = torch.zeros(rows, columns)
+        weight = VIEWS[view](whole)
+        u, v = map(torch.rand, weight.shape)
+        compiled(weight, u, v)
+        torch.testing.assert_close(weight, 2 * torch.outer(u, v))
+        torch.testing.assert_close(whole.sum(), weight.sum())
+
+
 FAULT = -11  # exit code of a process that touches such memory
 
 
