@@ -138,8 +138,15 @@ def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: R
     return torch.cat(outs).to(query.dtype), torch.cat(lses)
 
 
-# by whether the rows are of groups: the tensors from which the last rows were made, their versions, and the rows
+# by whether the rows are of groups: the tensors from which the last rows were made, their versions (after the block
+# size and the stream), and the rows
 _last_rows: dict[bool, tuple[list[Any], list[int], Rows]] = {}
+
+
+def _stream(device: torch.device) -> int:
+    """Return the number of the device's current stream; 0 on a CPU."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    return torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
 
 
 def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, *groups: torch.Tensor
@@ -147,7 +154,8 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
     """Return the rows of the paged keys of sequences, or of groups of them, which start at the sequences ``groups``.
 
     Every layer of a model needs the same rows: the host waits for the device in the first layer only. Tensors made
-    under ``torch.inference_mode`` have no version; for them it waits in every layer.
+    under ``torch.inference_mode`` have no version; for them it waits in every layer. Another stream would not wait for
+    the kernels that compute the rows, so it computes its own.
 
     Raises:
         RuntimeError: a CUDA graph is being recorded, which would repeat these rows whatever the tensors hold later.
@@ -156,7 +164,7 @@ def _rows(block_size: int, tables: torch.Tensor, lens: torch.Tensor, starts: tor
         raise RuntimeError("backend='torch' waits for the GPU in paged attention, which no CUDA graph can record")
     arguments = (tables, lens, starts, *groups)
     has_versions = not any(t.is_inference() for t in arguments)
-    versions = [block_size, *(t._version for t in arguments)] if has_versions else []
+    versions = [block_size, _stream(tables.device), *(t._version for t in arguments)] if has_versions else []
     references, last_versions, rows = _last_rows.get(bool(groups), ([], [], None))
     same_tensors = all(reference() is tensor for reference, tensor in zip(references, arguments))
     if has_versions and rows is not None and last_versions == versions and same_tensors:

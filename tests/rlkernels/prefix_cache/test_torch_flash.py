@@ -86,6 +86,17 @@ def test_the_host_waits_in_the_first_layer_only(monkeypatch):
     read.assert_not_called()
 
 
+def test_each_stream_computes_its_own_rows(monkeypatch):
+    """No stream waits for the kernels of another one that compute them."""
+    tables = attention.Pages(9, 4, 1, 16, F32, CPU).table([12, 12])
+    arguments = 4, tables, torch.tensor([5, 12]), torch.tensor([0, 1, 2])
+    monkeypatch.setattr(torch_flash, "_stream", lambda device: 0)
+    rows = torch_flash._rows(*arguments)
+    assert torch_flash._rows(*arguments) is rows
+    monkeypatch.setattr(torch_flash, "_stream", lambda device: 7)
+    assert torch_flash._rows(*arguments) is not rows
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_lengths_that_change_in_place_are_noticed(inference):
     with torch.inference_mode(inference):
