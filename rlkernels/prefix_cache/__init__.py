@@ -71,15 +71,19 @@ def write_kv(
 
     Args:
         key, value: [T, Hk, d], converted to the dtype of the cache; views of the cache are allowed.
-        key_cache, value_cache: [num_blocks, block_size, Hk, d], written in place.
+        key_cache, value_cache: [num_blocks, block_size, Hk, d], written in place; may be views, but not such whose
+            entries share memory.
         slots: int64 [T], block * block_size + offset, all different.
 
     Raises:
-        TypeError, ValueError: wrong shapes, dtypes or devices; a slot outside the cache (checked on a CPU); a tensor
-            that requires grad while gradients are enabled.
+        TypeError, ValueError: wrong shapes, dtypes or devices; a cache whose entries overlap; a slot outside the cache
+            (checked on a CPU); a tensor that requires grad while gradients are enabled.
     """
     shape = key_cache.shape
     _check.shape("value_cache", value_cache, shape)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if not cache.is_contiguous():
+            _check.own_places(name, cache)
     if key.shape[1:] != shape[2:]:
         _check.shape("key", key, (key.shape[0], *shape[2:]))
     _check.shape("value", value, key.shape)

@@ -156,6 +156,25 @@ def test_wrong_values_are_named(change, message, backend):
         rlkernels.paged_attention(*problem.args(), scale=1.0, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_a_cache_whose_entries_share_memory_is_not_written(name, backend):
+    rows = torch.ones(2, 3, 4)
+    slots = torch.tensor([1, 6])
+    cache = torch.zeros(5, 2, 3, 8)
+    caches = {"key_cache": cache[..., :4], "value_cache": cache[..., 4:]}
+    rlkernels.write_kv(rows, rows, **caches, slots=slots, backend=backend)
+    assert int(cache.sum()) == 2 * rows.numel() and (cache.flatten(0, 1)[slots] == 1).all()
+    for overlapping in (
+        torch.zeros(5, 1, 3, 4).expand(5, 2, 3, 4),
+        torch.zeros(99).as_strided((5, 2, 3, 4), (9, 8, 4, 1)),
+    ):
+        caches[name] = overlapping
+        with pytest.raises(ValueError, match=f"{name} must have a place in memory for every entry, got strides"):
+            rlkernels.write_kv(rows, rows, **caches, slots=slots, backend=backend)
+        assert not overlapping.any()
+
+
 def test_wrong_types_and_shapes_are_named():
     problem = paged([9, 5], [1, 3])
     small_layout = rlkernels.GroupedLayout([1], [2], [0, 1])
