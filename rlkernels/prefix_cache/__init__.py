@@ -152,7 +152,7 @@ def paged_attention(
     """
     _check_sizes(query, key_cache, value_cache, scale)
     window, softcap = _checked_mask(window, softcap)
-    sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
+    sequences = _ragged(_SEQUENCES, query.shape[0], block_tables, seq_lens, query_starts)
     regime = "paged_attention/prefill" if query.shape[0] > seq_lens.shape[0] else "paged_attention"
     chosen = _choose_for_cache(regime, backend, key_cache, value_cache, query)
     chosen = _without_mask("paged_attention", chosen, backend, window, softcap)
@@ -200,8 +200,8 @@ def shared_prefix_attention(
         ValueError, TypeError: as :func:`paged_attention`.
     """
     _check_sizes(query, key_cache, value_cache, scale)
-    groups = _ragged(_GROUPS, group_tables, group_lens, group_starts)
-    sequences = _ragged(_SEQUENCES, block_tables, seq_lens, query_starts)
+    groups = _ragged(_GROUPS, seq_lens.shape[0], group_tables, group_lens, group_starts)
+    sequences = _ragged(_SEQUENCES, query.shape[0], block_tables, seq_lens, query_starts)
     args = (query, key_cache, value_cache, *groups, *sequences, float(scale))
     chosen = _choose_for_cache("shared_prefix_attention", backend, key_cache, value_cache, query)
     if chosen != "cpu" and _check.on_host(query):
@@ -515,13 +515,20 @@ def _check_no_gradient(op: str, **tensors: torch.Tensor) -> None:
     _check.no_gradient(f"{op} has no gradient: {advice}", **tensors)
 
 
-def _ragged(names: tuple[str, str, str], tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor) -> Ragged:
-    """Check the shapes of the tensors that describe sequences or groups, and return them contiguous."""
+def _ragged(
+    names: tuple[str, str, str], total: int, tables: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor
+) -> Ragged:
+    """Check the shapes of the tensors that divide ``total`` queries among sequences, or sequences among groups.
+
+    Return them contiguous.
+    """
     count = lens.shape[0]
     if tables.shape[0] != count:
         _check.shape(names[0], tables, (count, None))
     if starts.shape[0] != count + 1:
         _check.shape(names[2], starts, (count + 1,))
+    if count == 0 and total:
+        raise ValueError(f"{names[2]} must rise from 0 to {total}, got a single entry, with {names[1]} empty")
     return tables.contiguous(), lens.contiguous(), starts.contiguous()
 
 

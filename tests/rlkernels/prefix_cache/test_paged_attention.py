@@ -157,6 +157,23 @@ def test_wrong_values_are_named(change, message, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_queries_of_no_sequence_and_sequences_of_no_group_raise_by_their_shapes(backend):
+    """A GPU does not look at values, and meta tensors have none."""
+    problem = paged([9, 5], [1, 3])
+    *inputs, tables, lens, starts = (t.to("meta") for t in problem.args())
+    nothing = tables[:0], lens[:0], starts[:1]
+    settings = {"scale": 1.0, "backend": backend}
+    with pytest.raises(ValueError, match="query_starts must rise from 0 to 4, got a single entry, with seq_lens empty"):
+        rlkernels.paged_attention(*inputs, *nothing, **settings)
+    attend = rlkernels.shared_prefix_attention
+    with pytest.raises(ValueError, match="group_starts must rise from 0 to 2, got a single entry, with group_lens"):
+        attend(*inputs, *nothing, tables, lens, starts, **settings)
+    query, *caches, tables, lens, starts = problem.args()
+    nothing = tables[:0], lens[:0], starts[:1]
+    assert attend(query[:0], *caches, *nothing, *nothing, **settings).shape == (0, *query.shape[1:])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("name", ["key_cache", "value_cache"])
 def test_a_cache_whose_entries_share_memory_is_not_written(name, backend):
     rows = torch.ones(2, 3, 4)
