@@ -1,4 +1,4 @@
-// Attention over paged keys and values on the CPU: what is asked of the kernels in csrc/cpu.
+// Problems and results of the CPU kernels of attention to paged keys and values, and to packed tokens (csrc/cpu).
 #pragma once
 #include <cstdint>
 

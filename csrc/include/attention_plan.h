@@ -1,4 +1,4 @@
-// Which thread attends to which stretch of keys, for sequences whose keys lie in blocks and may share a prefix.
+// Assigns stretches of keys to threads, for sequences in blocks that may share a prefix.
 #pragma once
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-// What the ops and the per-ISA kernels of dynamic time warping share.
+// Types that the ops and the per-ISA kernels of dynamic time warping share.
 #pragma once
 #include <cstdint>
 

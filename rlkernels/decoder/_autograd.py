@@ -37,6 +37,8 @@ class AddRmsNorm(torch.autograd.Function):
 
 
 class Rope(torch.autograd.Function):
+    """From x, positions, cos, sin, q_heads, heads, q_weight, k_weight, eps: x with queries and keys turned."""
+
     @staticmethod
     def forward(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_heads: int,
                 heads: int, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
@@ -65,6 +67,8 @@ class Rope(torch.autograd.Function):
 
 
 class SiluMul(torch.autograd.Function):
+    """From gate_up: ``silu(gate) * up``."""
+
     @staticmethod
     def forward(gate_up: torch.Tensor) -> torch.Tensor:
         return torch.ops.rlkernels.silu_mul(gate_up)
