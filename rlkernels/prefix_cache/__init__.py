@@ -356,7 +356,7 @@ def _attend_packed(
     limit = f"in float32 with heads of 1 to {MAX_FLOAT32_HEAD}"
     chosen = _within_triton(op, chosen, backend, fits, limit, query.shape[-1])
     scale = float(scale)
-    if chosen != "torch":
+    if chosen != "torch" and query.shape[1]:  # kernels divide by the number of heads
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
         return _gradients.apply(_TreeAttention, *tensors, layout, scale, window, softcap, chosen)
     compiling = torch.compiler.is_compiling()  # where no tensor is part of a transform
@@ -365,7 +365,7 @@ def _attend_packed(
     if softcap is None and not in_transform and torch_flash.supports_training(query, return_lse):
         return torch_flash.tree_attention(*args)
     on_cpu = _backend.device_kind(query.device) == "cpu"
-    if return_lse or softcap is not None or not layout.num_tokens or on_cpu or in_transform:
+    if return_lse or softcap is not None or not query.numel() or on_cpu or in_transform:
         recompute = not (on_cpu or torch._C._are_functorch_transforms_active())
         return reference.tree_attention(*args, softcap, recompute=recompute)
     return reference.tree_attention_by_sdpa(*args), None

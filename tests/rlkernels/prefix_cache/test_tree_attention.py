@@ -226,11 +226,14 @@ def test_threads_change_no_bit(compiled, set_threads, kv_heads):
 
 
 def test_of_nothing_comes_nothing_and_views_are_welcome():
-    empty = torch.zeros(0, 2, 8, requires_grad=True)
-    for backend in ("auto", "torch"):
-        out, lse = attend(empty, empty, empty, TreeLayout.from_sequences([[]]), scale=1.0, backend=backend)
-        assert out.shape == (0, 2, 8) and lse.shape == (0, 2) and lse.dtype == torch.float32
-        (out.sum() + lse.sum()).backward()
+    key = torch.ones(2, 1, 8)
+    for tokens, heads in ((0, 2), (2, 0)):
+        empty = torch.zeros(tokens, heads, 8, requires_grad=True)
+        given = empty, key[:tokens], key[:tokens], TreeLayout.from_sequences([range(tokens)])
+        for backend in ("auto", "torch"):
+            out, lse = attend(*given, scale=1.0, backend=backend)
+            assert out.shape == empty.shape and lse.shape == empty.shape[:2] and lse.dtype == torch.float32
+            (out.sum() + lse.sum()).backward()
     layout = TreeLayout.from_sequences(grown("turns"))
     tensors = tensors_for(layout)
     views = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in tensors]
