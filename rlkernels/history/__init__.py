@@ -229,6 +229,8 @@ def _ids(name: str, value: Ids, dtype: type = np.int32) -> np.ndarray:
     """Return a one-dimensional array of integers >= 0 that fit int32."""
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except TypeError:  # of a tensor whose dtype NumPy lacks
+        raise TypeError(f"{name} must be integers, got {reprlib.repr(value)}") from None
     except ValueError:  # lists of different lengths
         raise ValueError(f"{name} must have 1 dimension, got {reprlib.repr(value)}") from None
     if array.ndim == 0:

@@ -256,7 +256,7 @@ def token_ids(name: str, value: TokenIds) -> np.ndarray:
     """Check a token sequence, and return it as int64 [L]."""
     try:
         ids = np.asarray(value.numpy(force=True) if isinstance(value, torch.Tensor) else value)
-    except ValueError:  # lists of several lengths
+    except (TypeError, ValueError):  # a dtype that NumPy lacks, lists of several lengths
         ids = np.empty(0, dtype=object)
     if ids.ndim != 1:
         raise ValueError(f"{name} must have 1 dimension, got shape {ids.shape}")

@@ -277,6 +277,7 @@ def test_equals_its_model_on_long_histories():
     (lambda h: h.add([2**31], [1]), ValueError, "prompt_ids must be between 0"),
     (lambda h: h.add("ab", [1]), TypeError, "prompt_ids must be a list of integers, got 'ab'"),
     (lambda h: h.add([1], torch.zeros(3)), TypeError, "response_ids must be integers, got float32"),
+    (lambda h: h.add([1], torch.zeros(3).bfloat16()), TypeError, r"response_ids must be integers, got tensor\(\[0"),
     (lambda h: h.add([1], [1], reward=math.nan), ValueError, "reward must be finite, got nan"),
     (lambda h: h.draft([[1]], [], max_tokens=3), ValueError, "generated_ids_list must have one entry per prompt"),
     (lambda h: h.draft([[1]], [[]], max_tokens=-1), ValueError, "max_tokens must be between 0 and .* got -1"),

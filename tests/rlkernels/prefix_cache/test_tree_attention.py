@@ -100,6 +100,7 @@ def test_tokens_as_lists_arrays_and_tensors():
     ([1.5], TypeError, r"sequences\[1\] must hold integers, got \[1.5\]"),
     ([True], TypeError, r"sequences\[1\] must hold integers"),
     ([None], TypeError, r"sequences\[1\] must hold integers"),
+    (torch.zeros(1).bfloat16(), TypeError, r"sequences\[1\] must hold integers, got tensor\(\[0"),
     ("ab", ValueError, r"sequences\[1\] must have 1 dimension, got shape \(\)"),
     ([[1, 2]], ValueError, r"sequences\[1\] must have 1 dimension, got shape \(1, 2\)"),
     ([[1], [2, 3]], TypeError, r"sequences\[1\] must hold integers, got \[\[1\], \[2, 3\]\]"),
