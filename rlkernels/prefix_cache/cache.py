@@ -172,8 +172,12 @@ class PagedKVCache:
         else:
             ids = _ids(token_ids)
             counts = np.asarray(counts)
-            if counts.shape != (len(handles),) or counts.min(initial=0) < 0 or counts.sum() != len(ids):
-                raise ValueError(f"counts must divide {len(ids)} tokens among {len(handles)} sequences, got {counts}")
+            is_integer = counts.dtype.kind in "iu" or not counts.size
+            fits = counts.shape == (len(handles),) and counts.min(initial=0) >= 0 and counts.sum() == len(ids)
+            if not (is_integer and fits):
+                raise ValueError(
+                    f"counts must be {len(handles)} integers >= 0 that add up to {len(ids)} tokens, got {counts}"
+                )
         if len(set(handles)) < len(handles):
             second = next(i for i, handle in enumerate(handles) if handle in handles[:i])
             first = handles.index(handles[second])

@@ -205,8 +205,16 @@ def test_tokens_of_several_sequences_may_be_given_one_after_the_other(each_backe
     by_lists = caches[1].append_many(sequences[1], [[7], [], [8, 9, 10, 11, 12]])
     assert by_counts.tolist() == by_lists.tolist()
     assert [seq.token_ids for seq in sequences[0]] == [[1, 2, 7], [3], [4, 5, 6, 8, 9, 10, 11, 12]]
-    for counts in (as_given([1, 1]), as_given([1, 1, 1]), as_given([-1, 2, 1]), 2, [[1, 0, 1]]):
-        with pytest.raises(ValueError, match=r"counts must divide 2 tokens among 3 sequences, got (\[|2)"):
+    for counts in (
+        as_given([1, 1]),
+        as_given([1, 1, 1]),
+        as_given([-1, 2, 1]),
+        2,
+        [[1, 0, 1]],
+        [1.0, 0.0, 1.0],
+        [True, False, True],
+    ):
+        with pytest.raises(ValueError, match=r"counts must be 3 integers >= 0 that add up to 2 tokens, got (\[|2)"):
             caches[0].append_many(sequences[0], [1, 2], counts)
     assert [seq.length for seq in sequences[0]] == [3, 1, 8]
 
