@@ -1,7 +1,6 @@
 """Paged key/value cache with shared prefixes, attention over it, and attention on packed trees for training."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -496,8 +495,8 @@ def _checked_mask(window: int | None, softcap: float | None) -> tuple[int | None
     if softcap is not None:
         _check.positive("softcap", softcap)
         softcap = float(softcap)
-        if softcap == math.inf:
-            raise ValueError(f"softcap must be finite, got {softcap!r}")
+        if softcap > torch.finfo(torch.float32).max:
+            raise ValueError(f"softcap must be finite in float32, got {softcap!r}")
     return window, softcap
 
 

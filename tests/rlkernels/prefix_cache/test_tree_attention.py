@@ -255,7 +255,8 @@ def test_what_is_wrong_is_named():
         ({"window": 0}, ValueError, "window must be >= 1, got 0"),
         ({"window": 1.5}, TypeError, "window must be an integer, got 1.5"),
         ({"softcap": 0.0}, ValueError, "softcap must be > 0, got 0.0"),
-        ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
+        ({"softcap": float("inf")}, ValueError, "softcap must be finite in float32, got inf"),
+        ({"softcap": 1e39}, ValueError, r"softcap must be finite in float32, got 1e\+39"),
         ({"backend": "cuda"}, ValueError, "cannot run tree_attention here: tree_attention has no cuda"),
         ({"backend": "triton/x"}, ValueError, "one of auto, cuda, triton, cpu, torch, triton/crossing, got 'triton/x'"),
     ):  # fmt: skip
