@@ -9,7 +9,7 @@ import pytest
 from python_trainer.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
-NODES = {"python_trainer": 122_600, "rlkernels": 147_000, "bench": 84_700, "tests": 363_000}  # of Python's syntax tree
+NODES = {"python_trainer": 122_800, "rlkernels": 147_400, "bench": 84_700, "tests": 365_200}  # of Python's syntax tree
 LINES = {"csrc": 9_000}
 SETTINGS = 116
 WORDS = 21_500  # of README, CONTRIBUTING and docs
