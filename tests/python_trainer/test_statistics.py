@@ -81,6 +81,6 @@ def test_unequal_numbers_of_prompts_are_refused(pair):
 def test_the_final_evaluation_is_that_of_the_last_step(tmp_path):
     assert read_evaluations(tmp_path, 8) == {}
     for step, name in ((0, "start"), (4, "final"), (8, "final")):
-        append_row(tmp_path / EVALUATIONS, {"step": step, "name": name, "correct": [step]})
-    assert read_evaluations(tmp_path, 8) == {"start": [0], "final": [8]}
+        append_row(tmp_path / EVALUATIONS, {"step": step, "name": name, "correct": [step / 8]})
+    assert read_evaluations(tmp_path, 8) == {"start": [0], "final": [1]}
     assert read_evaluations(tmp_path, 6) == {"start": [0]}, "the run went on"
