@@ -342,6 +342,13 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
     return _check_name(self, requested_attention, *args, **kwargs)
 
 
+def _are_wrong(positions: torch.Tensor, layout: TreeLayout) -> bool:
+    """Return whether positions [1, T] are not those of the layout; False on a GPU, which would have to wait for it."""
+    if positions.device.type != "cpu" or positions.ndim != 2 or torch.compiler.is_compiling():
+        return False
+    return not torch.equal(positions.long(), layout.position_ids[None])
+
+
 def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Call the model; raise if it cannot run the packed pass whose layout is the argument ``attention``."""
     layout = kwargs.get("attention")
@@ -353,9 +360,7 @@ def _call_model(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             f"position_ids must be given to {type(self).__name__} in a packed pass, got None: give the layout's "
             "position_ids[None]; a model numbers the tokens of a row from 0 by itself"
         )
-    # a GPU would have to finish its work before this comparison
-    on_host = positions is not None and positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and positions.ndim == 2 and not torch.equal(positions.long(), layout.position_ids[None]):
+    if positions is not None and _are_wrong(positions, layout):
         raise ValueError(
             f"position_ids must be the layout's position_ids[None] for {type(self).__name__} in a packed pass, got "
             f"others of shape {list(positions.shape)}"
