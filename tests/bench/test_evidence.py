@@ -174,6 +174,11 @@ def overhead(algorithm: str) -> list[str]:
     return [f"{100 * fmean(row['more']['share of rhyme'] for row in rows):.0f} %" for rows in arms]
 
 
+def chosen_by(arm: str) -> list[str]:
+    """Return the end of an arm that chooses stored answers in another way, and its points above `rhyme`'s."""
+    return whole_run("rhyme/grpo", arm, AFTER)[:2]
+
+
 def of_stages() -> list[str]:
     """Return the ends with 5, 20 and 100 % of the stages, and the points of the other two above 20 %."""
     arms = "after it, 5 % of stages", AFTER, "after it, 100 % of stages"
@@ -270,6 +275,7 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         "| a quarter of the prompts, 80 steps": lambda: with_history(QUARTER, "grpo"),
         "| GRPO, `lattice_paths` | `rhyme`; with": lambda: overhead("grpo"),
         "| PPO, `lattice_paths` | `rhyme`; with": lambda: overhead("ppo"),
+        "| an oracle, GRPO": lambda: chosen_by("after it, an oracle"),
         "| GRPO, `lattice_paths` | 5, 20": lambda: of_stages(),
         "| 60 steps at 3e-5 |": lambda: [
             share_gained(f"rank {rank}, rest trained") for rank in ("1, scale a", "4, scale 1", "16, scale 1")
@@ -305,8 +311,11 @@ CLAIMS = {  # how a line of a page begins -> its figures, in their order
         **each(beside_plain, {
             "| twice the rate |": "plain, twice the rate",
             "| four times the rate |": "plain, four times the rate",
+            "| eight times the rate |": "plain, eight times the rate",
             "| `alpha` as in the paper": "alpha as in the paper",
+            "| `alpha`, gated": "alpha, gated",
             "| a quarter of the prompts, twice the rate, seeds": f"{QUARTER}, twice the rate",
+            "| a quarter of the prompts, eight times the rate |": f"{QUARTER}, eight times the rate",
             "| a quarter of the prompts, four times the rate |": f"{QUARTER}, four times the rate",
         }),
         **each(after_earlier_run, {
