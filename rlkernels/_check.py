@@ -136,14 +136,15 @@ def shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> Non
 
 def own_places(name: str, value: torch.Tensor) -> None:
     """Raise ValueError for a tensor whose entries share places in memory, as in an expanded one: no op can write it."""
-    if _shares_places(value):
+    if shares_places(value):
         raise ValueError(
             f"{name} must have a place in memory for every entry, got strides {value.stride()} for shape "
             f"{list(value.shape)}"
         )
 
 
-def _shares_places(value: torch.Tensor) -> bool:
+def shares_places(value: torch.Tensor) -> bool:
+    """Return whether two entries share a place in memory."""
     entries = value.numel()
     dims = [(stride, size) for stride, size in zip(value.stride(), value.shape) if size > 1]
     # of each dimension: the distance that those of smaller strides cover

@@ -327,8 +327,8 @@ def _in_threads(function: Callable[..., T], jobs: Iterable[tuple[Any, ...]]) -> 
 
 
 def _may_overlap(group: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether elements of a group of :func:`_by_memory` may share memory."""
-    return len(group) > 1 or any(torch._debug_has_internal_overlap(tensor) != 0 for tensor in group.values())
+    """Return whether elements of a group of :func:`_by_memory` may share memory, within a tensor or between two."""
+    return len(group) > 1 or any(map(_check.shares_places, group.values()))
 
 
 def _by_memory(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
