@@ -143,8 +143,9 @@ def replace_by(weights: Mapping[str, Tensor]) -> Change:
 
 
 def ends(run: Path) -> Iterator[tuple[str, Change]]:
-    """Yield the weights before the first step and after the last."""
-    yield START, replace_by(Snapshots(run).weights(0))
+    """Yield the weights before the first step, if the run has kept them, and after the last."""
+    if (run / "snapshots").exists():
+        yield START, replace_by(Snapshots(run).weights(0))
     yield END, replace_by({})
 
 

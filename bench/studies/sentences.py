@@ -22,7 +22,7 @@ from typing import Any
 from bench._turns import Turns
 from bench.studies import harness, rhyme
 from bench.studies.harness import OTHER_WEIGHTS, Arm, Study, fewer_prompts
-from bench.studies.ranks import END, SNAPSHOTS, Change, ends, other_weights, replace_by, shape_of_path, trainer_with
+from bench.studies.ranks import SNAPSHOTS, Change, ends, other_weights, shape_of_path, trainer_with
 from bench.studies.rhyme import DATABASE, RHYME
 from python_trainer.accelerators.base import StepContext
 from python_trainer.accelerators.rhyme.accelerator import HistoryUse, Rhyme
@@ -67,9 +67,9 @@ def measure_pattern(run: Path, change: Change) -> float:
 
 def measure(run: Path) -> dict[str, Any]:
     """Return the share of the commonest pattern at the end; of plain runs also the shape and effect of their update."""
-    if not (run / "snapshots").exists():
-        return {f"commonest pattern at the {END}": measure_pattern(run, replace_by({}))}
     patterns = {f"commonest pattern at the {name}": measure_pattern(run, change) for name, change in ends(run)}
+    if not (run / "snapshots").exists():
+        return patterns
     return patterns | shape_of_path(run) | {OTHER_WEIGHTS: other_weights(run)}
 
 
